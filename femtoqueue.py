@@ -1496,16 +1496,18 @@ class _Files:
         time has changed since the start. A move in the same tick as the start does not change the
         time. It is over before the second look, which comes a tick later. A tick is long on a file
         system whose times have whole seconds (ext4 with inodes of 128 bytes)."""
-        before = self._changed_ns()
-        is_coarse = not any(it % 10**9 for it in before)
+        before = self._changed()
+        is_coarse = not any(it % 10**9 for it, _ in before)
         for pause_s in (_COARSE_TICK_S if is_coarse else _TICK_S, 0):
             if any(map(self.has_entries, ("keys", *_WAITING_DIRS, *self.node_dirs()))):
                 return True
             time.sleep(pause_s)
-        return self._changed_ns() != before
+        return self._changed() != before
 
-    def _changed_ns(self) -> list[int]:
-        return [os.stat(self.root + it).st_mtime_ns for it in _WAITING_DIRS]
+    def _changed(self) -> list[tuple[int, int]]:
+        # With the inodes: shrink() may put a directory in place that is as old as the time seen.
+        found = [os.stat(self.root + it) for it in _WAITING_DIRS]
+        return [(it.st_mtime_ns, it.st_ino) for it in found]
 
     def text(self, path: str) -> str:
         """Return the text of a regular file, or "" for any other kind of file. A FIFO, a link or a
@@ -1743,8 +1745,12 @@ class _Files:
             return
         if old.st_size <= _SHRINK_BYTES or not stat.S_ISDIR(old.st_mode):
             return
+        if self.exists("SHARED"):
+            return  # other hosts may look into the old directory for a long time (stale in room 20)
         if hasattr(os, "listxattr") and any("acl" in name for name in os.listxattr(path)):
             return  # access control lists, which this method can't copy
+        if old.st_uid != os.geteuid():
+            return  # the new directory would belong to this user
         fresh = f"{self.root}creating/{aside}.pending"
         # RACE: another process renames a file into the directory first. Then our rename fails, and
         # the old directory stays. It also stays if it can't be replaced: a mount point, or a full
@@ -1754,6 +1760,7 @@ class _Files:
             # The rights are set by the descriptor, never by the path: see _follow_owner().
             fd = os.open(fresh, _DIR_FLAGS)
             try:
+                os.fchown(fd, -1, old.st_gid)
                 os.fchmod(fd, stat.S_IMODE(old.st_mode))
                 new = os.fstat(fd)
             finally:
@@ -1803,9 +1810,9 @@ class _QueueClock:
 
     def __init__(self, files: _Files) -> None:
         self._files, files.clock = files, self
-        # The tag of the processes of this machine that can't see the boot id. A lease of theirs
-        # outlives no reboot either, so a free lock tells that its holder is dead.
-        self._no_id_tag = _boot_tag(_time_namespace(), files.root) if files.is_local else ""
+        # The tag of leases of processes that have a clock of their own, because they can't see the
+        # boot id, or can't write the clock file. Only processes of this kernel use this tag.
+        self.no_id_tag = _boot_tag(_time_namespace(), files.root) if files.is_local else ""
         self.init_worker()
         self.boot, self.anchor_ns = self._open()
 
@@ -1818,7 +1825,7 @@ class _QueueClock:
     @property
     def boots(self) -> tuple[str, str]:
         """The tags of the leases whose holder is dead if the lock of its directory is free."""
-        return self.boot, self._no_id_tag
+        return self.boot, self.no_id_tag
 
     def now_ns(self) -> int:
         return _monotonic_ns() + self.anchor_ns
@@ -1843,13 +1850,13 @@ class _QueueClock:
             boot = self._boot_without_id()
         if boot:
             self._name = f"clock-{boot}"
-            anchor_ns = self._read(self._name)
-            if anchor_ns is not None and self._went_back(anchor_ns):
-                self.made_anew = "was of an earlier start of this machine, under the same boot id"
-                _log().warning("%s %s: made anew", self._name, self.made_anew)
-                _unlink_if_exists(self._files.root + self._name)
-                anchor_ns = None
             try:
+                anchor_ns = self._read(self._name)
+                if anchor_ns is not None and self._went_back(anchor_ns):
+                    self.made_anew = "was of an earlier start of this machine, under its boot id"
+                    _log().warning("%s %s: made anew", self._name, self.made_anew)
+                    _unlink_if_exists(self._files.root + self._name)
+                    anchor_ns = None
                 if anchor_ns is None:
                     anchor_ns = self._create(self._name, _compute_anchor(self._files))
                     self._remove_others()
@@ -1861,26 +1868,23 @@ class _QueueClock:
                 # at tasks, to drain the queue and to purge.
                 self._name = ""
                 _log().warning("no shared clock for this process: %s", error)
-        return os.urandom(4).hex(), _compute_anchor(self._files)
+        return self.no_id_tag or os.urandom(4).hex(), _compute_anchor(self._files)
 
     def _boot_without_id(self) -> str:
-        """Return the tag of this boot for a process that can't see the boot id.
-
-        If a clock file agrees with the wall clock, the tag is the one in the name of the file. If
-        no clock file agrees, the tag is the one that all processes without a boot id share.
+        """Return the tag in the name of a clock file that agrees with the wall clock, for a process
+        that can't see the boot id. Return "" if there is no such clock file.
 
         The clock file of an earlier boot does not agree, because the monotonic clock began anew
-        after that boot. The clock file of another host may agree by chance. So the first tag is
-        returned only if no other host uses data_dir."""
+        after that boot. The clock file of another host may agree by chance. So "" is returned if
+        other hosts use data_dir."""
         agree = []
         for name in filter(_FORMS["."], sorted(os.listdir(self._files.root))):
-            anchor_ns = self._read(name) if name.startswith("clock-") else None
-            if anchor_ns and abs(anchor_ns + _monotonic_ns() - _wall_ns()) < _BEHIND_NS:
-                agree.append(name[6:])
+            with suppress(PermissionError):  # a person took this user's rights to read the file
+                anchor_ns = self._read(name) if name.startswith("clock-") else None
+                if anchor_ns and abs(anchor_ns + _monotonic_ns() - _wall_ns()) < _BEHIND_NS:
+                    agree.append(name[6:])
         # RACE: another host makes SHARED before its clock file. So SHARED is looked for last.
-        if agree and not self._files.exists("SHARED"):
-            return agree[0]
-        return self._no_id_tag
+        return agree[0] if agree and not self._files.exists("SHARED") else ""
 
     def _went_back(self, anchor_ns: int) -> bool:
         """Say whether the monotonic clock began anew under the same boot id. This happens in a
@@ -1920,9 +1924,8 @@ class _QueueClock:
             return
         with suppress(OSError):  # a directory of another user: its leases can't be seen
             in_use = {f"clock-{entry.boot}" for entry in files.find("inflight")}
-            in_use |= {self._name, f"clock-{self._no_id_tag}"}
             for name in filter(_FORMS["."], os.listdir(files.root)):
-                if name.startswith("clock-") and name not in in_use:
+                if name.startswith("clock-") and name not in (self._name, *in_use):
                     files.remove(name)
 
     def restore(self) -> None:
@@ -3016,7 +3019,7 @@ class _Housekeeper:
                 self._reclaim_dead_worker(directory, has_own_boot)
 
     def _renewed_recently(self, entry: _Entry) -> bool:
-        """Return whether a lease of another host still runs, although the deadline has passed by
+        """Return whether a lease of another clock still runs, although the deadline has passed by
         our queue clock.
 
         The queue clocks of hosts drift apart: after a suspend, or an NTP step after the boot. But
@@ -3024,13 +3027,26 @@ class _Housekeeper:
         claim or of the last renewal. The lease still runs if st_ctime is less than our own lease
         length ago.
 
-        Only the deadline counts if st_ctime is in the future. The same is true for a lease of this
-        boot, for a detached lease, and for all leases if ours have no end."""
-        length_ns = self._worker.length_ns
-        if length_ns < _FOREVER_NS and entry.boot not in (self._clock.boot, _DETACHED):
-            with suppress(FileNotFoundError):  # RACE: the task was settled or reclaimed meanwhile
-                renewed_ns = self._files.lstat(entry.path).st_ctime_ns
-                return 0 <= _wall_ns() - renewed_ns < length_ns
+        Only the deadline counts if st_ctime is in the future. The same is true for a lease of our
+        clock, for a detached lease, and for all leases if ours have no end.
+
+        A lease of our boot is usually of our clock. There are two exceptions. Processes that can't
+        see the boot id have a clock each. And on a file system of several hosts, the clock file may
+        have been made anew after this host was suspended (_went_back). Workers that lived before
+        keep the old clock. A lease of theirs seems to be over for longer than it exists."""
+        length_ns, clock = self._worker.length_ns, self._clock
+        if length_ns >= _FOREVER_NS or entry.boot == _DETACHED:
+            return False
+        has_own_clock = clock.boot == clock.no_id_tag
+        is_ours = entry.boot == clock.boot and (
+            not has_own_clock or entry.directory == self._lease_dir.directory
+        )
+        if is_ours and self._files.if_shared is not None:
+            return False
+        with suppress(FileNotFoundError):  # RACE: the task was settled or reclaimed meanwhile
+            age_ns = _wall_ns() - self._files.lstat(entry.path).st_ctime_ns
+            is_ours = is_ours and clock.now_ns() - entry.stamp_ns < age_ns + _BEHIND_NS
+            return not is_ours and 0 <= age_ns < length_ns
         return False
 
     def _reclaim_dead_worker(self, directory: str, has_own_boot: bool) -> None:
@@ -4145,10 +4161,12 @@ class _KeyStates:
         holder = threading.get_ident(), name
         lock = outer = self._held.get(holder)
         if lock is None or lock.fd < 0:  # fd < 0: Ctrl-C came while the lock was being closed
-            self.heed_mark()
             lock = self._open_lock(name)
         try:
             lock.acquire_exclusive(wait)
+            if lock is not outer:
+                # Not before: a local object that found SHARED under this lock saved no state.
+                self.heed_mark()
             self._held[holder] = lock
             states = lock.states.get(tag) or lock.states.setdefault(tag, self._load(tag))
             try:
@@ -5755,8 +5773,13 @@ class _Numbers:
         return number
 
     def check(self, number: int) -> None:
-        """Raise FileExistsError if another host drew a higher number before this ticket was in
-        line. On a local file system do nothing: the lock of "last" prevents it."""
+        """Raise FileExistsError if another host may have drawn a number before this ticket was in
+        line. On a local file system, the lock of "last" prevents this.
+
+        RACE: an object on another kind of mount makes SHARED after this member looked for it. That
+        object does not heed our lock (mounts in room 20)."""
+        if self._files.if_shared is not None and self._files.exists("SHARED"):
+            raise FileExistsError(errno.EEXIST, "another mount is in use", self._root)
 
     def remove_dir(self) -> None:
         os.unlink(f"{self._root}last")
@@ -6028,6 +6051,11 @@ class TicketQueue:
                 return True
         return False
 
+    def _is_alone(self) -> bool:
+        """Return whether only processes of this kernel use the line. Then each free lock is that of
+        a dead member, even if another process does not see the boot id."""
+        return self._files.is_local and not self._files.exists("SHARED")
+
     @property
     def _stale_s(self) -> float:
         return float("inf") if self.stale_timeout is None else self.stale_timeout
@@ -6064,7 +6092,7 @@ class TicketQueue:
         an earlier boot, counts as dead when its ticket was not touched for stale_timeout."""
         with _ignore_missing():  # RACE: the member gave its ticket up after it was listed
             with closing(self._files.open_lock(member, os.O_RDWR)) as lock:
-                if member.split("~")[1] == self._boot:
+                if member.split("~")[1] == self._boot or self._is_alone():
                     is_dead = lock.try_exclusive()
                 else:
                     # Ask for the time of the open file: by its path, a network file system may
@@ -6202,10 +6230,6 @@ def _open_files(data_dir: str, is_durable: bool) -> _Files:
     if fs_type not in (0, *_LOCAL_TYPES):
         files: _Files = _SharedFiles(data_dir, is_durable, fs_type)
         files.parts = _SharedLeaseDir, _SharedKeys, _SharedNumbers
-        # SHARED tells local objects that data_dir is also used from here (mounts). If the file
-        # can't be made, this user can't push either.
-        with _ignore_missing(errno.EEXIST, *_NO_WRITE_ERRNOS):
-            os.close(os.open(f"{files.root}SHARED", _CREATE_FLAGS, 0o666))
     elif fcntl is None:
         files = _UnlockedFiles(data_dir, is_durable)
         files.parts = _UnlockedLeaseDir, _Keys, _Numbers
@@ -6305,6 +6329,17 @@ class _SharedFiles(_Files):
         if kind := _NETWORK_TYPES.get(fs_type):
             ends = "other hosts' leases end by their deadlines only"
             self.caveat = f"{kind}: {ends}, and waiting is polling"
+        self._is_marked = False
+        self._mark()
+
+    def _mark(self) -> None:
+        """Make SHARED, to tell the objects that use this directory as a local one (mounts). If that
+        fails, the disk may be full, and open_lock() tries again. Or this user may only look at the
+        directory."""
+        with _ignore_missing(*_NO_WRITE_ERRNOS):
+            with suppress(FileExistsError):
+                os.close(os.open(f"{self.root}SHARED", _CREATE_FLAGS, 0o666))
+            self._is_marked = True
 
     # Looking
 
@@ -6445,6 +6480,8 @@ class _SharedFiles(_Files):
 
     @_afresh
     def open_lock(self, path: str, flags: int = _LOCK_FLAGS) -> _FileLock:
+        if not self._is_marked:
+            self._mark()
         return _SharedLock(self.root + path, flags, self.root)
 
 

@@ -1168,7 +1168,7 @@ class Lifecycle(QueueCase):
                 return found
             if seen.get(path, (None,))[0] != found.st_mtime_ns:
                 seen[path] = found.st_mtime_ns, int(now_s[0]) * 10**9
-            return types.SimpleNamespace(st_mtime_ns=seen[path][1])
+            return types.SimpleNamespace(st_mtime_ns=seen[path][1], st_ino=0)
 
         def sleep(seconds: float) -> None:
             now_s[0] += seconds
@@ -1303,6 +1303,7 @@ class Ordering(QueueCase):
             "the date is set": [("1", 0, 0), ("1", -year_s, 0), ("1", year_s, 0), ("1", 0, 0)],
             "a reboot": [("1", 0, 0), ("2", -year_s, one_s)],
             "no boot id": [(None, 0, 0), (None, -1000, 0)],
+            "a reboot, no boot id": [(None, 0, 0), (None, -year_s, one_s)],
         }
         clock = self.clock()
         for name, life in lives.items():
@@ -1315,8 +1316,9 @@ class Ordering(QueueCase):
                     q.push(b"%d" % number)
             with self.subTest(name):
                 self.assertEqual(self.drain(q), [b"%d" % n for n in range(len(life))])
-                # The first process of a boot removes the clock file of the boot before.
-                self.assertEqual(len(self.clocks()), 1)
+                # The first process of a boot removes the clock file of the boot before. Processes
+                # without a boot id have no clock file.
+                self.assertEqual(len(self.clocks()), int(life[-1][0] is not None))
 
     def clocks(self) -> list[str]:
         return sorted(name for name in os.listdir(self.path) if name.startswith("clock-"))
@@ -1344,6 +1346,45 @@ class Ordering(QueueCase):
         with on_boot("container"):
             before, after = q.push(b"1"), self.queue("second").push(b"2")
         self.assertLess(int(after[:20]) - int(before[:20]), 3600e9)  # of one clock
+
+    def test_service_that_can_not_see_the_boot_id_keeps_the_order_after_a_reboot(self) -> None:
+        """The clock file of an earlier boot does not agree with the wall clock. The service does
+        not use that file, even if the queue is empty."""
+        clock = self.clock()
+        with on_boot("1"):
+            self.queue().close()
+        clock.wall_shift_s += 3600
+        clock.monotonic_shift_s = 1.0 - time.monotonic()
+        with on_boot(None):
+            service = self.queue("service")
+        with on_boot("2"):
+            self.queue().push(b"first")
+        service.push(b"second")
+        self.assertEqual(self.drain(service), [b"first", b"second"])
+
+    def test_service_that_can_not_see_the_boot_id_ignores_a_clock_file_that_it_can_not_read(
+        self,
+    ) -> None:
+        with on_boot("1"):
+            self.queue()
+        (theirs,) = self.clocks()
+        with on_boot(None), hooked(at_call("stat lstat open", theirs, raising(errno.EACCES))):
+            q = self.queue()
+            q.push(b"x")
+            self.assertNotIn(theirs.removeprefix("clock-"), self.pop(q).path)
+        self.assertEqual(self.clocks(), [theirs])
+
+    def test_clock_file_of_this_boot_stays_when_a_service_that_can_not_see_the_boot_id_starts(
+        self,
+    ) -> None:
+        """After the date was set, the service does not find a clock that agrees. Its own clock file
+        is not the first one of a boot, so the processes of another clock file may live."""
+        clock = self.clock()
+        q = self.queue()
+        clock.wall_shift_s += 3600
+        with on_boot(None):
+            self.queue("service")
+        self.check_one_clock(q, self.queue("later"))
 
     def test_clock_files_of_other_hosts_stay(self) -> None:
         """Hosts of a shared file system have clocks of their own, and so have the clients beside a
@@ -1566,8 +1607,8 @@ class Liveness(QueueCase):
 
     def test_leases_of_a_dead_worker_that_can_not_see_the_boot_id_come_back_at_once(self) -> None:
         """A service may not see the boot id (ProcSubset=pid of systemd). It uses the clock file of
-        the services that see it; if it is the first, all such services share one. Its lease without
-        a deadline comes back when it has died, and one of theirs comes back to it."""
+        the services that see the boot id, or else a clock of its own. Its lease without a deadline
+        comes back when it has died, and such a lease of another service comes back to it."""
         for first, second in ((None, "1"), ("1", None), (None, None)):
             with self.subTest(first=first, second=second):
                 self.path = self.new_dir()
@@ -1602,6 +1643,27 @@ class Liveness(QueueCase):
             clock.wall_shift_s += shift_s
             with on_boot(None):
                 self.assertIsNone(self.queue("other").pop())
+
+    def test_living_worker_keeps_its_lease_when_the_clock_file_of_its_boot_is_made_anew(
+        self,
+    ) -> None:
+        """The date was set forward after the boot, or the host was suspended. Then another host
+        pushes a task, and the clock of this boot seems to have gone back. A new worker makes the
+        clock file anew. By its clock, the lease of a living worker ended an hour ago."""
+        self.patched(on_file_system(NFS))
+        clock = self.clock()
+        clock.wall_shift_s = -3600.0
+        living = self.queue("living")
+        living.push(b"1")
+        clock.wall_shift_s = 0.0
+        task = _taken(living)
+        with on_boot("other host"):
+            self.queue("other").push(b"2")
+        q = self.queue("new")
+        q.done(_taken(q))
+        self.assertIsNone(q.pop())
+        clock.advance(31)
+        self.assertEqual(_taken(q).id, task.id)
 
     def test_leases_end_after_a_reboot_that_set_the_wall_clock_far_back(self) -> None:
         """A lease ends in time after a reboot with a dead battery, which sets the date back. The
@@ -1940,35 +2002,35 @@ STEPS = {
 KEY_STEPS = {
     "push x | take": Row("list move open read fstat close stat open fstat read close stat", "move"),
     "push x, take | done": Row(
-        "stat open lock open fstat read close lock move unlink lock close",
+        "open lock stat open fstat read close lock move unlink lock close",
         "move unlink file directory",
     ),
     "push x, take, done | push y": Row(
-        "stat open lock open open write close "
+        "open lock stat open open write close "
         "open open stat fstat fchown fchmod write close move lock close",
         "file file directory move directory",
     ),
     "push x | push y": Row(
-        "stat open lock open fstat read close stat open write close move unlink lock close",
+        "open lock stat open fstat read close stat open write close move unlink lock close",
         "file move file directory unlink",
     ),
     "push x, take, fail | retry": Row(
-        "stat stat open lock open open read fstat close "
+        "stat open lock stat open open read fstat close "
         "open open stat fstat fchown fchmod write close unlink lock move lock close",
         "file directory unlink move file directory",
     ),
     "push x, take, release | push y": Row(
-        "stat open lock open fstat read close stat open write close unlink move move unlink"
+        "open lock stat open fstat read close stat open write close unlink move move unlink"
         " open write close lock close",
         "file unlink move file directory move file directory unlink",
     ),
     "push x, take | push y": Row(
-        "stat open lock open fstat read close stat stat list stat list open write close"
+        "open lock stat open fstat read close stat stat list stat list open write close"
         " open write close move lock close",
         "file file directory move directory",
     ),
     "push x, take | push y update": Row(
-        "stat open lock open fstat read close stat stat list stat list open write close move unlink"
+        "open lock stat open fstat read close stat stat list stat list open write close move unlink"
         " open write close lock close",
         "file move file directory unlink",
     ),
@@ -3414,6 +3476,68 @@ class TwoMounts(QueueCase):
             numbers.append(ticket)
             line.remove(member)
         self.assertEqual(numbers, sorted({*numbers}))
+
+    def test_ticket_drawn_while_a_client_opens_the_line_is_drawn_again(self) -> None:
+        """RACE: a client opens the line and has its turn, after a local process drew its number.
+        Both numbers are equal, and the boots say which ticket sorts first. If it is the local one,
+        it must not have a turn, too."""
+        for number in range(8):
+            line, boot = self.file(f"line{number}"), f"boot {number}"
+            self.assertEqual(self.turns_of_client_and_local(line, boot), (True, False))
+
+    def turns_of_client_and_local(self, path: str, boot: str) -> tuple[bool, bool]:
+        local, turns, locks = TicketQueue(path), list[bool](), itertools.count()
+
+        def flock(fd: int, how: int) -> None:
+            if next(locks):  # the first lock is that of "last", which does not exclude ours
+                fcntl.flock(fd, how)
+
+        def have_turn() -> None:
+            with on_file_system(NFS), on_boot(boot):
+                client = TicketQueue(path)
+            with mock.patch.object(vars(femtoqueue)["fcntl"], "flock", flock):
+                ticket, _ = client.register()
+            turns.append(client.is_head(ticket))
+            self.addCleanup(client.__del__)  # until then the client keeps its ticket
+
+        with hooked(at_call("open", f"{path}/.", have_turn, times=1)):
+            ticket, member = local.register()
+        turns.append(local.is_head(ticket))
+        local.remove(member)
+        return turns[0], turns[1]
+
+    def test_directory_that_clients_use_is_not_replaced(self) -> None:
+        """A client may look into the old directory for a long time (stale)."""
+        before = os.stat(self.file("pending")).st_ino
+        with with_constant("shrink", -1):
+            self.assertIsNone(self.local.pop())
+        self.assertEqual(os.stat(self.file("pending")).st_ino, before)
+
+    def test_local_push_finds_the_task_of_another_that_found_the_mark_first(self) -> None:
+        """RACE: a local push is about to lock its key. Before that, a client makes the mark, and
+        another local object finds it and pushes. That object keeps no key state."""
+        self.path = self.new_dir()
+        first, second = self.queue("first"), self.queue("second")
+
+        def push_in_shared_form() -> None:
+            with on_file_system(NFS):
+                self.queue("client")
+            first.push(b"older", key="k")
+
+        with hooked(at_call("open", "locks/", push_in_shared_form, times=1)):
+            second.push(b"newer", key="k")
+        self.assertEqual(self.states(), {"pending": 1})
+        self.assertEqual(self.drain(second), [b"newer"])
+
+    def test_mark_that_a_full_disk_refused_is_made_before_the_first_push(self) -> None:
+        self.path = self.new_dir()
+        local = self.queue("local")
+        full = hooked(at_call("open", "SHARED", raising(errno.ENOSPC), times=1))
+        with on_file_system(NFS), full:
+            client = self.queue("client")
+            client.push(b"older", key="k")
+        local.push(b"newer", key="k")
+        self.assertEqual(self.states(), {"pending": 1})
 
     def test_directory_where_the_mark_can_not_be_made_is_opened_all_the_same(self) -> None:
         self.path = self.new_dir(self.memory)
@@ -6086,21 +6210,36 @@ class Tickets(TicketCase):
     def test_ticket_of_another_host_lives_until_it_is_stale(self) -> None:
         """A ticket of another host, or of an earlier boot, is passed over after stale_timeout
         seconds without a touch. If stale_timeout is None, this never happens."""
+        self.patched(on_file_system(NFS))
         with on_boot("another host"):
             other = self.line(stale_timeout=60)
         line, patient, clock = self.line(stale_timeout=60), self.line(), self.clock()
         theirs, member = other.register()
         mine, _ = line.register()
-        clock.advance(50)
+        clock.advance(40)
         # This touches the ticket, but by the clock of the disk, which the test does not advance.
         self.assertTrue(other.is_head(theirs))
         stats = calls_of("stat", lambda: self.assertFalse(line.is_head(mine)))
         # The age must come from fstat() of the open ticket: a host may cache for a minute when a
         # path was last touched.
         self.assertNotIn((self.file("line", member),), stats)
-        clock.advance(20)
+        clock.advance(30)
         self.assertEqual((patient.is_head(mine), line.is_head(mine)), (False, True))
         self.assertFalse(other.is_head(theirs))
+
+    def test_dead_member_that_could_not_see_the_boot_id_is_passed_over_at_once(self) -> None:
+        """On a local file system, a free lock tells that a member is dead, whatever its boot."""
+        for theirs, ours in ((None, "1"), ("1", None), ("1", "2")):
+            with on_boot(theirs):
+                dead = self.line()
+                dead.register()
+            with on_boot(ours):
+                line = self.line()
+            ticket, member = line.register()
+            self.assertFalse(line.is_head(ticket))
+            dead._held.clear()  # closes the lock, as the death of the process does
+            self.assertTrue(line.is_head(ticket))
+            line.remove(member)
 
     def test_maybe_cleanup_removes_the_directory_only_if_nobody_is_in_line(self) -> None:
         line = self.line()
@@ -6375,6 +6514,24 @@ class Shrinking(QueueCase):
         task = self.pop_as_if_large(q)
         self.assertEqual((task and task.data, self.names("creating")), (b"x", []))
 
+    def test_replacement_keeps_the_group_and_is_not_tried_for_another_user(self) -> None:
+        """Another user's directory can't be made again with the same owner. An attempt at each look
+        would write to the disk ten times a second, even if the queue is empty."""
+        q, clock, place, made = self.queue(), self.clock(), self.file("pending"), list[str]()
+        q.pop()
+        with contextlib.suppress(PermissionError):  # only root may choose any group
+            os.chown(place, -1, os.getegid() + 1)
+        before, user = os.stat(place), os.geteuid()
+        note = at_call("mkdir", ".pending", lambda: made.append("."))
+        with mock.patch("os.geteuid", return_value=user + 1):
+            clock.advance(1)
+            self.pop_as_if_large(q, note)
+        self.assertEqual((made, os.stat(place).st_ino), ([], before.st_ino))
+        clock.advance(1)
+        self.pop_as_if_large(q, note)
+        after = os.stat(place)
+        self.assertEqual((after.st_ino != before.st_ino, after.st_gid), (True, before.st_gid))
+
     def test_directory_with_tasks_is_not_replaced(self) -> None:
         q, clock = self.queue(), self.clock()
         q.pause()
@@ -6417,6 +6574,46 @@ class Shrinking(QueueCase):
         with hooked(at_call("move", None, raising(errno.ENOENT), times=2)):
             q.push(b"x")
         self.assertEqual(self.drain(q), [b"x"])
+
+    def test_join_does_not_miss_a_task_that_moves_while_pending_is_replaced(self) -> None:
+        """RACE: the new directory is made in the tick of the last change of pending/, and is put in
+        place later. In between, a task goes to and fro behind the looks of join()."""
+        q, task = self.queue(), FemtoTask("", b"")
+        fresh, pending = self.file("creating", "fresh"), self.file("pending")
+
+        def pop() -> None:
+            nonlocal task
+            task = _taken(q)
+
+        def replace() -> None:
+            pop()
+            os.rename(fresh, pending)
+
+        q.push(b"x")
+        pop()
+        os.mkdir(fresh)
+        changed_ns = os.stat(pending).st_mtime_ns
+        os.utime(fresh, ns=(changed_ns, changed_ns))
+        steps = iter(
+            (
+                ("list", "inflight-n1", lambda: q.release(task)),
+                ("list", "pending", pop),
+                ("list", "inflight-n1", lambda: q.release(task)),
+                ("stat", "pending", replace),
+            )
+        )
+        step: Any = next(steps)
+
+        def hook(name: str, args: tuple[Any, ...]) -> None:
+            nonlocal step
+            if step and name == step[0] and str(args[0]).endswith(step[1]):
+                (_, _, happen), step = step, None  # its own calls are no steps
+                happen()
+                step = next(steps, None)
+
+        with hooked(hook):
+            is_empty = self.queue("observer").join(timeout=0)
+        self.assertEqual((is_empty, step, self.states()), (False, None, {"inflight-n1": 1}))
 
     def test_directory_that_can_not_be_replaced_stays_in_use(self) -> None:
         """The replacement fails on a full disk, or if the directory is a mount point. Even then

@@ -33,8 +33,8 @@ import femtoqueue
 import test
 
 LIMITS = {
-    "tokens of code": 42_064,
-    "lines of code": 4_682,
+    "tokens of code": 42_295,
+    "lines of code": 4_706,
 }
 DOORS = {  # names of annexes that rooms above them may use
     *("_Inspector", "_Processing", "_WorkerPool", "_open_files"),
@@ -342,7 +342,7 @@ def code_of() -> tuple[int, set[int]]:
 
 def weights() -> dict[str, int]:
     tokens, code = code_of()
-    return {"tokens of code": 42064tokens, "lines of code": 4682len(code)}
+    return {"tokens of code": tokens, "lines of code": len(code)}
 
 
 def docstrings() -> Iterator[ast.stmt]:

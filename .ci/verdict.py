@@ -410,7 +410,8 @@ def misplaced(events: Events, files: set[str]) -> Iterator[str]:
     places: dict[str, list[str]] = collections.defaultdict(list)
     for path in files:
         state, _, name = path.partition("/")
-        if not state.startswith(("creating", "clock-", "locks")) and not name.endswith(".error"):
+        is_task = not state.startswith(("creating", "clock-", "locks", "SHARED"))
+        if is_task and not name.endswith(".error"):
             places[name[-29:]].append(path)
     for push in (it for it in events.tried.values() if it.ident and it.ident not in places):
         # A keyed payload may have been replaced before its delivery: see key_faults().
