@@ -5821,10 +5821,10 @@ class TicketQueue:
     member keeps locked. The lock ends with the process. So processes on the same host pass a dead
     member over at once, and never pass over a living one.
 
-    Other hosts do not rely on that lock, nor does the same host after a reboot. They pass a ticket
-    over when its file was not touched for stale_timeout seconds. Each is_head() of the member
-    touches the ticket. The member's turn() touches the ticket regularly, from the start of the wait
-    to the end of the block.
+    Other hosts do not rely on that lock. Nor does the same host after a reboot, unless the file
+    system is certainly local (on Linux). They pass a ticket over when its file was not touched for
+    stale_timeout seconds. Each is_head() of the member touches the ticket. The member's turn()
+    touches the ticket regularly, from the start of the wait to the end of the block.
 
     On a file system that other hosts write to, a member may be cut off from the network. If a
     waiting member could not touch its ticket for three quarters of stale_timeout, another host may
@@ -6089,7 +6089,8 @@ class TicketQueue:
 
     def _lives(self, member: str) -> bool:
         """Return whether a member lives. Remove its ticket if not. A member of another host, or of
-        an earlier boot, counts as dead when its ticket was not touched for stale_timeout."""
+        an earlier boot, counts as dead when its ticket was not touched for stale_timeout. If only
+        processes of this kernel use the line, any member counts as dead when its lock is free."""
         with _ignore_missing():  # RACE: the member gave its ticket up after it was listed
             with closing(self._files.open_lock(member, os.O_RDWR)) as lock:
                 if member.split("~")[1] == self._boot or self._is_alone():
