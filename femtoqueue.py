@@ -6586,6 +6586,10 @@ class _SharedKeys(_Keys):
         if sync:
             self._make_dir("keys")
 
+    def _paths(self) -> list[str]:
+        # Without the files of states, which a local object may have left before it found SHARED.
+        return [path for path in super()._paths() if "-" in path]
+
     def may_have_task(self, name: str) -> bool:
         return True
 
@@ -6643,7 +6647,8 @@ class _SharedNumbers(_Numbers):
 
     def draw(self, last: _FileLock, highest: int) -> int:
         noted = self._noted()
-        number = max(int(noted[5:] or 0), highest) + 1
+        before = noted[5:] or os.read(last.fd, 20).decode("ascii", "replace")  # by a local object
+        number = max(int(before) if before.isdigit() else 0, highest) + 1
         if noted:
             os.rename(self._root + noted, f"{self._root}last~{number:020d}")
         else:
