@@ -533,6 +533,9 @@ _PATH_MAX = 4096  # the longest path on Linux, with the zero byte at its end
 # The length of a lease's path below data_dir, without the node_id: "inflight-", "/", and the name
 # with six digits of attempts, and the zero byte.
 _LEASE_BYTES = 9 + 1 + 67
+# A due time in 1970 to 1972 was given in seconds or milliseconds. But programs of 0.4 pass numbers
+# near 0 for a task that is due at once.
+_SECONDS_NS = (10**9, 94_694_400 * 10**9)
 _EARLIEST_NS = 10**18  # September 2001: no queue clock starts earlier, so its times have 19 digits
 _FARTHEST_NS = 4 * 10**18  # the year 2096: no queue clock starts later, even if a name has more
 _MAX_ATTEMPTS = 999_999  # a name has room for six digits
@@ -1009,6 +1012,9 @@ def _due_time_ns(time_us: float | datetime) -> int:
     due_ns = max(0, int(_finite("time_us", time_us) * 1000))  # type: ignore[arg-type]
     if due_ns >= _NEVER_NS:
         raise ValueError(f"time_us must be before the year 2255, not {time_us!r}")
+    if _SECONDS_NS[0] <= due_ns < _SECONDS_NS[1]:
+        wanted = "time_us must be in microseconds, as time.time() * 1e6"
+        raise ValueError(f"{wanted}: {time_us!r} would be in {_utc(due_ns):%B %Y}")
     return due_ns
 
 
@@ -3360,15 +3366,16 @@ class FemtoQueue:
 
         data:  the payload, as in push().
         time_us:  the due time by the wall clock, in microseconds since the epoch: time.time() *
-            1e6. Or a datetime with a time zone. If the time is past, the task is due at once. So is
-            a time in seconds, which would be a date in January 1970.
+            1e6. Or a datetime with a time zone. If the time is past, the task is due at once. For
+            a task that is due at once, pass 0.
         key:  as in push(). If a task of the key waits, due or not, the task gets the new time
             together with the new payload.
         if_in_flight:  as in push(). A payload that is buffered waits for its time, too. A payload
             that updates the leased task itself ("update") has no due time: time_us is ignored.
 
         Raises ValueError if the time is not before the year 2255, or if a datetime has no time
-        zone. Raises any error that push() raises.
+        zone. Raises ValueError for a time from one second after the epoch to the end of 1972, which
+        was given in seconds or milliseconds. Raises any error that push() raises.
 
         On disk: when schedule() returns, the file of the task is in scheduled/, under a name that
         begins with the due time. After that time, the next pop() of any worker moves the task to

@@ -882,7 +882,7 @@ class Lifecycle(QueueCase):
 
     in_memory = False
 
-    def test_schedule_takes_a_datetime_with_a_time_zone(self) -> None:
+    def test_schedule_takes_a_datetime_with_a_time_zone_and_refuses_seconds(self) -> None:
         q, clock = self.queue(), self.clock()
         utc = datetime.timezone.utc
         due = datetime.datetime.fromtimestamp(time.time(), utc) + datetime.timedelta(hours=1)
@@ -894,7 +894,10 @@ class Lifecycle(QueueCase):
         self.assertEqual(self.pop(q).id, ident)
         with self.assertRaisesRegex(ValueError, "time zone"):
             q.schedule(b"x", due.replace(tzinfo=None))
-        for past_us in (-1, 0, 1, time.time()):  # 0.4 takes any number
+        for seconds in (time.time(), time.time() * 1e3, 1e6, 94_694_399.0):
+            with self.assertRaisesRegex(ValueError, "microseconds, as time.time"):
+                q.schedule(b"x", seconds)
+        for past_us in (-1e13, 0, 1, 300_000):  # as programs of 0.4 do for a task that is due
             self.assertEqual(q.schedule(b"now", past_us), self.pop(q).id)
 
     def test_done_on_a_full_disk_removes_the_task(self) -> None:

@@ -33,8 +33,8 @@ import femtoqueue
 import test
 
 LIMITS = {
-    "tokens of code": 42_351,
-    "lines of code": 4_709,
+    "tokens of code": 42_385,
+    "lines of code": 4_713,
 }
 DOORS = {  # names of annexes that rooms above them may use
     *("_Inspector", "_Processing", "_WorkerPool", "_open_files"),
