@@ -485,8 +485,9 @@ def _backoff_s(longest_s: float) -> Iterator[float]:
 
 # A new state touches all of these places:
 #
-# - Here, STATES and _FORMS. Then _ENDED, or _LIVE and perhaps _WAITING_DIRS, or _STATE_DIRS if the
-#   directory is made with the queue. Most other code uses these tuples.
+# - Here, STATES and _FORMS have each state. A state whose tasks have ended is also in _ENDED, and
+#   any other state is in _LIVE. A state whose tasks wait is in _WAITING_DIRS, too. If the directory
+#   is made with the queue, _STATE_DIRS has the directory. Most other code uses these tuples.
 # - Here, the functions that name directories: _state_of(), _waiting_path() and _fresh_path(). For a
 #   live state also _parse_key_state.
 # - Room 3: a field of Stats. FemtoTask.until, if names of the state begin with a time.
@@ -533,11 +534,14 @@ _PATH_MAX = 4096  # the longest path on Linux, with the zero byte at its end
 # The length of a lease's path below data_dir, without the node_id: "inflight-", "/", and the name
 # with six digits of attempts, and the zero byte.
 _LEASE_BYTES = 9 + 1 + 67
-# A due time in 1970 to 1972 was given in seconds or milliseconds. But programs of 0.4 pass numbers
-# near 0 for a task that is due at once.
+# schedule() refuses due times from the first number up to the second, the end of 1972. The caller
+# gave such a time in seconds or milliseconds, not in microseconds. Times below the first number are
+# accepted, because programs written for version 0.4 pass numbers near 0 for a task due at once.
 _SECONDS_NS = (10**9, 94_694_400 * 10**9)
-_EARLIEST_NS = 10**18  # September 2001: no queue clock starts earlier, so its times have 19 digits
-_FARTHEST_NS = 4 * 10**18  # the year 2096: no queue clock starts later, even if a name has more
+# September 2001. No queue clock starts earlier, so the times of a queue clock have 19 digits.
+_EARLIEST_NS = 10**18
+# The year 2096. No queue clock starts later, even if a name carries a later time.
+_FARTHEST_NS = 4 * 10**18
 _MAX_ATTEMPTS = 999_999  # a name has room for six digits
 _DETACHED = "00000000"  # the <boot> of a detached lease, which only its deadline ends
 _MAX_KEY_BYTES = 200
@@ -678,8 +682,8 @@ def _fresh_path(path: str, due_ns: int | None) -> str:
 
 
 def _key_tag(name: str) -> str:
-    """Return the hash of an encoded key, as 8 hex digits. It is the tag in the ids of the key's
-    tasks."""
+    """Return the hash of an encoded key, as 8 hex digits. The hash is the tag in the ids of the
+    key's tasks."""
     return f"{binascii.crc32(name.encode()) | 1 << 31:08x}"
 
 
@@ -944,7 +948,7 @@ class Stats(NamedTuple):
     buffered: int  # newer payloads of keys, behind their tasks
     done: int
     failed: int
-    oldest_pending_age_s: float | None  # counts due tasks in scheduled/, too; None: no such task
+    oldest_pending_age_s: float | None  # of tasks in pending/ and due tasks in scheduled/
     nodes: tuple[NodeStats, ...]
     expired: int = 0  # tasks in flight whose deadline has passed; they are not reclaimed yet
 
@@ -1430,8 +1434,9 @@ class _Files:
         """Make a directory in data_dir for all users of the queue, unless it exists."""
         with suppress(FileExistsError):
             os.mkdir(self.root + name)
-            # Not POSIX. RACE: or another process removes an empty lease directory as soon as it is
-            # made; then the caller sees that it is missing.
+            # An OSError is ignored, because a system that is not POSIX may refuse to open a
+            # directory. RACE: another process removes an empty lease directory as soon as the
+            # directory is made. Then the caller sees that the directory is missing.
             with suppress(OSError):
                 fd = os.open(self.root + name, _DIR_FLAGS)
                 try:
@@ -2413,7 +2418,7 @@ class _Worker:
         its lease never writes a reason for the delivery of another worker.
 
         CRASH: if the process dies after the rename, the task is in failed/ without a reason. If a
-        person retried an earlier failure by hand, the old reason may be there."""
+        person retried an earlier failure by hand, the reason of that failure may be there."""
         lease = _lease_of(task)
         target = f"failed/{_id_of(lease.path)}"
         with nullcontext("") if error is None else self._new_reason(error) as path:
@@ -2449,15 +2454,17 @@ class _Worker:
     def renew(self, task: FemtoTask, length_ns: int | None = None, wait: bool = True) -> None:
         """Rename a lease to a new deadline, and put the new path into the lease. Raises LeaseLost.
 
-        length_ns: time from now to the deadline, in nanoseconds. In processing(), the lease's own
-        length is the minimum. None: the lease's own length; a later deadline is kept.
+        length_ns: the time from now to the deadline, in nanoseconds. In the block of processing(),
+        the lease's own length is the minimum. None: the lease's own length. Then a deadline that is
+        already later stays as it is.
         wait: as in lock()."""
         lease = _lease_of(task)
         with self.keys.lock_of(lease.path, wait), self.lock:
             if length_ns is None:
                 length_ns = max(lease.length_ns, self.left_ns(lease.path))
             elif id(task) in self.renewer.blocks:
-                # The lease must last until the next renewal, whose time follows its own length.
+                # The lease must last until the next renewal. The lease's own length sets the time
+                # of that renewal.
                 length_ns = max(length_ns, lease.length_ns)
             deadline_ns = self.clock.now_ns() + length_ns
             path = re.sub("/[0-9]{20}", f"/{deadline_ns:020d}", lease.path)
@@ -2525,7 +2532,7 @@ class _Worker:
         except FileNotFoundError:
             if self.files.exists(source):
                 raise
-            return  # RACE: another worker took it, or quarantined it first
+            return  # RACE: another worker took the task, or quarantined it first
         with suppress(OSError):
             if not is_taken:
                 # A person who retried an earlier failure by hand may have left its reason.
@@ -2680,7 +2687,8 @@ class _Worker:
                 if not isinstance(error, BlockingIOError):
                     raise
                 # RACE: the file of a push in another process woke this wait, but the push still
-                # holds the lock. Its unlock will be no event, so the next look is in 10 ms.
+                # holds the lock. When the push releases the lock, no event wakes this wait. So the
+                # next look is in 10 ms.
                 self.house.wake_s = min(self.house.wake_s, time.monotonic() + 0.01)
                 return None
         return None
@@ -2699,9 +2707,9 @@ class _Worker:
         """Read a task that was just claimed at `waiting`, and return it for delivery.
 
         Returns None if there is nothing to deliver: the lease is gone and the claim is undone, or
-        the task became a dead letter, or it waits again. A task that has had max_attempts
-        deliveries becomes a dead letter unread. (_Processing looks at max_attempts, too.) A task
-        that is returned is still in `undelivered`: the caller has not got it.
+        the task became a dead letter, or the task waits again. A task that has had max_attempts
+        deliveries is not read, and becomes a dead letter. (_Processing looks at max_attempts, too.)
+        A task that is returned is still in `undelivered`: the caller has not got the task.
 
         CRASH: if the process dies in here, the task is in flight, and its attempts count this
         delivery. A reclaim() puts it back."""
@@ -2814,12 +2822,13 @@ _PURGE_SLICE_S = 0.02  # the time for which one run of the job purges done/
 class _Job:
     """A job that pop() repeats.
 
-    The pause between two runs is every_s seconds, or 20 times the last duration if this is longer
-    (at most _LONGEST_PAUSE_S). An earlier event, such as a due time or the end of a lease, brings
-    the next run forward. `error` is the OSError of the last run, or None."""
+    The pause between two runs is every_s seconds. After a long run, the pause is 20 times the
+    duration of that run, but this longer pause is at most _LONGEST_PAUSE_S. An earlier event, such
+    as a due time or the end of a lease, brings the next run forward. `error` is the OSError of the
+    last run, or None."""
 
     # All times are of the monotonic clock. The job runs next at _next_s, or at _sooner_s if an
-    # earlier event asks for it. No caller should bring a run forward to a time before rested_s.
+    # event asks for an earlier run. No caller should bring a run forward to a time before rested_s.
     _next_s = _sooner_s = 0.0
     rested_s = 0.0
     error: OSError | None = None
@@ -3347,7 +3356,7 @@ class FemtoQueue:
                 ids = [it for it in ids if not self._files.remove(f"pending/{it}")]
             if isinstance(error, OSError) and error.strerror:
                 error.strerror = f"{error.strerror} ({len(ids)} tasks of the batch were pushed)"
-            with suppress(Exception):  # a class of the caller's may refuse the attribute
+            with suppress(Exception):  # an exception class of the caller may refuse the attribute
                 error.pushed_ids = ids  # type: ignore[attr-defined]
             raise
         return ids
@@ -3365,17 +3374,17 @@ class FemtoQueue:
         At that time the task goes to the back of the queue.
 
         data:  the payload, as in push().
-        time_us:  the due time by the wall clock, in microseconds since the epoch: time.time() *
-            1e6. Or a datetime with a time zone. If the time is past, the task is due at once. For
-            a task that is due at once, pass 0.
+        time_us:  the due time by the wall clock. The time is a number of microseconds since the
+            epoch, as in time.time() * 1e6, or a datetime with a time zone. If the time is past, the
+            task is due at once. For a task that is due at once, pass 0.
         key:  as in push(). If a task of the key waits, due or not, the task gets the new time
             together with the new payload.
         if_in_flight:  as in push(). A payload that is buffered waits for its time, too. A payload
             that updates the leased task itself ("update") has no due time: time_us is ignored.
 
         Raises ValueError if the time is not before the year 2255, or if a datetime has no time
-        zone. Raises ValueError for a time from one second after the epoch to the end of 1972, which
-        was given in seconds or milliseconds. Raises any error that push() raises.
+        zone. Raises ValueError for a time from one second after the epoch to the end of 1972: the
+        caller gave such a time in seconds or milliseconds. Raises any error that push() raises.
 
         On disk: when schedule() returns, the file of the task is in scheduled/, under a name that
         begins with the due time. After that time, the next pop() of any worker moves the task to
@@ -3393,8 +3402,8 @@ class FemtoQueue:
     def _push_keyed(
         self, data: _BytesLike, key: str | None, if_in_flight: str, time_us: float | datetime | None
     ) -> str:
-        """Check the arguments, and repeat put() until no pop() or person is quicker at the waiting
-        task."""
+        """Check the arguments, and call put(). If a pop() or a person moved the waiting task before
+        put() replaced the payload, call put() again."""
         if if_in_flight not in _IF_IN_FLIGHT:
             wanted = " or ".join(_IF_IN_FLIGHT)
             raise ValueError(f"if_in_flight must be {wanted}, not {if_in_flight!r}")
@@ -3935,7 +3944,7 @@ class FemtoQueue:
         files = self._files
         pending, scheduled = map(files.entries, _WAITING_DIRS)
         ages_ns = [max(0, self._clock.now_ns() - it.stamp_ns) for it in pending[:1]]
-        # Negative if the task is not due.
+        # The age is negative if the scheduled task is not due.
         ages_ns += [_wall_ns() - it.stamp_ns for it in scheduled[:1]]
         age_ns = max(ages_ns, default=-1)
         nodes = tuple(map(self._worker.house.node_stats, files.node_dirs()))
@@ -3993,8 +4002,8 @@ class FemtoQueue:
     def contains(self, key: str) -> bool:
         """Return True if a task of the key waits or is in flight.
 
-        key:  a text of 1 to 200 bytes in UTF-8, as in push(). Raises ValueError or TypeError if it
-            is not.
+        key:  a text of 1 to 200 bytes in UTF-8, as in push(). Raises TypeError if the key is not a
+            str, and ValueError if the key is another text.
         """
         return self._worker.keys.path_of(_encode_key(key)) != ""
 
@@ -4392,8 +4401,8 @@ class _KeyedTasks(_KeyStates):
         return entry.path if entry else ""
 
     def may_have_task(self, name: str) -> bool:
-        """Return False if an encoded key certainly has no task. This only looks whether files
-        exist."""
+        """Return False if an encoded key certainly has no task. To find out, the method only looks
+        whether files exist."""
         return self.heed_mark() or self._files.exists(f"keys/{_key_tag(name)}")
 
     def path_of(self, name: str) -> str:
@@ -4408,7 +4417,7 @@ class _KeyedTasks(_KeyStates):
         except OSError as error:
             if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
                 raise
-        # On a read-only file system, or in a queue that this user may only read.
+        # The file system is read-only, or this user may only read the queue. So there is no lock.
         return self._seen(name)
 
     def _seen(self, name: str) -> str:
@@ -4437,17 +4446,17 @@ class _KeyedTasks(_KeyStates):
         has ended.
 
         In the common case, the state names this task, and no payload is behind the task. Then no
-        lock is taken. This is safe: a push first saves the path of a payload in the state, and then
-        puts the payload behind the task. This look comes after the claim. So it sees each payload
-        that was put behind the task before the claim.
+        lock is taken. No payload is missed: a push first saves the path of a payload in the state,
+        and then puts the payload behind the task. The state is read here after the claim. So the
+        state names each payload that was put behind the task before the claim.
 
         RACE: the lease may have ended. Another worker may have claimed the task, taken the payload
         along, and saved the state before this look. Therefore _is_alone() reads the state first,
         and then checks that the lease exists.
 
-        The state may also name another task. A second task of a key may come from a person
-        (`mv failed/ID pending/`), or after power loss, if the state was lost. Then
-        _resolve_conflict() decides, under the lock.
+        The state may also name another task of the key. A person may have made this second task
+        (`mv failed/ID pending/`). Or the state was lost by power loss, and a push made the second
+        task. Then _resolve_conflict() decides, under the lock.
         """
         name = _encode_key(key)
         if self._is_alone(name, lease):
@@ -4493,8 +4502,8 @@ class _KeyedTasks(_KeyStates):
         person, the task has the attempts of its older payload. Then the task waits with 0 attempts,
         and the newer payload stays behind the task until the next claim.
 
-        RACE: if a person moves the task meanwhile, this raises FileNotFoundError, and the newer
-        payload stays in keys/. CRASH: see the table at the top of this room."""
+        RACE: if a person moves the task meanwhile, this method raises FileNotFoundError, and the
+        newer payload stays in keys/. CRASH: see the table at the top of this room."""
         lease, newer = states[name]
         due_ns = _later(newer)
         self._files.remove(f"checkpoints/{_id_of(lease)}")  # of the older payload
@@ -4688,7 +4697,7 @@ class _Keys(_KeyedTasks):
                 with suppress(OSError):
                     self._files.move_over(target, aside)
                 self._files.remove(target)
-            # RACE: a worker may have claimed the new task already. Then the state must keep it.
+            # RACE: a worker may have claimed the new task by now. The state must keep this task.
             with suppress(OSError):
                 self.find_or_repair(states, name)
             raise
@@ -4696,15 +4705,17 @@ class _Keys(_KeyedTasks):
         return ident
 
     def _replace(self, states: _States, name: str, aside: str, due_ns: int | None) -> None:
-        """Replace the payload of a waiting task by the one in the file `aside`, and set the task's
-        attempts to 0. The task keeps its place, or gets the new time. Raises FileNotFoundError if
-        the task was moved meanwhile. The table at the top of this room has the steps.
+        """Replace the payload of a waiting task by the payload in the file `aside`, and set the
+        task's attempts to 0. The task keeps its place, or gets the new time. Raises
+        FileNotFoundError if the task was moved meanwhile. The table at the top of this room has the
+        steps.
 
         If names cannot be exchanged, and the task is in pending/, the payload is put behind the
         task. RACE: a pop() may claim the task at the same time, without the lock. The pop() reads
-        the state after the rename of its claim. If it reads before our save, the pop() delivers the
-        old payload, and the new payload is behind a leased task. If it reads after our save, the
-        pop() sees a payload behind the task, waits for our lock, and takes the new payload along.
+        the state after the rename of its claim. If the pop() reads the state before our save, the
+        pop() delivers the old payload, and the new payload is behind a leased task. If the pop()
+        reads the state after our save, the pop() sees a payload behind the task. Then the pop()
+        waits for our lock, and takes the new payload along.
         """
         path, newer = states[name]
         if "~" in path:  # only such a task may have been delivered before
@@ -4951,30 +4962,32 @@ class _Waits:
         found = look()
         if self._lease_dir.closes == closes:
             return found
-        # RACE: another thread called close() while this one looked. Put the task back. The look may
-        # have opened the lease directory again: give it up if it is empty. If another thread
-        # already uses the object again, the directory has leases, or the next claim opens it again.
+        # RACE: another thread called close() during the look of this thread. So put the task back.
+        # The look may have opened the lease directory again. If the directory is empty, give it up.
+        # If another thread already uses the queue object again, the directory has leases, or the
+        # next claim of that thread opens the directory again.
         self._give_back(found)
-        # OSError: the directory is gone, or there is trouble with it, which the next look raises.
+        # An OSError is ignored. The directory may be gone. If there is other trouble with the
+        # directory, the next look raises the error.
         with self._worker.lock, suppress(OSError):
             if not os.listdir(self._lease_dir.path):
                 self._lease_dir.give_up()
         return None
 
     def hand_over(self, found: _Found | None) -> _Found | None:
-        """Return what a look found, as the last step before the caller gets it. From now on, a task
-        is the caller's delivery.
+        """Return what a look found. This is the last step before the caller of the wait gets the
+        result. From now on, a task is the caller's delivery.
 
-        Returns None if close() in another thread has taken the task back. Perhaps close() tried,
-        but the lock of the task's key was busy. Then put the task back, and return None."""
+        Returns None if close() in another thread has taken the task back. If close() tried, but the
+        lock of the task's key was busy, this method puts the task back, and returns None."""
         if isinstance(found, FemtoTask) and not self._lease_dir.undelivered.pop(found.path, ""):
             self._give_back(found)
             return None
         return found
 
     def _give_back(self, found: object) -> None:
-        """Put a task back, uncounted, because the wait that found the task has ended. If this step
-        fails, the reclaim job puts the task back later."""
+        """Put a task back, uncounted, because the wait that found the task has ended. If the task
+        cannot be put back now, the reclaim job puts the task back later."""
         # In a forked child the task belongs to the parent: leave it.
         if not isinstance(found, FemtoTask) or os.getpid() != self._pid:
             return
@@ -6448,8 +6461,8 @@ class _SharedFiles(_Files):
 
     @contextmanager
     def _found_moved(self, source: str, target: str) -> Iterator[None]:
-        """Rename in the block. Suppress a FileNotFoundError if the rename was carried out
-        nevertheless (replies).
+        """Wrap a block that renames source to target. Suppress a FileNotFoundError of the block if
+        the rename was carried out in spite of the error (replies).
 
         If the source is a lease whose deadline has passed, the error is not suppressed. Another
         worker may have reclaimed and ended the task, with the same result on disk. On GlusterFS no
@@ -6468,8 +6481,8 @@ class _SharedFiles(_Files):
         """Return whether a file has moved from source to target. `before` is the state of the file
         before the rename.
 
-        The source must be gone. A target of "" stands for a removal, and then nothing else counts.
-        Otherwise the same file must be at the target.
+        The source must be gone, and the same file must be at the target. A target of "" stands for
+        a removal. In that case, no file is looked for at the target.
 
         A file from creating/ need not be at the target, because another worker may already have
         moved it on. No other process takes files from creating/, except for the sweep of files that
@@ -7363,14 +7376,14 @@ class _CommandPool(_WorkerPool):
     """The pool of `work`. Its handler runs CMD for a task. The second signal ends all jobs, and the
     threads of these jobs give the tasks back."""
 
-    # HUP: the terminal is gone. Schedulers send USR1 and USR2 as a warning.
+    # The system sends HUP when the terminal is gone. Schedulers send USR1 and USR2 as a warning.
     stops = (*_WorkerPool.stops, "SIGHUP", "SIGUSR1", "SIGUSR2")
 
     def __init__(self, queue: FemtoQueue, watchdog: int, options: Any) -> None:
         limits = {"idle_timeout_s": options.idle_timeout, "time_limit_s": options.time_limit}
         super().__init__(queue, self._run_command, options.jobs, options.drain, **limits)
-        # With one job, too, use a thread. In the main thread, a signal could interrupt the start of
-        # a command before its process is known.
+        # Use a thread even for a single job. In the main thread, a signal could interrupt the start
+        # of a command before the process of the command is known.
         self._is_threaded = True
         self._options, self.jobs = options, options.jobs
         self._processes = _Processes(watchdog)
@@ -7617,8 +7630,8 @@ class _CommandPool(_WorkerPool):
     def _await_end(self, task: FemtoTask, process: _Process) -> None:
         """Wait for the end of a job that was killed, or for a second signal.
 
-        A process of the job may have become another user's, for example by sudo, and can't be
-        killed. The task must not be tried again while this process runs."""
+        A process of the job may run as another user, for example after sudo. Then this worker can't
+        kill the process. The task must not be tried again while this process runs."""
         told_s = time.monotonic() + 1.0
         while (process.status is None or _members([process.pid])) and len(self.signals) < 2:
             if time.monotonic() >= told_s:
@@ -7647,8 +7660,8 @@ class _CommandPool(_WorkerPool):
         count.
 
         RACE: a scheduler signals CMD and this worker. CMD ends before the signal has come to this
-        worker. So if a signal that also stops workers has ended CMD, wait _ONE_SIGNAL_S for the
-        signal. Do the same if this attempt is the last one."""
+        worker. So if a signal that also stops workers has ended CMD, wait up to _ONE_SIGNAL_S for
+        the same signal to this worker. Wait also if this attempt is the last attempt."""
         if not status:
             return False
         may_be = not {-status, status - 128}.isdisjoint(self.stop_numbers)
@@ -8071,7 +8084,8 @@ def _push_command(options: Any) -> None:
             for payload in payloads:
                 try:
                     ident = push(payload, key=options.key, if_in_flight=options.if_in_flight)
-                except (OSError, FemtoQueueError):  # a caller must not push the first ones again
+                except (OSError, FemtoQueueError):
+                    # The message says how many tasks the caller must not push again.
                     if count:
                         _write_error(f"the first {count} tasks are pushed, the others are not")
                     raise
@@ -8422,7 +8436,9 @@ def _top_command(options: Any) -> None:
     with _keyboard() as wait_for_key:
         while True:
             columns = rows = 0
-            with suppress(OSError):  # no terminal; $COLUMNS does not follow a change of the size
+            # An OSError means that there is no terminal. The size is not taken from $COLUMNS:
+            # $COLUMNS does not follow a change of the size.
+            with suppress(OSError):
                 columns, rows = os.get_terminal_size(1)
             columns, rows = columns or 999, rows or 999
             lines = itertools.islice(_top_lines(options.dir, q, progress), rows - 1)
@@ -8478,8 +8494,8 @@ def _keyboard() -> Iterator[Callable[[float], str]]:
 def _gives_each_key(restored: ExitStack) -> bool:
     """Let the terminal pass each key on at once. Return False if standard input is no terminal.
 
-    When the stack is closed, the terminal gets its settings back. SIGTERM and SIGHUP end the
-    process by SystemExit meanwhile, so that they close the stack, too."""
+    When the stack is closed, the terminal gets its settings back. Until then, SIGTERM and SIGHUP
+    raise SystemExit, so that the stack is also closed if one of these signals ends the process."""
     import signal
 
     def leave(number: int, frame: object) -> NoReturn:
