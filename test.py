@@ -1362,6 +1362,7 @@ class Ordering(QueueCase):
             service = self.queue("service")
         with on_boot("2"):
             self.queue().push(b"first")
+        clock.advance(1)  # the clocks of two processes differ a little
         service.push(b"second")
         self.assertEqual(self.drain(service), [b"first", b"second"])
 
