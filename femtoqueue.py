@@ -8480,7 +8480,13 @@ def _keyboard() -> Iterator[Callable[[float], str]]:
     """Yield a function that waits for a key, for so many seconds at most. The function returns the
     key, or "" if no key was pressed. In the block, the terminal passes each key on at once."""
 
+    signals: list[int] = []
+
     def wait_for_key(seconds: float) -> str:
+        # A finalizer or a generator that was being closed may have swallowed the exception of a
+        # signal's handler.
+        if signals:
+            raise SystemExit(128 + signals[0])
         return os.read(0, 1).decode("latin-1") if _readable([0], seconds) else ""
 
     def wait(seconds: float) -> str:
@@ -8488,17 +8494,19 @@ def _keyboard() -> Iterator[Callable[[float], str]]:
         return ""
 
     with ExitStack() as restored:
-        yield wait_for_key if _gives_each_key(restored) else wait
+        yield wait_for_key if _gives_each_key(restored, signals) else wait
 
 
-def _gives_each_key(restored: ExitStack) -> bool:
+def _gives_each_key(restored: ExitStack, signals: list[int]) -> bool:
     """Let the terminal pass each key on at once. Return False if standard input is no terminal.
 
     When the stack is closed, the terminal gets its settings back. Until then, SIGTERM and SIGHUP
-    raise SystemExit, so that the stack is also closed if one of these signals ends the process."""
+    are added to `signals`, and raise SystemExit. So the stack is also closed if one of these
+    signals ends the process."""
     import signal
 
     def leave(number: int, frame: object) -> NoReturn:
+        signals.append(number)
         raise SystemExit(128 + number)
 
     with suppress(ImportError):  # not POSIX
