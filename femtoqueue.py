@@ -1555,6 +1555,11 @@ class _Files:
         """Return whether a finished task came back. This does not happen here; see room 20."""
         return False
 
+    def has_other_mounts(self) -> bool:
+        """Return whether this local directory is also used through a mount of another kind. The
+        first object on such a mount makes SHARED: see "mounts" in room 20."""
+        return self.if_shared is not None and self.exists("SHARED")
+
     def head(self, path: str) -> tuple[str | None, int | None]:
         """Return the key and the length of a payload, read from the header of its record. Return
         (None, None) if the header is invalid."""
@@ -1756,12 +1761,12 @@ class _Files:
             return
         if old.st_size <= _SHRINK_BYTES or not stat.S_ISDIR(old.st_mode):
             return
-        if self.exists("SHARED"):
-            return  # other hosts may look into the old directory for a long time (stale in room 20)
+        # Other hosts may look into the old directory for a long time (stale in room 20). The new
+        # directory would belong to this user.
+        if self.has_other_mounts() or old.st_uid != os.geteuid():
+            return
         if hasattr(os, "listxattr") and any("acl" in name for name in os.listxattr(path)):
             return  # access control lists, which this method can't copy
-        if old.st_uid != os.geteuid():
-            return  # the new directory would belong to this user
         fresh = f"{self.root}creating/{aside}.pending"
         # RACE: another process renames a file into the directory first. Then our rename fails, and
         # the old directory stays. It also stays if it can't be replaced: a mount point, or a full
@@ -1888,14 +1893,18 @@ class _QueueClock:
         The clock file of an earlier boot does not agree, because the monotonic clock began anew
         after that boot. The clock file of another host may agree by chance. So "" is returned if
         other hosts use data_dir."""
-        agree = []
-        for name in filter(_FORMS["."], sorted(os.listdir(self._files.root))):
+        for name in self._clock_names():
             with suppress(PermissionError):  # a person took this user's rights to read the file
-                anchor_ns = self._read(name) if name.startswith("clock-") else None
+                anchor_ns = self._read(name)
                 if anchor_ns and abs(anchor_ns + _monotonic_ns() - _wall_ns()) < _BEHIND_NS:
-                    agree.append(name[6:])
-        # RACE: another host makes SHARED before its clock file. So SHARED is looked for last.
-        return agree[0] if agree and not self._files.exists("SHARED") else ""
+                    # RACE: another host makes SHARED before its clock file. So SHARED is looked
+                    # for after the clock file was found.
+                    return "" if self._files.has_other_mounts() else name[6:]
+        return ""
+
+    def _clock_names(self) -> list[str]:
+        names = sorted(os.listdir(self._files.root))
+        return [it for it in names if it.startswith("clock-") and _FORMS["."](it)]
 
     def _went_back(self, anchor_ns: int) -> bool:
         """Say whether the monotonic clock began anew under the same boot id. This happens in a
@@ -1930,14 +1939,12 @@ class _QueueClock:
         A container may have a boot id of its own, and run beside us. While a task is leased in the
         container, its clock file stays. At other times, the file is missing until a worker of the
         container calls restore(). Where other hosts use data_dir, nothing is removed."""
-        files = self._files
-        if files.if_shared is None or files.exists("SHARED"):
+        if self._files.if_shared is None or self._files.has_other_mounts():
             return
         with suppress(OSError):  # a directory of another user: its leases can't be seen
-            in_use = {f"clock-{entry.boot}" for entry in files.find("inflight")}
-            for name in filter(_FORMS["."], os.listdir(files.root)):
-                if name.startswith("clock-") and name not in (self._name, *in_use):
-                    files.remove(name)
+            in_use = {f"clock-{entry.boot}" for entry in self._files.find("inflight")}
+            for name in {*self._clock_names()} - {self._name, *in_use}:
+                self._files.remove(name)
 
     def restore(self) -> None:
         """Put the file of this clock back if the file was removed. Otherwise the next process of
@@ -4199,7 +4206,7 @@ class _KeyStates:
 
         Then data_dir is also used through a mount of another kind. The workers there do not keep
         key states, and their locks may not exclude ours. See "mounts" in room 20."""
-        if self._files.if_shared is None or not self._files.exists("SHARED"):
+        if not self._files.has_other_mounts():
             return False
         self.__class__ = self._files.if_shared[0]
         return True
@@ -5798,7 +5805,7 @@ class _Numbers:
 
         RACE: an object on another kind of mount makes SHARED after this member looked for it. That
         object does not heed our lock (mounts in room 20)."""
-        if self._files.if_shared is not None and self._files.exists("SHARED"):
+        if self._files.has_other_mounts():
             raise FileExistsError(errno.EEXIST, "another mount is in use", self._root)
 
     def remove_dir(self) -> None:
@@ -5914,7 +5921,7 @@ class TicketQueue:
         whose name still began with ".", as a leftover of a dead process. In both cases OSError is
         raised with one of _REDRAW_ERRNOS, and the caller tries again. ENOTSUP: flock() has raised
         EBADF, because the member's file was removed after it was opened (NFS)."""
-        if self._files.if_shared is not None and self._files.exists("SHARED"):
+        if self._files.has_other_mounts():
             self._numbers = self._files.if_shared[1](self._files)
         number = self._numbers.draw(last, max(map(_stamp_of, self._tickets()), default=0))
         began_s = time.time()
@@ -6074,7 +6081,7 @@ class TicketQueue:
     def _is_alone(self) -> bool:
         """Return whether only processes of this kernel use the line. Then each free lock is that of
         a dead member, even if another process does not see the boot id."""
-        return self._files.is_local and not self._files.exists("SHARED")
+        return self._files.is_local and not self._files.has_other_mounts()
 
     @property
     def _stale_s(self) -> float:
@@ -7411,7 +7418,7 @@ class _CommandPool(_WorkerPool):
         is_lost = not _await_output(self._relays, 0.0)
         for relay in self._relays:  # a background program may write for another moment
             relay.join(_GRACE_S * relay.is_through.is_set())
-        self._end_report("femtoqueue: output is lost: nobody reads it\n" * is_lost)
+        self._end_report("femtoqueue: output is lost: nobody reads it\n" if is_lost else "")
         has_failed = bool(self.counts["failed"] or self._dead_letters() - before)
         return int(self._drain and (has_failed or not self._queue.join(0)))
 
@@ -7623,7 +7630,7 @@ class _CommandPool(_WorkerPool):
         with self._processes.held(process) if is_stopped else nullcontext():
             while is_stopped and _members([process.pid]):
                 if time.monotonic() >= end_s:
-                    self._processes.terminate([process])
+                    _terminate([process.pid], 15)  # the watchdog knows the job already
                 time.sleep(0.05)
         return status, is_stopped
 

@@ -1381,8 +1381,8 @@ class Ordering(QueueCase):
     def test_clock_file_of_this_boot_stays_when_a_service_that_can_not_see_the_boot_id_starts(
         self,
     ) -> None:
-        """After the date was set, the service does not find a clock that agrees. Its own clock file
-        is not the first one of a boot, so the processes of another clock file may live."""
+        """After the date was set, the service does not find a clock that agrees. Its own clock has
+        no file. The processes of another clock file may live, so that file stays."""
         clock = self.clock()
         q = self.queue()
         clock.wall_shift_s += 3600
