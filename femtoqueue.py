@@ -158,7 +158,7 @@ import threading
 import time
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
@@ -1393,6 +1393,21 @@ def _batch_sync(directory: str) -> tuple[Callable[[], None], bool]:
     return sync, False
 
 
+def _make_alike(path: str, old: os.stat_result) -> bool:
+    """Make a directory with the owner, group and mode of another one. Return False if this user
+    can't give it the owner or the group."""
+    os.mkdir(path)
+    # The rights are set by the descriptor, never by the path: see _follow_owner().
+    fd = os.open(path, _DIR_FLAGS)
+    try:
+        os.fchown(fd, -1, old.st_gid)
+        os.fchmod(fd, stat.S_IMODE(old.st_mode))
+        new = os.fstat(fd)
+    finally:
+        os.close(fd)
+    return (new.st_uid, new.st_gid) == (old.st_uid, old.st_gid)
+
+
 class _Files:
     """The files of one data_dir. Paths are relative to data_dir, as in "pending/<id>".
 
@@ -1772,16 +1787,7 @@ class _Files:
         # the old directory stays. It also stays if it can't be replaced: a mount point, or a full
         # disk.
         with suppress(OSError):
-            os.mkdir(fresh)
-            # The rights are set by the descriptor, never by the path: see _follow_owner().
-            fd = os.open(fresh, _DIR_FLAGS)
-            try:
-                os.fchown(fd, -1, old.st_gid)
-                os.fchmod(fd, stat.S_IMODE(old.st_mode))
-                new = os.fstat(fd)
-            finally:
-                os.close(fd)
-            if (new.st_uid, new.st_gid) == (old.st_uid, old.st_gid):
+            if _make_alike(fresh, old):
                 os.rename(fresh, path)
                 # Otherwise power loss could undo the rename, and lose files that were pushed and
                 # synced into the new directory later.
@@ -2399,8 +2405,7 @@ class _Worker:
             except OSError as error:
                 # If the lease is gone, the rename succeeded, and a later step failed. Then the
                 # error is raised.
-                is_full = error.errno in _OUT_OF_SPACE_ERRNOS and self.files.exists(lease.path)
-                if not is_full:
+                if error.errno not in _OUT_OF_SPACE_ERRNOS or not self.files.exists(lease.path):
                     raise
                 text = "task %s is done, and removed: done/ can't take it: %s"
                 _log().warning(text, _id_of(lease.path), error)
@@ -2529,8 +2534,7 @@ class _Worker:
         the log has the reason, and the task must not block the queue."""
         ident = _id_of(source)
         target = f"failed/{ident}"
-        is_taken = self.files.exists(target)
-        if is_taken:
+        if is_taken := self.files.exists(target):
             # A person put a task of the same id there. That task and the reason stay as they are.
             # Our task gets a name with a new order in failed/, and no reason.
             target = self.back_path(source, _attempts_of(source)).replace("pending", "failed")
@@ -2723,11 +2727,13 @@ class _Worker:
         path = lease.path
         ident = path[-_ID_LENGTH:]
         before = _attempts_of(waiting) if "~" in waiting else 0
+        if self.max_attempts is not None and before >= self.max_attempts:
+            why = f"delivered {before} times without done() or fail(): max_attempts reached"
+            self.quarantine(path, why)
+            self.lease_dir.undelivered.pop(path, None)
+            return None
         data = None
         try:
-            if self.max_attempts is not None and before >= self.max_attempts:
-                why = f"delivered {before} times without done() or fail(): max_attempts reached"
-                raise CorruptTask(ident, why)  # quarantined below, as a corrupt task is
             data, key = self.files.read(path, ident)
             payload = data if key is None else self.keys.to_deliver(path, key, data, waiting)
         except CorruptTask as error:
@@ -6866,6 +6872,15 @@ def _rough_time(seconds: float) -> str:
     return f"{round(seconds / 86400)} d"
 
 
+def _terminal_size(fd: int) -> tuple[int, int]:
+    """Return the columns and rows of the terminal `fd`. A number is 0 if it is not known, or if
+    `fd` is not a terminal. $COLUMNS is not used, because it does not follow a change of the
+    size."""
+    with suppress(OSError):
+        return os.get_terminal_size(fd)
+    return 0, 0
+
+
 class _Output:
     """The worker's standard output and standard error, which all of its threads write to.
 
@@ -6916,8 +6931,11 @@ class _Output:
                 self._shown = 0
             if begins_line and turn in self._unfinished:  # of a job
                 data = b"\n" + data
-            (self._unfinished.discard if data.endswith(b"\n") else self._unfinished.add)(turn)
             _write_all(fd, data)
+            if data.endswith(b"\n"):
+                self._unfinished.discard(turn)
+            else:
+                self._unfinished.add(turn)
             if has_line:
                 self._draw()
 
@@ -6946,9 +6964,7 @@ class _Output:
         return self._clearing() if self._shown else b"\n"
 
     def _columns(self) -> int:
-        with suppress(OSError):
-            return os.get_terminal_size(2).columns or 80
-        return 80
+        return _terminal_size(2)[0] or 80
 
     def _clearing(self) -> bytes:
         """Return the bytes that clear the line at the bottom. If the terminal has become narrower
@@ -7209,11 +7225,12 @@ class _Processes:
                 if process.status is not None:
                     self._tell_watchdog(process, -process.pid)
 
-    def terminate(self, processes: Iterable[_Process], number: int = 15) -> None:  # SIGTERM
+    def terminate(self, processes: Collection[_Process], number: int = 15) -> None:  # SIGTERM
         """End jobs, as _terminate() does, while the watchdog knows them."""
         with ExitStack() as blocks:
-            pids = [blocks.enter_context(self.held(it)) or it.pid for it in processes]
-            _terminate(pids, number)
+            for process in processes:
+                blocks.enter_context(self.held(process))
+            _terminate([it.pid for it in processes], number)
 
     def _has_ended(self, pid: int) -> bool:
         if not hasattr(os, "waitid"):
@@ -7417,7 +7434,8 @@ class _CommandPool(_WorkerPool):
             return 128 + self.signals[-1]
         is_lost = not _await_output(self._relays, 0.0)
         for relay in self._relays:  # a background program may write for another moment
-            relay.join(_GRACE_S * relay.is_through.is_set())
+            if relay.is_through.is_set():
+                relay.join(_GRACE_S)
         self._end_report("femtoqueue: output is lost: nobody reads it\n" if is_lost else "")
         has_failed = bool(self.counts["failed"] or self._dead_letters() - before)
         return int(self._drain and (has_failed or not self._queue.join(0)))
@@ -7673,7 +7691,7 @@ class _CommandPool(_WorkerPool):
             return False
         may_be = not {-status, status - 128}.isdisjoint(self.stop_numbers)
         may_be |= task.attempts == self._options.max_attempts
-        return self._is_told.wait(_ONE_SIGNAL_S * may_be)
+        return self._is_told.wait(_ONE_SIGNAL_S if may_be else 0)
 
 
 def _raise_first(relays: Iterable[_Relay]) -> None:
@@ -7864,6 +7882,21 @@ def _parse_arguments(argv: list[str]) -> Any:
     Raises SystemExit for --help, for --version, and for a wrong command line."""
     import argparse
 
+    parser, commands = _make_parser()
+    if argv[:1] == ["--version"]:
+        _print(f"femtoqueue {__version__}")
+        sys.exit(0)
+    if not argv or argv[0] not in commands:
+        _refuse_command(parser, commands, argv)
+    dashes = argv.index("--") if argv[0] in ("push", "work") and "--" in argv else len(argv)
+    options = argparse.Namespace(after_dashes=argv[dashes + 1 :])
+    return commands[argv[0]].parse_intermixed_args(argv[1:dashes], options)
+
+
+def _make_parser() -> tuple[Any, dict[str, Any]]:
+    """Return the parser of the command line, and the parsers of the commands, by name."""
+    import argparse
+
     class Parser(argparse.ArgumentParser):
         def error(self, message: str) -> NoReturn:
             where = f" (DIR is {default_dir}, from FEMTOQUEUE_DIR)" if default_dir else ""
@@ -7885,30 +7918,33 @@ def _parse_arguments(argv: list[str]) -> Any:
         command.set_defaults(run=run, error=command.error, dir=default_dir)
         if not default_dir:
             command.add_argument("dir", metavar="DIR", help="the queue; or set FEMTOQUEUE_DIR")
-        groups: dict[str, Any] = {"": command}
-        for group, names, settings in arguments:
-            if group not in groups:
-                title = group.removesuffix(":")
-                is_titled, one_of = title != group, command.add_mutually_exclusive_group
-                groups[group] = command.add_argument_group(title) if is_titled else one_of()
-            groups[group].add_argument(*names, **settings)
-    if argv[:1] == ["--version"]:
-        _print(f"femtoqueue {__version__}")
-        sys.exit(0)
-    if not argv or argv[0] not in commands.choices:
-        import difflib
+        _add_arguments(command, arguments)
+    return parser, commands.choices
 
-        word = argv[0] if argv else "-"
-        for meant in difflib.get_close_matches(word, [*commands.choices], 1):
-            parser.error(f"there is no command {word!r}; did you mean {meant}?")
-        if not word.startswith("-"):
-            parser.error(
-                f"there is no command {word!r}; the command comes first, as in: push DIR PAYLOAD"
-            )
-        parser.parse_args(argv[:1])  # exits
-    dashes = argv.index("--") if argv[0] in ("push", "work") and "--" in argv else len(argv)
-    options = argparse.Namespace(after_dashes=argv[dashes + 1 :])
-    return commands.choices[argv[0]].parse_intermixed_args(argv[1:dashes], options)
+
+def _add_arguments(command: Any, arguments: Iterable[_Argument]) -> None:
+    """Add the arguments of a command to its parser, in their groups."""
+    groups: dict[str, Any] = {"": command}
+    for group, names, settings in arguments:
+        if group not in groups:
+            title = group.removesuffix(":")
+            is_titled, one_of = title != group, command.add_mutually_exclusive_group
+            groups[group] = command.add_argument_group(title) if is_titled else one_of()
+        groups[group].add_argument(*names, **settings)
+
+
+def _refuse_command(parser: Any, commands: Iterable[str], argv: list[str]) -> None:
+    """Exit, because the command line does not begin with a command: it asks for help, or is
+    wrong."""
+    import difflib
+
+    word, hint = argv[0] if argv else "-", "the command comes first, as in: push DIR PAYLOAD"
+    meant = difflib.get_close_matches(word, [*commands], 1)
+    if meant:
+        hint = f"did you mean {meant[0]}?"
+    if meant or not word.startswith("-"):
+        parser.error(f"there is no command {word!r}; {hint}")
+    parser.parse_args(argv[:1])  # exits
 
 
 def _invalid(text: str, wanted: str) -> Exception:
@@ -8070,40 +8106,54 @@ def _push_command(options: Any) -> None:
 
     Example: femtoqueue push jobs 'resize 42.png'
     """
+    if options.key is None and options.if_in_flight != "buffer":
+        options.error("--if-in-flight goes with --key")
+    payloads = _payloads(options)
+    due_s = options.at if options.delay is None else time.time() + options.delay
+    with FemtoQueue(options.dir, sync_after_write=options.sync) as q:
+        push = q.push if due_s is None else functools.partial(q.schedule, time_us=due_s * 1e6)
+        of_key = {"key": options.key, "if_in_flight": options.if_in_flight}
+        _push_all(functools.partial(push, **of_key), payloads)
+
+
+def _payloads(options: Any) -> Iterable[bytes]:
+    """Return the payloads of `push`: the arguments, or pieces of standard input, or the whole of
+    it."""
     words = [*options.payloads, *options.after_dashes]
     end = b"\0" if options.null else b"\n" if options.lines else b""
     if words and end:
         options.error("--lines and --null read standard input: leave PAYLOAD out")
-    if options.key is None and options.if_in_flight != "buffer":
-        options.error("--if-in-flight goes with --key")
-    payloads: Iterable[bytes] = map(os.fsencode, words)
+    if words:
+        return map(os.fsencode, words)
     if end:
-        payloads = _pieces(_input(), end)
-    elif not words:
-        payloads = [b"".join(_input())]
-        if payloads == [b""]:
-            options.error("standard input is empty; for an empty task, give '' as PAYLOAD")
-    due_s = options.at if options.delay is None else time.time() + options.delay
-    with FemtoQueue(options.dir, sync_after_write=options.sync) as q:
-        push = q.push if due_s is None else functools.partial(q.schedule, time_us=due_s * 1e6)
-        count, lost = 0, None
-        with nullcontext() if sys.stdout.isatty() else _showing(lambda: f"{count} pushed"):
-            for payload in payloads:
+        return _pieces(_input(), end)
+    whole = b"".join(_input())
+    if not whole:
+        options.error("standard input is empty; for an empty task, give '' as PAYLOAD")
+    return [whole]
+
+
+def _push_all(push: Callable[[bytes], str], payloads: Iterable[bytes]) -> None:
+    """Push payloads, and print an id for each.
+
+    If an id can't be printed, the other payloads are pushed all the same, and no error is raised:
+    if the caller tried again, all tasks would be pushed twice."""
+    count, lost = 0, None
+    with nullcontext() if sys.stdout.isatty() else _showing(lambda: f"{count} pushed"):
+        for payload in payloads:
+            try:
+                ident = push(payload)
+            except (OSError, FemtoQueueError):
+                # The message says how many tasks the caller must not push again.
+                if count:
+                    _write_error(f"the first {count} tasks are pushed, the others are not")
+                raise
+            count += 1
+            if lost is None:
                 try:
-                    ident = push(payload, key=options.key, if_in_flight=options.if_in_flight)
-                except (OSError, FemtoQueueError):
-                    # The message says how many tasks the caller must not push again.
-                    if count:
-                        _write_error(f"the first {count} tasks are pushed, the others are not")
-                    raise
-                count += 1
-                if lost is None:
-                    try:
-                        _print(ident)
-                    except OSError as error:  # go on and push the other payloads
-                        lost = error
-    # The status is 0 even if ids were not printed: if the caller tried again, all tasks would be
-    # pushed twice.
+                    _print(ident)
+                except OSError as error:
+                    lost = error
     if lost is not None and not isinstance(lost, BrokenPipeError):
         _write_error(f"all {count} tasks are pushed, but their ids can't be printed: {lost}")
 
@@ -8171,9 +8221,28 @@ def _work_command(options: Any) -> int:
 
     Example: femtoqueue work jobs -j 2 --drain -- ./resize --fast
     """
-    # Import every module that a job needs before the first task is taken: the worker's Python may
-    # be replaced or removed while the worker runs.
     import logging
+
+    _prepare_work(options)
+    watchdog = _start_watchdog()  # fork before any thread starts
+    with FemtoQueue(
+        *(options.dir, options.node, options.timeout * 1000, options.sync),
+        keep_done=options.keep_done,
+        max_attempts=options.max_attempts or None,
+        retry_delay_s=options.retry_delay,
+    ) as q:
+        pool = _CommandPool(q, watchdog, options)
+        logging.basicConfig(stream=pool, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+        status = pool.run_reported()
+    if status > 128:  # a normal exit flushes the log, and a thread stuck in a write may hold it
+        os._exit(status)
+    return status
+
+
+def _prepare_work(options: Any) -> None:
+    """Check the options of `work`, and whatever else can be wrong before a task is taken."""
+    # Import every module that a job needs: the worker's Python may be replaced or removed while the
+    # worker runs.
     import shutil
     import subprocess  # noqa: F401
     import tempfile
@@ -8191,22 +8260,9 @@ def _work_command(options: Any) -> int:
         options.error("no fork() here; use FemtoQueue.work() in a program of your own")
     if options.output_dir is not None:
         os.makedirs(options.output_dir, exist_ok=True)
-    tempfile.TemporaryFile().close()  # find TMPDIR now: raises an error before a task is taken
+    tempfile.TemporaryFile().close()  # finds TMPDIR, or raises an error
     if options.drain and not os.path.isdir(os.path.abspath(options.dir)):
         _write_error(f"{options.dir}: there was no queue; an empty one is made")
-    watchdog = _start_watchdog()  # fork before any thread starts
-    with FemtoQueue(
-        *(options.dir, options.node, options.timeout * 1000, options.sync),
-        keep_done=options.keep_done,
-        max_attempts=options.max_attempts or None,
-        retry_delay_s=options.retry_delay,
-    ) as q:
-        pool = _CommandPool(q, watchdog, options)
-        logging.basicConfig(stream=pool, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
-        status = pool.run_reported()
-    if status > 128:  # a normal exit flushes the log, and a thread stuck in a write may hold it
-        os._exit(status)
-    return status
 
 
 # Command line: leases
@@ -8442,12 +8498,7 @@ def _top_command(options: Any) -> None:
         begins, ends, ends_all = "\x1b[?7l\x1b[H", "\x1b[K", "\x1b[J\x1b[?7h"
     with _keyboard() as wait_for_key:
         while True:
-            columns = rows = 0
-            # An OSError means that there is no terminal. The size is not taken from $COLUMNS:
-            # $COLUMNS does not follow a change of the size.
-            with suppress(OSError):
-                columns, rows = os.get_terminal_size(1)
-            columns, rows = columns or 999, rows or 999
+            columns, rows = (it or 999 for it in _terminal_size(1))
             lines = itertools.islice(_top_lines(options.dir, q, progress), rows - 1)
             text = "".join(f"{_printable(line)[:columns]}{ends}\n" for line in lines)
             _put(sys.stdout, begins + text + ends_all)

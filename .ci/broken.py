@@ -253,7 +253,7 @@ a move succeeds though pending/ is replaced meanwhile | Shrinking
 -_MAX_REPLACED =
 +_MAX_REPLACED = 0 *
 a pending/ that is replaced keeps its mode | Shrinking
--                os.fchmod(fd, stat.S_IMODE(old.st_mode))
+-        os.fchmod(fd, stat.S_IMODE(old.st_mode))
 a large pending/ is replaced only when it is empty | Shrinking
 -            if not self._backlog.seen:
 +            if self._backlog.seen:
@@ -443,8 +443,8 @@ done tasks are kept for keep_done seconds | Lifecycle
 - + _PURGE_SLICE_S, time.time() - keep_s
 + + _PURGE_SLICE_S, time.time()
 max_attempts is a limit | Model
--            if self.max_attempts is not None and before >= self.max_attempts:
-+            if self.max_attempts is not None and before > self.max_attempts:
+-        if self.max_attempts is not None and before >= self.max_attempts:
++        if self.max_attempts is not None and before > self.max_attempts:
 attempts are counted | Model
 -        attempts = min(_attempts_of(source) + 1, _MAX_ATTEMPTS) if "~" in source else 1
 +        attempts = 1
@@ -737,8 +737,8 @@ a stop that comes just before a wait is noticed in time | CommandLine
 -                thread.join(_ONE_SIGNAL_S / 2)
 +                thread.join(_BASE_INTERVAL_S)
 a command that is ended by a signal of its own has failed | CommandLine
--        return self._is_told.wait(_ONE_SIGNAL_S * may_be)
-+        return status < 0 or self._is_told.wait(_ONE_SIGNAL_S * may_be)
+-        return self._is_told.wait(_ONE_SIGNAL_S if may_be else 0)
++        return status < 0 or self._is_told.wait(_ONE_SIGNAL_S if may_be else 0)
 a worker that runs a task is not idle | Work
 -                is_idle = not self._running and time.monotonic() >= self._idle_end_s
 +                is_idle = time.monotonic() >= self._idle_end_s
