@@ -4121,9 +4121,10 @@ _SETTINGS = FemtoQueue.__init__.__annotations__.keys() - {"return"}
 # 13. Key states: where the task of each key is, under the locks of keys.
 #     Invariant: the file keys/<hash> has a line for each key of this hash that has a task. The line
 #     is "<key> <path> <newer payload, or ->". An empty line ends the text. Any bytes after the
-#     empty line are the rest of an older, longer text. One write() makes a change.
-#     A line is a hint, which room 14 checks and corrects. A key without a line has no task, except
-#     after power loss. Then repair() finds the payloads in keys/.
+#     empty line are the rest of an older, longer text. Each change of the file is one pwrite().
+#     A line is a hint, which room 14 checks and corrects. A key without a line has no task, unless
+#     power loss removed the line, or a person moved a task. In these cases, the claim of the task
+#     writes the line, and repair() finds the payloads in keys/ that no line names.
 #     Order of locks: see room 10.
 # ==================================================================================================
 
@@ -4151,8 +4152,8 @@ class _States(dict[str, "tuple[str, str]"]):
 def _parse_key_states(content: bytes, tag: str) -> _States:
     states, text = _States(), content.decode("ascii", "replace").partition("\n\n")[0]
     for match in map(_parse_key_state, text.splitlines()):
-        # Ignore a line with a path of another hash, or of a task without a key. A push would
-        # overwrite that task.
+        # Ignore a line with a path of another hash, or of a task without a key. Otherwise a push
+        # would overwrite the task at that path.
         if match and _tag_of(match[2]) == tag and match[4][-9:] in ("-", f"-{tag}"):
             states[match[1]] = match[2], "" if match[4] == "-" else f"keys/{match[4]}"
     states.saved = f"{text}\n"
@@ -4163,8 +4164,8 @@ class _KeyStates:
     """The states of keys, in files that are read and written under the locks of keys.
 
     `_held` has the locks that are held, by thread and name. A lock has the states of its hashes, by
-    tag. The references in `_held` are weak. So if Ctrl-C, between any two lines, leaves a lock
-    locked, the lock ends with the frame that holds it."""
+    tag. The references in `_held` are weak, so that only the frame of lock() keeps a lock alive. If
+    Ctrl-C comes between any two lines of lock(), the lock still ends with the frame."""
 
     def __init__(self, worker: _Worker) -> None:
         self._worker, self._files, self._clock = worker, worker.files, worker.clock
@@ -4173,8 +4174,8 @@ class _KeyStates:
     @contextmanager
     def lock(self, tag: str, wait: bool = True) -> Iterator[_States]:
         """Hold the lock of the keys of one hash for the block, and yield the states of the keys.
-        Changes that the block makes to the states are saved at its end. Raises BlockingIOError if
-        the lock is not free and wait is False.
+        Changes that the block makes to the states are saved at the end of the block. Raises
+        BlockingIOError if the lock is not free and wait is False.
 
         A nested call in the same thread takes the same lock, and shares the states. The file of the
         lock is never removed. Otherwise a process that waits for the lock could get the lock of a
@@ -4188,7 +4189,9 @@ class _KeyStates:
         try:
             lock.acquire_exclusive(wait)
             if lock is not outer:
-                # Not before: a local object that found SHARED under this lock saved no state.
+                # Look for SHARED only now. RACE: while we wait for the lock, another local object
+                # holds it, finds SHARED, moves a task, and saves no state. If we had looked for
+                # SHARED before the wait, we would now load outdated states from keys/<hash>.
                 self.heed_mark()
             self._held[holder] = lock
             states = lock.states.get(tag) or lock.states.setdefault(tag, self._load(tag))
@@ -4204,8 +4207,8 @@ class _KeyStates:
     def heed_mark(self) -> bool:
         """If SHARED exists, become an object of the class for shared file systems, and return True.
 
-        Then data_dir is also used through a mount of another kind. The workers there do not keep
-        key states, and their locks may not exclude ours. See "mounts" in room 20."""
+        SHARED shows that data_dir is also used through a mount of another kind. The workers on that
+        mount keep no key states, and their locks may not exclude ours. See "mounts" in room 20."""
         if not self._files.has_other_mounts():
             return False
         self.__class__ = self._files.if_shared[0]
@@ -4225,8 +4228,8 @@ class _KeyStates:
 
     def lock_of(self, path: str, wait: bool = True) -> AbstractContextManager[Any]:
         """Return a context manager that holds the lock of a task's key, and yields the states. For
-        a task without a key, it does nothing, and yields None. path: any text that ends with the
-        task's id."""
+        a task without a key, the context manager does nothing, and yields None. path: any text that
+        ends with the task's id."""
         return self.lock(_tag_of(path), wait) if _is_keyed(_id_of(path)) else nullcontext()
 
     def _load(self, tag: str) -> _States:
@@ -4271,7 +4274,8 @@ class _KeyStates:
         except FileNotFoundError:
             fd = self._create(path)
         except PermissionError:
-            # The umask of another user shuts this user out. We hold the lock, so replace the file.
+            # Another user made the file, under a umask that shuts this user out. Replace the file.
+            # This is safe, because this thread holds the lock of the key.
             self._files.remove(path)
             fd = self._create(path)
         try:
@@ -4282,7 +4286,7 @@ class _KeyStates:
 
 # ==================================================================================================
 # 14. Keys: finding, claiming, moving and pushing the tasks with a key. Other rooms call
-#     to_deliver(), move_keyed() and lock_of() for an id with a key's tag. For a key, they
+#     to_deliver(), move_keyed() and lock_of() for a task that has a key. For a key itself, they
 #     call put(), find_or_repair() and path_of().
 #     Invariant: a key has at most one task in pending/, scheduled/ and inflight-*/ together. Behind
 #     the task, there is at most one newer payload, in keys/. The claim that delivers the task takes
@@ -4303,20 +4307,20 @@ class _KeyStates:
 #       step                                on disk        after a kill
 #       1. write new to C                   T old, C new   old is delivered; C is stale
 #       2. if the name of T has attempts,   T old, C new   as after 1; the work on old begins anew
-#          remove its checkpoint
-#       3. rename T to U, with 0 attempts   U old, C new   old is delivered, as a first attempt or
-#          or the new time, unless U is T                  at the new time; C is stale
+#          remove the checkpoint of T
+#       3. unless U is T, rename T to U; U  U old, C new   old is delivered, as a first attempt or
+#          has 0 attempts or the new time                  at the new time; C is stale
 #       4. exchange U and C                 U new, C old   new is delivered; C is stale
 #       5. remove C                         U new          new is delivered
 #       6. save U in keys/<hash>, unless    U new          new is delivered
 #          U is T
 #
 #     With sync_after_write, C is synced in step 1, and U after step 3 and after step 4.
-#     If names cannot be exchanged, and U is in scheduled/, step 4 renames C over U. Then there is
-#     nothing to do in step 5.
+#     If names cannot be exchanged, and U is in scheduled/, step 4 renames C over U, and step 5 has
+#     nothing to do.
 #     In two cases, _add_or_buffer() puts the new payload behind U instead. First, names cannot be
-#     exchanged, and U is in pending/. Second, a payload is behind the task already. Then step 4 and
-#     step 5 are as follows:
+#     exchanged, and U is in pending/. Second, a payload is behind the task already. In both cases,
+#     step 4 and step 5 are as follows:
 #
 #       4. save U and K in keys/<hash>      U old, C new   old is delivered; find_or_repair() sees
 #                                                          that K is missing, and corrects the state
@@ -4368,7 +4372,8 @@ class _KeyStates:
 
 
 def _later(newer: str) -> int | None:
-    """Return the time at which a payload in keys/ is due, or None if this time has come."""
+    """Return the time at which a payload in keys/ is due. Return None if this time has come, or if
+    the payload has no due time."""
     due_ns = _stamp_of(newer) if "~" in newer else 0
     return due_ns if due_ns > _due_ns() else None
 
@@ -4388,9 +4393,9 @@ class _KeyedTasks(_KeyStates):
         path, newer = self._locate(task, *_LIVE), self._locate(behind, "keys")
         if behind and not newer:
             # CRASH: a process died after it promoted the payload and before it saved the state.
-            # Then the payload is the task, even if a person has put the older task back. If the
-            # payload is not a task, the older task counts: the payload was taken along, or never
-            # came to keys/.
+            # Then the payload is the task, even if a person has put the older task back.
+            # If no task has the id of the payload, the task at `path` stays the task of the key:
+            # the payload was taken along, or was never renamed into keys/.
             path = self._locate(behind, *_LIVE) or path
         elif not path:
             # CRASH: a process died after the task ended and before it promoted the payload. Or a
@@ -4400,8 +4405,8 @@ class _KeyedTasks(_KeyStates):
         return path, newer
 
     def _locate(self, path: str, *where: str) -> str:
-        """Return `path` if the file exists. Otherwise look for the record's id in the states
-        `where`, and return the path there, or "" if no file has this id."""
+        """Return `path` if the file exists. Otherwise look for a file with the same id in the
+        directories `where`. Return the path of that file, or "" if no file has the id."""
         if not path or self._files.exists(path):
             return path
         entry = self._files.find_id(_id_of(path), *where)
@@ -4434,8 +4439,9 @@ class _KeyedTasks(_KeyStates):
         return self._locate(task, *_LIVE) or self._locate(behind, "keys", *_LIVE)
 
     def newest_of(self, entry: _Entry) -> str:
-        """Return the path of the payload that the next delivery of a task carries. RACE: a claim
-        may take this payload along before the caller reads it."""
+        """Return the path of the payload that the next delivery of a task carries. RACE: the claim
+        of a worker takes this payload along before the caller reads the file. Then no file is at
+        the path, and the caller reads the task's own record."""
         if _is_keyed(entry.id) and entry.directory in _WAITING_DIRS:
             self.heed_mark()
             for path, newer in self._load(_tag_of(entry.id)).values():
@@ -4457,13 +4463,13 @@ class _KeyedTasks(_KeyStates):
         and then puts the payload behind the task. The state is read here after the claim. So the
         state names each payload that was put behind the task before the claim.
 
-        RACE: the lease may have ended. Another worker may have claimed the task, taken the payload
-        along, and saved the state before this look. Therefore _is_alone() reads the state first,
-        and then checks that the lease exists.
+        RACE: the lease ends before the state is read here. Another worker claims the task, takes
+        the payload along, and saves a state without a payload. The payload in `data` is then
+        outdated. So _is_alone() first reads the state, and then checks that the lease exists.
 
-        The state may also name another task of the key. A person may have made this second task
-        (`mv failed/ID pending/`). Or the state was lost by power loss, and a push made the second
-        task. Then _resolve_conflict() decides, under the lock.
+        The state may also name another task of the key, for one of two reasons. A person moved a
+        task by `mv failed/ID pending/`. Or power loss removed the state, and a push then added a
+        task. In both cases, _resolve_conflict() decides under the lock which task is delivered.
         """
         name = _encode_key(key)
         if self._is_alone(name, lease):
@@ -4483,16 +4489,17 @@ class _KeyedTasks(_KeyStates):
         return _id_of(path) == _id_of(lease) and not newer
 
     def _resolve_conflict(self, states: _States, name: str, lease: str) -> bool:
-        """Note a task that was just leased as the task of its key, and return False. But if the key
-        has another task, make a dead letter of the leased task, and return True. Raises
-        FileNotFoundError if the lease has ended."""
+        """Save a task that was just leased in the state, as the task of its key, and return False.
+        But if the key has another task, make a dead letter of the leased task, and return True.
+        Raises FileNotFoundError if the lease has ended."""
         self._files.lstat(lease)
         path, newer = self.find_or_repair(states, name)
         if path and _id_of(path) != _id_of(lease):
             self._quarantine_second(name, lease, path)
             return True
         states[name] = lease, newer
-        # If this fails, the claim fails: a task missing from keys/<hash> would allow a second task.
+        # An error of _save() is raised, and the claim is undone. With the task missing from
+        # keys/<hash>, a push would add a second task of the key.
         self._save(_tag_of(lease), states)
         return False
 
@@ -4610,11 +4617,12 @@ class _KeyedTasks(_KeyStates):
         _for_each(repair, sorted({*map(_tag_of, [*self.paths_without_task(), *payloads])}))
 
     def _adopt(self, states: _States, payloads: set[str]) -> None:
-        """Note the payloads in keys/ that no state names, because power loss or a person removed
-        the state. But if the key has a younger task or payload, remove the payload: a later push
-        has replaced it."""
+        """Put the payloads in keys/ that no state names into the states. Such a payload is there
+        because power loss or a person removed the state. But if the key has a younger task or
+        payload, remove the payload from keys/, because a later push has replaced the payload."""
         for newer in sorted(payloads.difference(it for _, it in states.values())):
-            # RACE: the payload was promoted, or a person moved it, after the listing.
+            # RACE: another process promoted the payload, or a person moved the payload, after
+            # repair() listed keys/.
             with suppress(FileNotFoundError):
                 # A payload without a valid key becomes a task. pop() will quarantine the task.
                 name = self._key_in(newer) or "?"
@@ -4626,13 +4634,13 @@ class _KeyedTasks(_KeyStates):
                     self.find_or_repair(states, name)
 
     def paths_without_task(self) -> list[str]:
-        """Return the paths in keys/, of states and of newer payloads, whose hash has no task."""
+        """Return the paths in keys/ whose hash has no task. A path in keys/ is a file of states or
+        a newer payload."""
         found = self._paths()
         busy = {_tag_of(entry.id) for entry in self._files.find(*_LIVE)} if found else set()
         return [path for path in found if _tag_of(path) not in busy]
 
     def _paths(self) -> list[str]:
-        # The paths in keys/: the files of states, and newer payloads.
         none_yet = suppress(FileNotFoundError, NotADirectoryError)
         with none_yet, os.scandir(f"{self._files.root}keys") as entries:
             files = sorted(entry.name for entry in entries if entry.is_file(follow_symlinks=False))
@@ -4650,8 +4658,8 @@ class _Keys(_KeyedTasks):
 
         Returns the id of the task that gets the payload. If the payload is put behind a leased
         task, the result is another id, which the payload will have when it becomes a task. Returns
-        "" if a pop() or a person moved the waiting task meanwhile: the caller must try again.
-        Raises KeyInFlight if the task is leased and if_in_flight is "reject"."""
+        "" if a pop() or a person moved the task meanwhile: the caller must try again. Raises
+        KeyInFlight if the task is leased and if_in_flight is "reject"."""
         with self.lock(_key_tag(name)) as states:
             path, newer = self.find_or_repair(states, name)
             is_leased = _state_of(path) == "inflight"
@@ -4688,8 +4696,8 @@ class _Keys(_KeyedTasks):
         target = newer if path else _waiting_path(newer)
         states[name] = (path, newer) if path else (target, "")
         try:
-            # Save the state first. A task missing from keys/<hash> would allow a second task of the
-            # same key.
+            # Save the state first. With the task missing from keys/<hash>, a later push would add a
+            # second task of the key.
             self._save(_key_tag(name), states, sync=True)
             if before:
                 with self._renamed(before, target, aside):
@@ -4775,7 +4783,7 @@ class _Keys(_KeyedTasks):
                 with suppress(OSError):
                     self._files.swap(aside, path)
             raise
-        # The old record is in `aside`. It is removed last: before the sync, the disk may have no
+        # The old record is in `aside`, and is removed last. Before the sync, the disk may have no
         # other record of the task.
         self._files.remove(aside)
         return True
