@@ -4793,34 +4793,37 @@ class _Keys(_KeyedTasks):
 # 15. Waiting: for a task, in threads and in coroutines.
 #     A wait repeats a look until something is found, and sleeps between two looks. A look is a
 #     function that returns what it found, or None.
-#     Invariant: a wait has a watcher before its last look. So a task that comes after that look
-#     ends the sleep. A coroutine never looks itself: one thread looks for all coroutines.
+#     Invariant: a wait has a watcher before the last look that precedes a sleep. So a task that
+#     comes after this look ends the sleep. A coroutine never looks itself: one thread looks for all
+#     coroutines.
 #     These events end the sleep of a wait:
 #     - A file comes to pending/ or scheduled/, or PAUSED is removed. On Linux, inotify reports this
 #       for every process of this host.
-#     - A housekeeping job is to run, because a task comes due or a lease ends. One job looks for
-#       dead workers every _BASE_INTERVAL_S (_Housekeeper.wake_s, room 11).
+#     - The time of a housekeeping job has come (_Housekeeper.wake_s, room 11): a task comes due, a
+#       lease ends, or dead workers are to be looked for, every _BASE_INTERVAL_S.
 #     - The timeout of the wait is over, or another thread calls close() (_Watcher.wake).
-#     - A short time is over, if inotify is missing, or if other hosts write to the file system.
-#       Then only the next look finds a new task. The sleeps last 1 ms, 2 ms and so on, up to
-#       poll_interval_s.
+#     - If inotify is missing, or if other hosts write to the file system: a short time is over. No
+#       event reports a new task there, and only the next look finds the task. The sleeps last 1 ms,
+#       2 ms and so on, up to poll_interval_s.
 # ==================================================================================================
 
-# Masks of inotify(7). _IN_COMES: a file was created in the directory, or moved into it. Its first
-# bit refuses to watch anything but a directory. _IN_GOES: a file was deleted or moved away. It is
-# used for data_dir only, so that the removal of PAUSED ends a wait.
+# Masks of inotify(7). _IN_COMES: a file was created in the directory, or moved into it. With the
+# first number (IN_ONLYDIR), inotify refuses to watch anything but a directory. _IN_GOES: a file was
+# deleted or moved away. _IN_GOES is used for data_dir only, so that the removal of PAUSED ends a
+# wait.
 _IN_COMES, _IN_GOES = 0x01000000 | 0x100 | 0x80, 0x200 | 0x40
 # data_dir is watched first. If pending/ is replaced while the watches are added, the watch of
-# data_dir reports it.
+# data_dir reports the new directory.
 _WATCHED = (("", _IN_COMES | _IN_GOES), ("pending", _IN_COMES), ("scheduled", _IN_COMES))
-_LINGER_S = 1.0  # after about so long without a waiting coroutine, the thread that serves them ends
+_LINGER_S = 1.0  # the thread that serves coroutines ends after about this time without a request
 _MAX_IDLE = 4  # unused watchers to keep: by default a user may have 128 instances of inotify
 _Found = TypeVar("_Found")  # what a look finds
 _Look = Callable[[], "_Found | None"]
 
 
 def _readable(fds: Iterable[int], seconds: float) -> list[int]:
-    """Wait up to so many seconds until a descriptor can be read. Return those that can be read.
+    """Wait until a descriptor can be read, for at most `seconds`. Return the descriptors that can
+    be read.
 
     select.poll() may be missing, because eventlet removes it. Then select.select() does the same
     for descriptors below 1024. For a higher descriptor, return an empty list after 50 ms at the
@@ -4844,15 +4847,15 @@ class _Watcher:
     Each wait has its own watcher.
 
     `sees_all`: no event is missed, because inotify is available and only this kernel writes to the
-    file system. If it is False, the caller must keep each sleep short."""
+    file system. If `sees_all` is False, the caller must keep each sleep short."""
 
     def __init__(self, root: str) -> None:
         # The descriptors of inotify and of an eventfd for wake(). Empty if inotify is missing.
         self._fds: list[int] = []
-        # The watch descriptors of the directories, as they were when they were watched last.
+        # The watch descriptors of the directories, from the last call of _watch().
         self._watches: list[int] = []
         self._root = root
-        # Takes the place of the eventfd if inotify is missing: wake() unlocks it.
+        # If inotify is missing, this lock takes the place of the eventfd: wake() releases the lock.
         self._no_wake = threading.Lock()
         self._no_wake.acquire()
         # Call _fs_type() before a descriptor is open, because it may raise.
@@ -4869,8 +4872,8 @@ class _Watcher:
         _fork_hooks[self] = _Watcher.close
 
     def _watch(self) -> bool:
-        """Watch the directories that exist now. Return whether a directory was replaced since the
-        last call, as shrink() does. The first call returns True."""
+        """Watch the directories that exist now. Return whether a directory was replaced, for
+        example by shrink(), since the last call. The first call returns True."""
         fd, add_watch = self._fds[0], _libc().inotify_add_watch
         before = self._watches
         self._watches = [add_watch(fd, os.fsencode(self._root + it), to) for it, to in _WATCHED]
@@ -4878,7 +4881,7 @@ class _Watcher:
         return self._watches != before
 
     def sleep(self, seconds: float) -> None:
-        """Sleep for so many seconds, or until an event or wake().
+        """Sleep until an event or a call of wake(), for at most `seconds`.
 
         If a directory was replaced since the last call, return at once. The watcher did not watch
         the new directory until now, and may have missed a task. So the caller must look again."""
@@ -4945,9 +4948,9 @@ class _Waits:
         self._is_serving = False  # the thread that serves the requests runs
 
     def wait_for(self, look: _Look[_Found], end_s: float, has_events: bool = True) -> _Found | None:
-        """Look until a look finds something, and return what it found. Return None when the time
-        end_s has come (monotonic clock), or when the queue is closed. The banner of this room says
-        what ends the sleep between two looks.
+        """Repeat the look until it finds something, and return what it found. Return None when the
+        time end_s has come (monotonic clock), or when the queue is closed. The banner of this room
+        says what ends the sleep between two looks.
 
         has_events: False if no event reports what the look waits for. Then sleeps are short in any
         case. drain() and join() wait for an empty queue, which no event reports."""
@@ -4963,8 +4966,8 @@ class _Waits:
                     return self.hand_over(found)
                 rest_s = self._worker.house.wake_s - time.monotonic()
                 pause_s = next(pauses_s)
-                # A job is overdue: the last run failed, its time has just come, or another thread
-                # runs jobs now.
+                # If rest_s is not positive, a job is overdue: its last run failed, its time has
+                # just come, or another thread runs jobs now. Then sleep for the short pause.
                 if rest_s <= 0:
                     rest_s = pause_s
                 elif not (watcher.sees_all and has_events):
@@ -4978,9 +4981,10 @@ class _Waits:
         if self._lease_dir.closes == closes:
             return found
         # RACE: another thread called close() during the look of this thread. So put the task back.
-        # The look may have opened the lease directory again. If the directory is empty, give it up.
-        # If another thread already uses the queue object again, the directory has leases, or the
-        # next claim of that thread opens the directory again.
+        # The look may have opened the lease directory again after close(). If the directory is
+        # empty, give it up. A third thread may already use the queue object again. If that thread
+        # has a lease, the directory is not empty. Otherwise the next claim of that thread opens the
+        # directory again.
         self._give_back(found)
         # An OSError is ignored. The directory may be gone. If there is other trouble with the
         # directory, the next look raises the error.
@@ -5024,17 +5028,19 @@ class _Waits:
             yield watcher
         finally:
             self._watchers.discard(watcher)
-            # After close(), the watcher is not kept for another wait. The last reference closes it.
+            # After close(), the watcher is not kept for another wait. It is closed with its last
+            # reference.
             is_open = self._lease_dir.closes == closes
             if is_open and watcher.sees_all and len(self._idle) < _MAX_IDLE:
                 self._idle.append(watcher)
 
     def end_all(self) -> None:
-        """Wake all waits, and drop the watchers that no wait uses. The caller, close(), has counted
-        itself in `closes` before, so that each wait ends when it wakes."""
+        """Wake all waits, and drop the watchers that no wait uses. close() has added 1 to `closes`
+        before this call, so that each wait ends when it wakes."""
         self._wake()
-        # RACE: another thread may be about to wake one of these watchers. So do not close them
-        # here: each is closed with its last reference.
+        # RACE: another thread is in _wake(), and calls wake() of one of these watchers after this
+        # line. The watcher must be open then. So the watchers are not closed here: each watcher is
+        # closed with its last reference.
         self._idle.clear()
 
     def _wake(self) -> None:
@@ -5053,7 +5059,8 @@ class _Waits:
 
         request = _Request(look, line, self._lease_dir.closes)
         left_s = min(end_s - time.monotonic(), _FOREVER_NS / 1e9)
-        # The loop's timer keeps the request alive. The thread has only a weak reference to it.
+        # The loop's timer keeps the request alive. The thread has only a weak reference to the
+        # request.
         timer = request.loop.call_later(left_s, self._end, request)
         try:
             with self._lock:
@@ -5103,7 +5110,7 @@ class _Waits:
         answer to this request. Then look for the next request of the same line.
 
         A request whose time is over gets a last look, even if the request is not the first of its
-        line. Then the answer is a task or None."""
+        line. The answer to this request is the task that the last look finds, or None."""
         empty_lines = set()
         for ref in self._requests.valuerefs():
             request = ref()
@@ -5128,8 +5135,8 @@ class _Waits:
     def _answer(
         self, request: _Request, task: FemtoTask | None, error: BaseException | None = None
     ) -> None:
-        """Answer a coroutine with a task, None or an error. If its wait has already ended, put the
-        task back."""
+        """Answer a coroutine with a task, None or an error. If the wait of the coroutine has
+        already ended, put the task back."""
         from concurrent.futures import InvalidStateError
 
         self._requests.pop(id(request), None)
@@ -5213,7 +5220,8 @@ class _LeaseRenewer:
 
     def __init__(self, worker: _Worker) -> None:
         self._worker, self._lock = worker, worker.lock
-        # By the id() of the task. Weak: a block lives as long as its `with` statement holds it.
+        # The blocks, by the id() of the task. Weak: a block lives as long as its `with` statement
+        # holds it.
         self.blocks: weakref.WeakValueDictionary[int, _Processing] = weakref.WeakValueDictionary()
         # The lock of the current thread, held as long as the thread is to run. Each thread has its
         # own lock. None: there is no thread.
@@ -5242,8 +5250,8 @@ class _LeaseRenewer:
     def stop(self) -> None:
         """Tell the thread to end. This method never waits for a lock.
 
-        A finalizer may call it in the midst of another thread, which may hold the lock. As the
-        interpreter ends, a thread may even have ended without releasing its lock."""
+        A finalizer may call this method at any time, while another thread holds the worker's lock.
+        When the interpreter ends, a thread may even have ended without releasing the lock."""
         runs, self._runs = self._runs, None
         if runs is not None:
             runs.release()
@@ -5277,8 +5285,8 @@ class _LeaseRenewer:
             return tasks
 
     def _renew(self, task: FemtoTask) -> None:
-        """Renew a lease, unless the next round comes early enough for it. Raises an error if the
-        renewal failed, and the next round must come sooner."""
+        """Renew a lease, unless the next round comes early enough to renew the lease. Raises an
+        error if the renewal failed. The caller then makes the next round come sooner."""
         lease = _lease_of(task)
         next_left_ns = self._worker.left_ns(task.path) - self._pause_s * 1e9
         if id(task) not in self.blocks or next_left_ns >= lease.length_ns * (1 - _RENEWAL):
@@ -5313,8 +5321,8 @@ class _Processing:
         self._worker, self._lease, self._pid = worker, _lease_of(task), os.getpid()
 
     def __enter__(self) -> FemtoTask:
-        """Renew the lease if less than two thirds of its length are left; else only check that the
-        lease is still held. Have the lease renewed from now on. Return the task. Raises
+        """Renew the lease if less than two thirds of its length are left. Otherwise only check that
+        the lease is still held. From now on, the renewer keeps the lease. Return the task. Raises
         LeaseLost."""
         task = self.task
         if self._worker.left_ns(task.path) < self._lease.length_ns * 2 / 3:
@@ -5332,8 +5340,8 @@ class _Processing:
         delivery itself, or raised LeaseLost for its task. Raises LeaseLost."""
         task = self.task
         # A child that was forked in the block does not own the task. If the block is garbage
-        # together with its queue object, the queue object may be finalized first: then the worker
-        # is empty, and has given up its leases.
+        # together with its queue object, the queue object may be finalized first. The worker then
+        # has no attributes any more, and has given up its leases.
         if os.getpid() != self._pid or not vars(self._worker):
             return
         try:
@@ -5376,8 +5384,8 @@ class _Processing:
 #     never leaves a task in flight, whatever step of the pool it interrupts.
 # ==================================================================================================
 
-# The pool ends with an error if every attempt to take a task has met trouble with a single task for
-# so many seconds.
+# The pool ends with an error if, for so many seconds, every attempt to take a task has raised an
+# error that concerns one task (task_id).
 _TROUBLE_S = 30.0
 _ONE_SIGNAL_S = 0.3  # two signals within so many seconds count as one
 _AFTER_FAILURE = {
@@ -5418,8 +5426,8 @@ class _WorkerPool:
         self._is_threaded = concurrency > 1
         self._idle_timeout_s = idle_timeout_s
         self._idle_end_s = _end_s(idle_timeout_s, "idle_timeout_s")
-        # When the pool stops taking tasks (monotonic clock). It becomes 0 when the queue is
-        # drained, or when this worker has been idle for idle_timeout_s.
+        # The time when the pool stops taking tasks (monotonic clock). The time is set to 0 when the
+        # queue is drained, or when this worker has been idle for idle_timeout_s.
         self._end_s = _end_s(time_limit_s, "time_limit_s")
         self.stop_numbers = [int(signal.Signals[name]) for name in self.stops]
         self.signals: list[int] = []  # the signals that came
@@ -5428,7 +5436,8 @@ class _WorkerPool:
         self._running: dict[int, FemtoTask] = {}  # by the id() of the task
         self._changed = threading.Condition()
         self._turn = threading.Lock()  # held by the thread that takes a task
-        # Since when only trouble with single tasks has come (monotonic clock).
+        # The time of the first error that concerns one task, since a task was last taken (monotonic
+        # clock). inf: no such error has come.
         self._trouble_s = float("inf")
         self._is_interruptible = False  # the second signal is to interrupt the handler
         # The exception that ends the pool. It is from a handler, pop() or the end of a delivery.
@@ -5439,8 +5448,8 @@ class _WorkerPool:
 
         Raises the exception with which a handler ended the pool, such as SystemExit. Raises the
         error of pop(), or of the end of a delivery. But if a signal came before the running
-        handlers had finished, such an OSError is only logged. A second signal gives back the tasks
-        of the running handlers, and nothing is raised."""
+        handlers had finished, an OSError is only logged. A second signal gives back the tasks of
+        the running handlers, and nothing is raised."""
         with self._signals_handled():
             if self._is_threaded:
                 self._work_in_threads()
@@ -5455,7 +5464,7 @@ class _WorkerPool:
         return WorkCounts(**self.counts)
 
     def _work_in_threads(self) -> None:
-        """Work in threads until they end, or until the second signal."""
+        """Run the loop in threads, until the threads end or the second signal comes."""
         # Daemon threads, so that a handler that never returns does not keep the process alive.
         threads = [
             threading.Thread(target=self._work, daemon=True) for _ in range(self._concurrency)
@@ -5496,8 +5505,9 @@ class _WorkerPool:
 
         Raises an OSError or MemoryError that has no task_id. Also raises an error with a task_id if
         every attempt to take a task has met such trouble for more than _TROUBLE_S, and no handler
-        runs. The time starts anew when a task is taken. It also starts anew when a wait finds no
-        task, but not with drain: then the pool may be waiting for the tasks that make trouble."""
+        runs. This time starts anew when a task is taken. Without drain, the time also starts anew
+        when a wait finds no task. With drain it goes on, because the pool may be waiting for the
+        tasks that make trouble."""
         try:
             task = self._take()
         except (OSError, MemoryError) as error:
@@ -5550,8 +5560,8 @@ class _WorkerPool:
                 why = str(error).partition("\n")[0]
             text = "%s: try %d failed, %s: %s"
             _log().error(text, task.id, task.attempts, then, why, exc_info=cause)
-            # Disk trouble, or no thread to renew the lease. This ends the pool, as an error of
-            # pop() does.
+            # The delivery has not ended: the disk failed, or no thread could be started to renew
+            # the lease. This error ends the pool, as an error of pop() does.
             if not lease.outcome:
                 self._error = self._error or error
                 if not has_begun:
@@ -5569,7 +5579,7 @@ class _WorkerPool:
 
     def _handle(self, task: FemtoTask) -> None:
         """Call the handler. If the handler runs in the calling thread of work(), the second signal
-        interrupts it."""
+        interrupts the handler."""
         try:
             self._is_interruptible = not self._is_threaded
             self._handler(task)
@@ -5585,7 +5595,8 @@ class _WorkerPool:
 
     def _give_back(self, task: FemtoTask) -> bool:
         """Release a task to the front of the queue, uncounted. Return False if its delivery has
-        just ended, or if the task can't be moved; the reclaim job then takes it back later."""
+        just ended. If the task can't be moved, also return False; the reclaim job then takes the
+        task back later."""
         try:
             self._queue.release(task, front=True, counted=False)
             return True
@@ -5603,8 +5614,8 @@ class _WorkerPool:
         import signal
 
         is_main = threading.current_thread() is threading.main_thread()
-        # A signal that is ignored, as nohup does, stays ignored. A handler that was not set by
-        # Python (None) stays, too.
+        # A signal that is ignored, for example because of nohup, stays ignored. A handler that was
+        # not set by Python (getsignal() returns None) stays, too.
         kept, pid = (signal.SIG_IGN, None), os.getpid()
         numbers = self.stop_numbers if is_main else []
         before = {n: it for n in numbers if (it := signal.getsignal(n)) not in kept}
@@ -5631,8 +5642,8 @@ class _WorkerPool:
     def _on_signal(self, number: int) -> None:
         """Note a signal. The first signal stops the pool, the second aborts the handlers that
         run. A third changes nothing."""
-        # timeout(1), or a terminal that is closed, sends two signals: to the process, and to its
-        # process group.
+        # timeout(1), or a terminal that is closed, sends two signals: one to the process, and one
+        # to its process group.
         if self.signals and time.monotonic() < self._last_signal_s + _ONE_SIGNAL_S:
             return
         self._last_signal_s = time.monotonic()
