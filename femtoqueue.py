@@ -5668,8 +5668,8 @@ class _Inspector:
         self._worker, self._files, self._repair = worker, worker.files, repair
 
     def findings(self) -> Iterator[Finding]:
-        """Yield all findings. A file or directory that can't be read is a finding, too; the other
-        methods go on."""
+        """Yield all findings. A file or directory that can't be read is a finding, too, and does
+        not stop the other methods."""
         keys, house, root = self._worker.keys, self._worker.house, self._files.root
         for look in (
             self._system(),
@@ -5716,8 +5716,8 @@ class _Inspector:
                     text = "another than data_dir's: rename() can't cross"
                     yield Finding("file system", name, text)
 
-        # RACE: a worker may make or remove its lease directory meanwhile. So the name of a lease
-        # directory is known, unless a file or a link has the name.
+        # RACE: a worker makes or removes its lease directory after `directories` was listed. So a
+        # name of the form inflight-<node> is not foreign, unless a file or a link has the name.
         def is_dir(name: str) -> bool:
             is_other = os.path.isfile(root + name) or os.path.islink(root + name)
             return name in directories or (_parse_node_dir(name) is not None and not is_other)
@@ -5770,7 +5770,7 @@ class _Inspector:
         self, look: Callable[[], dict[str, tuple[str, str]]], mend: Callable[[], None]
     ) -> Iterator[Finding]:
         """Yield a finding for each path that look() returns, with its kind and text. With `repair`,
-        call mend(), and then look() again: a path that is gone from its result was repaired."""
+        call mend(), and then look() again: a path that look() no longer returns was repaired."""
         found = left = look()
         if found and self._repair:
             mend()
@@ -5783,11 +5783,11 @@ class _Inspector:
 # 19. Tickets: first come, first served, between processes.
 #     A line is a directory. A member is a participant in the line; its ticket is a file, which the
 #     member keeps locked.
-#     Invariant: a ticket's file is locked before it gets the name of a ticket. Files get these
-#     names in the order of their numbers. Both steps are made with the lock of the file "last"
-#     held. A member that lost the lock of "last" meanwhile removes its new ticket. When the lock of
-#     a ticket has ended, the member never takes it again. So any process may remove the ticket of
-#     a dead member.
+#     Invariant: a ticket's file is locked before the file gets the name of a ticket. Files get
+#     these names in the order of the numbers of the tickets. A member locks and renames its file
+#     while it holds the lock of the file "last". If the member lost that lock meanwhile, the member
+#     removes its new ticket. When the lock of a ticket has ended, the member never locks the ticket
+#     again. So any process may remove the ticket of a dead member.
 # ==================================================================================================
 
 _MAX_REDRAWS = 8  # how often a member draws another number after trouble with other hosts
@@ -5796,12 +5796,12 @@ _REDRAW_ERRNOS = (*_MISSING_ERRNOS, errno.EEXIST, errno.ENOTSUP)
 
 
 class _Numbers:
-    """The numbers of the tickets in a line. The file "last" holds the number that was drawn last;
-    its lock is held during each call. Room 20 has another class for a file system that other hosts
-    write to; _open_files() chooses.
+    """The numbers of the tickets in a line. The file "last" holds the number that was drawn last.
+    The caller of each method holds the lock of "last". Room 20 has another class for a file system
+    that other hosts write to; _open_files() chooses.
 
-    `late`: when this part of stale_timeout has passed without a touch, other hosts may have passed
-    the ticket over. On a local file system that never happens."""
+    `late`: if a ticket was not touched for this part of stale_timeout, other hosts may have passed
+    the ticket over. On a local file system, no other host does so."""
 
     late = float("inf")
 
@@ -5822,8 +5822,9 @@ class _Numbers:
         """Raise FileExistsError if another host may have drawn a number before this ticket was in
         line. On a local file system, the lock of "last" prevents this.
 
-        RACE: an object on another kind of mount makes SHARED after this member looked for it. That
-        object does not heed our lock (mounts in room 20)."""
+        RACE: an object on another kind of mount makes SHARED after this member looked for SHARED in
+        _join_with(). That object does not heed our lock ("mounts" in room 20), and draws a number,
+        too. So FileExistsError is raised, and this member tries again."""
         if self._files.has_other_mounts():
             raise FileExistsError(errno.EEXIST, "another mount is in use", self._root)
 
@@ -5835,7 +5836,7 @@ class _Numbers:
 
 class _HeldTicket:
     """A ticket that this object holds. `member`: the name of its file. `lock`: the locked file.
-    `touched_s`: when the last touch that was in time began (wall clock)."""
+    `touched_s`: the start of the last touch that came in time (wall clock)."""
 
     had_turn = False  # the ticket was the first in line at least once
 
@@ -5844,8 +5845,9 @@ class _HeldTicket:
 
 
 def _despite_cleanup(step: Callable[[], _Found], path: str) -> _Found:
-    """Repeat a step while maybe_cleanup() in another process removes the directory, and return its
-    result. Raises FileNotFoundError after _MAX_REPLACED attempts: the path is a broken link."""
+    """Call step(), and return the result. If maybe_cleanup() in another process removed the
+    directory meanwhile, call step() again. Raises FileNotFoundError after _MAX_REPLACED attempts:
+    the path is a broken link."""
     for _ in range(_MAX_REPLACED):
         with suppress(FileNotFoundError):
             return step()
@@ -5867,16 +5869,17 @@ class TicketQueue:
     member keeps locked. The lock ends with the process. So processes on the same host pass a dead
     member over at once, and never pass over a living one.
 
-    Other hosts do not rely on that lock. Nor does the same host after a reboot, unless the file
-    system is certainly local (on Linux). They pass a ticket over when its file was not touched for
-    stale_timeout seconds. Each is_head() of the member touches the ticket. The member's turn()
-    touches the ticket regularly, from the start of the wait to the end of the block.
+    Other hosts do not rely on that lock, and the same host does not after a reboot. They pass a
+    ticket over when its file was not touched for stale_timeout seconds. But on a file system that
+    is certainly local (Linux only), the host relies on the lock after a reboot, too. Each is_head()
+    of the member touches the ticket. The member's turn() touches the ticket regularly, from the
+    start of the wait to the end of the block.
 
     On a file system that other hosts write to, a member may be cut off from the network. If a
     waiting member could not touch its ticket for three quarters of stale_timeout, another host may
     be about to pass the ticket over. So is_head() and turn() give the ticket up. A member that is
     cut off during its turn is passed over, too. Then is_head() returns False, but turn() does not
-    interrupt its block.
+    interrupt the block.
 
     Threads may share an object. A forked child, a copy and an unpickled object hold no ticket.
     Raises OSError if queue_dir can't be made, and ValueError or TypeError for an invalid argument.
@@ -5909,10 +5912,11 @@ class TicketQueue:
     def register(self) -> tuple[int, str]:
         """Take the next ticket, and return its number and its member.
 
-        The number is 1 or more. The member is the name of the ticket's file in queue_dir, for
-        remove(). The call blocks only while other processes register.
+        The number is 1 or more. The member is given by the name of the ticket's file in queue_dir.
+        Pass this name to remove(). The call blocks only while other processes register, or run
+        maybe_cleanup().
 
-        Raises OSError for trouble with the disk. Raises OSError, too, if each of several attempts
+        Raises OSError for trouble with the disk. Also raises OSError if each of several attempts
         failed because this host was cut off from the network and another host registered meanwhile.
         """
         held = self._join_line()
@@ -5935,17 +5939,18 @@ class TicketQueue:
     def _join_with(self, last: _FileLock) -> _HeldTicket:
         """Take the next ticket, with the lock of "last" held.
 
-        RACE: this host was cut off from the network and has lost that lock without notice (flock in
-        room 20). Another host may have registered meanwhile, or have removed this member's file,
-        whose name still began with ".", as a leftover of a dead process. In both cases OSError is
-        raised with one of _REDRAW_ERRNOS, and the caller tries again. ENOTSUP: flock() has raised
-        EBADF, because the member's file was removed after it was opened (NFS)."""
+        RACE: this host is cut off from the network, and loses that lock without notice ("flock" in
+        room 20). Meanwhile another host registers. Or another host removes this member's file as a
+        leftover of a dead process, because the name of the file still begins with ".". In both
+        cases OSError is raised with one of _REDRAW_ERRNOS, and the caller tries again. ENOTSUP:
+        flock() raised EBADF, because the member's file was removed after its opening (NFS)."""
         if self._files.has_other_mounts():
             self._numbers = self._files.if_shared[1](self._files)
         number = self._numbers.draw(last, max(map(_stamp_of, self._tickets()), default=0))
         began_s = time.time()
         name = f"{number:020d}~{self._boot}~{os.urandom(8).hex()}"
-        # A name that begins with "." is no ticket. The file becomes one when it is locked.
+        # A name that begins with "." is no ticket. The file gets the name of a ticket when it is
+        # locked.
         lock = self._files.open_lock(f".{name}")
         try:
             lock.acquire_exclusive()
@@ -5967,10 +5972,10 @@ class TicketQueue:
         If this object holds the ticket, the call touches its file. Tickets of dead members at the
         front of the line are removed.
 
-        Returns False, too, if this object holds the ticket and could not touch its file in time,
-        because another host may have passed the ticket over. A ticket that was never first is
-        removed then. A ticket that was first before is kept, but the turn may already be another
-        member's. Stop the work, and call remove().
+        Also returns False if this object holds the ticket and could not touch its file in time,
+        because another host may have passed the ticket over. If the ticket was never the first in
+        line, is_head() removes the ticket. If the ticket was the first before, the ticket is kept,
+        but another member may have the turn now. The caller must stop the work, and call remove().
         """
         first = next(filter(self._lives, self._tickets()), "")
         is_first = first != "" and _stamp_of(first) == ticket
@@ -5982,7 +5987,8 @@ class TicketQueue:
                 if not held.had_turn:
                     self.remove(member)
                 return False
-            is_first = member == first  # not if it was removed, and another ticket has its number
+            # False if our ticket was removed, and another ticket has the same number.
+            is_first = member == first
             held.had_turn |= is_first
         return is_first
 
@@ -6015,11 +6021,12 @@ class TicketQueue:
     def maybe_cleanup(self) -> bool:
         """Remove queue_dir if no living member is in line, and return whether it was removed.
 
-        Returns False if queue_dir does not exist. A register() in another process waits meanwhile,
-        and makes queue_dir again; its number is 1 then.
+        Returns False if queue_dir does not exist, or if queue_dir has other files. A register() in
+        another process waits until queue_dir is removed, and then makes queue_dir again. The
+        numbers start at 1 again.
 
         On a file system that other hosts write to, queue_dir is never removed. Another host might
-        lock the removed file "last", and take it for the new one.
+        lock the removed file "last", and take the removed file for the new one.
         """
         if not os.path.isdir(self._root):
             return False
@@ -6038,8 +6045,8 @@ class TicketQueue:
         the wait ends with an exception.
 
         Raises TimeoutError if the turn did not come within `timeout`. Raises FemtoQueueError if the
-        ticket was removed during the wait, or if another host may have passed it over. Raises
-        OSError as register() does, and ValueError or TypeError for an invalid timeout.
+        ticket was removed during the wait, or if another host may have passed the ticket over.
+        Raises OSError as register() does, and ValueError or TypeError for an invalid timeout.
         """
         end_s = float("inf") if timeout is None else time.monotonic() + _finite("timeout", timeout)
         held, over = self._join_line(), threading.Event()
@@ -6061,7 +6068,8 @@ class TicketQueue:
         finally:
             try:
                 over.set()
-                # It is not there in a forked child, or if is_head() has removed the ticket.
+                # The member is not in `_held` in a forked child, or if is_head() has removed the
+                # ticket.
                 if member in self._held:
                     self.remove(member)
             finally:  # also after Ctrl-C: then the lock ends with its last reference
@@ -6079,7 +6087,8 @@ class TicketQueue:
     def _touch_until(self, member: str, over: threading.Event) -> None:
         pause_s = min(self._stale_s / 4, threading.TIMEOUT_MAX)
         while not over.wait(pause_s) and (held := self._held.get(member)):
-            # Disk trouble, or RACE: the ticket was given up just now. The next round sees which.
+            # An OSError is ignored. If the disk failed, the next round tries again. RACE: another
+            # thread gave the ticket up just now. Then the next round finds no ticket in `_held`.
             with suppress(OSError):
                 self._touch(held)
 
@@ -6089,7 +6098,8 @@ class TicketQueue:
 
         The time is read again after the touch, because the touch itself may have taken long."""
         began_s = time.time()
-        # EBADF, EINVAL. RACE: another thread gave the ticket up, and closed its file.
+        # RACE: another thread gives the ticket up, and closes its file. Then os.utime() raises
+        # EBADF or EINVAL.
         with _ignore_missing(errno.EBADF, errno.EINVAL):
             os.utime(held.lock.fd)
             if time.time() - held.touched_s <= self._numbers.late * self._stale_s:
@@ -6098,8 +6108,8 @@ class TicketQueue:
         return False
 
     def _is_alone(self) -> bool:
-        """Return whether only processes of this kernel use the line. Then each free lock is that of
-        a dead member, even if another process does not see the boot id."""
+        """Return whether only processes of this kernel use the line. If so, each ticket whose lock
+        is free is of a dead member, even if another process does not see the boot id."""
         return self._files.is_local and not self._files.has_other_mounts()
 
     @property
@@ -6134,9 +6144,10 @@ class TicketQueue:
         return sorted(filter(_parse_ticket, self._files.names("")))
 
     def _lives(self, member: str) -> bool:
-        """Return whether a member lives. Remove its ticket if not. A member of another host, or of
-        an earlier boot, counts as dead when its ticket was not touched for stale_timeout. If only
-        processes of this kernel use the line, any member counts as dead when its lock is free."""
+        """Return whether a member lives. If not, remove its ticket. A member of this boot counts as
+        dead when its lock is free. A member of another host, or of an earlier boot, counts as dead
+        when its ticket was not touched for stale_timeout. But if only processes of this kernel use
+        the line, the lock decides for every member."""
         with _ignore_missing():  # RACE: the member gave its ticket up after it was listed
             with closing(self._files.open_lock(member, os.O_RDWR)) as lock:
                 if member.split("~")[1] == self._boot or self._is_alone():
