@@ -4120,8 +4120,9 @@ _SETTINGS = FemtoQueue.__init__.__annotations__.keys() - {"return"}
 # ==================================================================================================
 # 13. Key states: where the task of each key is, under the locks of keys.
 #     Invariant: the file keys/<hash> has a line for each key of this hash that has a task. The line
-#     is "<key> <path> <newer payload, or ->". An empty line ends the text. Any bytes after the
-#     empty line are the rest of an older, longer text. Each change of the file is one pwrite().
+#     is "<key> <path of the task> <name of the newer payload in keys/, or ->". An empty line ends
+#     the text. Any bytes after the empty line are the rest of an older, longer text. Each change of
+#     the file is one pwrite().
 #     A line is a hint, which room 14 checks and corrects. A key without a line has no task, unless
 #     power loss removed the line, or a person moved a task. In these cases, the claim of the task
 #     writes the line, and repair() finds the payloads in keys/ that no line names.
@@ -4208,7 +4209,7 @@ class _KeyStates:
         """If SHARED exists, become an object of the class for shared file systems, and return True.
 
         SHARED shows that data_dir is also used through a mount of another kind. The workers on that
-        mount keep no key states, and their locks may not exclude ours. See "mounts" in room 20."""
+        mount keep no key states, and our lock may fail to exclude them. See "mounts" in room 20."""
         if not self._files.has_other_mounts():
             return False
         self.__class__ = self._files.if_shared[0]
@@ -4394,8 +4395,8 @@ class _KeyedTasks(_KeyStates):
         if behind and not newer:
             # CRASH: a process died after it promoted the payload and before it saved the state.
             # Then the payload is the task, even if a person has put the older task back.
-            # If no task has the id of the payload, the task at `path` stays the task of the key:
-            # the payload was taken along, or was never renamed into keys/.
+            # If no task has the id of the payload, the task at `path` stays the task of the key.
+            # The payload was then taken along, or was never renamed into keys/.
             path = self._locate(behind, *_LIVE) or path
         elif not path:
             # CRASH: a process died after the task ended and before it promoted the payload. Or a
@@ -4590,8 +4591,8 @@ class _KeyedTasks(_KeyStates):
         self._save(_tag_of(source), states, sync=True)
 
     def _key_in(self, path: str) -> str:
-        """Return the encoded key of a record. Return "" if the record has no key, or is corrupt;
-        pop() will quarantine a corrupt one."""
+        """Return the encoded key of a record. Return "" if the record has no key, or is corrupt.
+        pop() will quarantine a corrupt record."""
         try:
             _, key = self._files.read_listed(path, _id_of(path))
         except CorruptTask:
@@ -4634,13 +4635,13 @@ class _KeyedTasks(_KeyStates):
                     self.find_or_repair(states, name)
 
     def paths_without_task(self) -> list[str]:
-        """Return the paths in keys/ whose hash has no task. A path in keys/ is a file of states or
-        a newer payload."""
+        """Return the paths in keys/ whose hash has no task."""
         found = self._paths()
         busy = {_tag_of(entry.id) for entry in self._files.find(*_LIVE)} if found else set()
         return [path for path in found if _tag_of(path) not in busy]
 
     def _paths(self) -> list[str]:
+        # The paths in keys/: the files of states, and newer payloads.
         none_yet = suppress(FileNotFoundError, NotADirectoryError)
         with none_yet, os.scandir(f"{self._files.root}keys") as entries:
             files = sorted(entry.name for entry in entries if entry.is_file(follow_symlinks=False))
@@ -4799,12 +4800,12 @@ class _Keys(_KeyedTasks):
 #     These events end the sleep of a wait:
 #     - A file comes to pending/ or scheduled/, or PAUSED is removed. On Linux, inotify reports this
 #       for every process of this host.
-#     - The time of a housekeeping job has come (_Housekeeper.wake_s, room 11): a task comes due, a
-#       lease ends, or dead workers are to be looked for, every _BASE_INTERVAL_S.
+#     - The time of a housekeeping job has come (_Housekeeper.wake_s, room 11), because a task comes
+#       due or a lease ends. One job looks for dead workers every _BASE_INTERVAL_S.
 #     - The timeout of the wait is over, or another thread calls close() (_Watcher.wake).
-#     - If inotify is missing, or if other hosts write to the file system: a short time is over. No
-#       event reports a new task there, and only the next look finds the task. The sleeps last 1 ms,
-#       2 ms and so on, up to poll_interval_s.
+#     - If inotify is missing, or if other hosts write to the file system: a short time is over. In
+#       these cases, no event reports a new task, and only the next look finds the task. The sleeps
+#       last 1 ms, 2 ms and so on, up to poll_interval_s.
 # ==================================================================================================
 
 # Masks of inotify(7). _IN_COMES: a file was created in the directory, or moved into it. With the
@@ -4915,7 +4916,7 @@ class _Request:
     """The wait of one coroutine.
 
     look: The look to repeat.
-    line: Requests of one line are served in the order of their arrival.
+    line: The name of a line. Requests of one line are served in the order of their arrival.
     closes: The number of times that the queue had been closed when the wait began.
     answer: The future that gets the task, None or an exception."""
 
@@ -5028,8 +5029,8 @@ class _Waits:
             yield watcher
         finally:
             self._watchers.discard(watcher)
-            # After close(), the watcher is not kept for another wait. It is closed with its last
-            # reference.
+            # After close(), the watcher is not kept for another wait. The watcher is closed with
+            # its last reference.
             is_open = self._lease_dir.closes == closes
             if is_open and watcher.sees_all and len(self._idle) < _MAX_IDLE:
                 self._idle.append(watcher)
@@ -5436,8 +5437,8 @@ class _WorkerPool:
         self._running: dict[int, FemtoTask] = {}  # by the id() of the task
         self._changed = threading.Condition()
         self._turn = threading.Lock()  # held by the thread that takes a task
-        # The time of the first error that concerns one task, since a task was last taken (monotonic
-        # clock). inf: no such error has come.
+        # The time of the first error since _take_untroubled() started the time anew (monotonic
+        # clock). inf: no error since then.
         self._trouble_s = float("inf")
         self._is_interruptible = False  # the second signal is to interrupt the handler
         # The exception that ends the pool. It is from a handler, pop() or the end of a delivery.
@@ -5869,11 +5870,11 @@ class TicketQueue:
     member keeps locked. The lock ends with the process. So processes on the same host pass a dead
     member over at once, and never pass over a living one.
 
-    Other hosts do not rely on that lock, and the same host does not after a reboot. They pass a
-    ticket over when its file was not touched for stale_timeout seconds. But on a file system that
-    is certainly local (Linux only), the host relies on the lock after a reboot, too. Each is_head()
-    of the member touches the ticket. The member's turn() touches the ticket regularly, from the
-    start of the wait to the end of the block.
+    Other hosts do not rely on that lock, and neither does the same host after a reboot. They pass a
+    ticket over when its file was not touched for stale_timeout seconds. But if the file system is
+    certainly local (on Linux), the host relies on the lock after a reboot, too. Each is_head() of
+    the member touches the ticket. The member's turn() touches the ticket regularly, from the start
+    of the wait to the end of the block.
 
     On a file system that other hosts write to, a member may be cut off from the network. If a
     waiting member could not touch its ticket for three quarters of stale_timeout, another host may
