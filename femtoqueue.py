@@ -4126,10 +4126,12 @@ _SETTINGS = FemtoQueue.__init__.__annotations__.keys() - {"return"}
 # ==================================================================================================
 # 13. Key states: where the task of each key is, under the locks of keys.
 #     Invariant: the file keys/<hash> has a line for each key of this hash that has a task. The line
-#     is "<key> <path> <newer payload, or ->". An empty line ends the text. Any bytes after the
-#     empty line are the rest of an older, longer text. One write() makes a change.
-#     A line is a hint, which room 14 checks and corrects. A key without a line has no task, except
-#     after power loss. Then repair() finds the payloads in keys/.
+#     is "<key> <path of the task> <name of the newer payload in keys/, or ->". An empty line ends
+#     the text. Any bytes after the empty line are the rest of an older, longer text. Each change of
+#     the file is one pwrite().
+#     A line is a hint, which room 14 checks and corrects. A key without a line has no task, unless
+#     power loss removed the line, or a person moved a task. In these cases, the claim of the task
+#     writes the line, and repair() finds the payloads in keys/ that no line names.
 #     Order of locks: see room 10.
 # ==================================================================================================
 
@@ -4157,8 +4159,8 @@ class _States(dict[str, "tuple[str, str]"]):
 def _parse_key_states(content: bytes, tag: str) -> _States:
     states, text = _States(), content.decode("ascii", "replace").partition("\n\n")[0]
     for match in map(_parse_key_state, text.splitlines()):
-        # Ignore a line with a path of another hash, or of a task without a key. A push would
-        # overwrite that task.
+        # Ignore a line with a path of another hash, or of a task without a key. Otherwise a push
+        # would overwrite the task at that path.
         if match and _tag_of(match[2]) == tag and match[4][-9:] in ("-", f"-{tag}"):
             states[match[1]] = match[2], "" if match[4] == "-" else f"keys/{match[4]}"
     states.saved = f"{text}\n"
@@ -4169,8 +4171,8 @@ class _KeyStates:
     """The states of keys, in files that are read and written under the locks of keys.
 
     `_held` has the locks that are held, by thread and name. A lock has the states of its hashes, by
-    tag. The references in `_held` are weak. So if Ctrl-C, between any two lines, leaves a lock
-    locked, the lock ends with the frame that holds it."""
+    tag. The references in `_held` are weak, so that only the frame of lock() keeps a lock alive. If
+    Ctrl-C comes between any two lines of lock(), the lock still ends with the frame."""
 
     def __init__(self, worker: _Worker) -> None:
         self._worker, self._files, self._clock = worker, worker.files, worker.clock
@@ -4179,8 +4181,8 @@ class _KeyStates:
     @contextmanager
     def lock(self, tag: str, wait: bool = True) -> Iterator[_States]:
         """Hold the lock of the keys of one hash for the block, and yield the states of the keys.
-        Changes that the block makes to the states are saved at its end. Raises BlockingIOError if
-        the lock is not free and wait is False.
+        Changes that the block makes to the states are saved at the end of the block. Raises
+        BlockingIOError if the lock is not free and wait is False.
 
         A nested call in the same thread takes the same lock, and shares the states. The file of the
         lock is never removed. Otherwise a process that waits for the lock could get the lock of a
@@ -4194,7 +4196,9 @@ class _KeyStates:
         try:
             lock.acquire_exclusive(wait)
             if lock is not outer:
-                # Not before: a local object that found SHARED under this lock saved no state.
+                # Look for SHARED only now. RACE: while we wait for the lock, another local object
+                # holds it, finds SHARED, moves a task, and saves no state. If we had looked for
+                # SHARED before the wait, we would now load outdated states from keys/<hash>.
                 self.heed_mark()
             self._held[holder] = lock
             states = lock.states.get(tag) or lock.states.setdefault(tag, self._load(tag))
@@ -4210,8 +4214,8 @@ class _KeyStates:
     def heed_mark(self) -> bool:
         """If SHARED exists, become an object of the class for shared file systems, and return True.
 
-        Then data_dir is also used through a mount of another kind. The workers there do not keep
-        key states, and their locks may not exclude ours. See "mounts" in room 20."""
+        SHARED shows that data_dir is also used through a mount of another kind. The workers on that
+        mount keep no key states, and our lock may fail to exclude them. See "mounts" in room 20."""
         if not self._files.has_other_mounts():
             return False
         self.__class__ = self._files.if_shared[0]
@@ -4231,8 +4235,8 @@ class _KeyStates:
 
     def lock_of(self, path: str, wait: bool = True) -> AbstractContextManager[Any]:
         """Return a context manager that holds the lock of a task's key, and yields the states. For
-        a task without a key, it does nothing, and yields None. path: any text that ends with the
-        task's id."""
+        a task without a key, the context manager does nothing, and yields None. path: any text that
+        ends with the task's id."""
         return self.lock(_tag_of(path), wait) if _is_keyed(_id_of(path)) else nullcontext()
 
     def _load(self, tag: str) -> _States:
@@ -4277,7 +4281,8 @@ class _KeyStates:
         except FileNotFoundError:
             fd = self._create(path)
         except PermissionError:
-            # The umask of another user shuts this user out. We hold the lock, so replace the file.
+            # Another user made the file, under a umask that shuts this user out. Replace the file.
+            # This is safe, because this thread holds the lock of the key.
             self._files.remove(path)
             fd = self._create(path)
         try:
@@ -4288,7 +4293,7 @@ class _KeyStates:
 
 # ==================================================================================================
 # 14. Keys: finding, claiming, moving and pushing the tasks with a key. Other rooms call
-#     to_deliver(), move_keyed() and lock_of() for an id with a key's tag. For a key, they
+#     to_deliver(), move_keyed() and lock_of() for a task that has a key. For a key itself, they
 #     call put(), find_or_repair() and path_of().
 #     Invariant: a key has at most one task in pending/, scheduled/ and inflight-*/ together. Behind
 #     the task, there is at most one newer payload, in keys/. The claim that delivers the task takes
@@ -4309,20 +4314,20 @@ class _KeyStates:
 #       step                                on disk        after a kill
 #       1. write new to C                   T old, C new   old is delivered; C is stale
 #       2. if the name of T has attempts,   T old, C new   as after 1; the work on old begins anew
-#          remove its checkpoint
-#       3. rename T to U, with 0 attempts   U old, C new   old is delivered, as a first attempt or
-#          or the new time, unless U is T                  at the new time; C is stale
+#          remove the checkpoint of T
+#       3. unless U is T, rename T to U; U  U old, C new   old is delivered, as a first attempt or
+#          has 0 attempts or the new time                  at the new time; C is stale
 #       4. exchange U and C                 U new, C old   new is delivered; C is stale
 #       5. remove C                         U new          new is delivered
 #       6. save U in keys/<hash>, unless    U new          new is delivered
 #          U is T
 #
 #     With sync_after_write, C is synced in step 1, and U after step 3 and after step 4.
-#     If names cannot be exchanged, and U is in scheduled/, step 4 renames C over U. Then there is
-#     nothing to do in step 5.
+#     If names cannot be exchanged, and U is in scheduled/, step 4 renames C over U, and step 5 has
+#     nothing to do.
 #     In two cases, _add_or_buffer() puts the new payload behind U instead. First, names cannot be
-#     exchanged, and U is in pending/. Second, a payload is behind the task already. Then step 4 and
-#     step 5 are as follows:
+#     exchanged, and U is in pending/. Second, a payload is behind the task already. In both cases,
+#     step 4 and step 5 are as follows:
 #
 #       4. save U and K in keys/<hash>      U old, C new   old is delivered; find_or_repair() sees
 #                                                          that K is missing, and corrects the state
@@ -4374,7 +4379,8 @@ class _KeyStates:
 
 
 def _later(newer: str) -> int | None:
-    """Return the time at which a payload in keys/ is due, or None if this time has come."""
+    """Return the time at which a payload in keys/ is due. Return None if this time has come, or if
+    the payload has no due time."""
     due_ns = _stamp_of(newer) if "~" in newer else 0
     return due_ns if due_ns > _due_ns() else None
 
@@ -4394,9 +4400,9 @@ class _KeyedTasks(_KeyStates):
         path, newer = self._locate(task, *_LIVE), self._locate(behind, "keys")
         if behind and not newer:
             # CRASH: a process died after it promoted the payload and before it saved the state.
-            # Then the payload is the task, even if a person has put the older task back. If the
-            # payload is not a task, the older task counts: the payload was taken along, or never
-            # came to keys/.
+            # Then the payload is the task, even if a person has put the older task back.
+            # If no task has the id of the payload, the task at `path` stays the task of the key.
+            # The payload was then taken along, or was never renamed into keys/.
             path = self._locate(behind, *_LIVE) or path
         elif not path:
             # CRASH: a process died after the task ended and before it promoted the payload. Or a
@@ -4406,8 +4412,8 @@ class _KeyedTasks(_KeyStates):
         return path, newer
 
     def _locate(self, path: str, *where: str) -> str:
-        """Return `path` if the file exists. Otherwise look for the record's id in the states
-        `where`, and return the path there, or "" if no file has this id."""
+        """Return `path` if the file exists. Otherwise look for a file with the same id in the
+        directories `where`. Return the path of that file, or "" if no file has the id."""
         if not path or self._files.exists(path):
             return path
         entry = self._files.find_id(_id_of(path), *where)
@@ -4440,8 +4446,9 @@ class _KeyedTasks(_KeyStates):
         return self._locate(task, *_LIVE) or self._locate(behind, "keys", *_LIVE)
 
     def newest_of(self, entry: _Entry) -> str:
-        """Return the path of the payload that the next delivery of a task carries. RACE: a claim
-        may take this payload along before the caller reads it."""
+        """Return the path of the payload that the next delivery of a task carries. RACE: the claim
+        of a worker takes this payload along before the caller reads the file. Then no file is at
+        the path, and the caller reads the task's own record."""
         if _is_keyed(entry.id) and entry.directory in _WAITING_DIRS:
             self.heed_mark()
             for path, newer in self._load(_tag_of(entry.id)).values():
@@ -4463,13 +4470,13 @@ class _KeyedTasks(_KeyStates):
         and then puts the payload behind the task. The state is read here after the claim. So the
         state names each payload that was put behind the task before the claim.
 
-        RACE: the lease may have ended. Another worker may have claimed the task, taken the payload
-        along, and saved the state before this look. Therefore _is_alone() reads the state first,
-        and then checks that the lease exists.
+        RACE: the lease ends before the state is read here. Another worker claims the task, takes
+        the payload along, and saves a state without a payload. The payload in `data` is then
+        outdated. So _is_alone() first reads the state, and then checks that the lease exists.
 
-        The state may also name another task of the key. A person may have made this second task
-        (`mv failed/ID pending/`). Or the state was lost by power loss, and a push made the second
-        task. Then _resolve_conflict() decides, under the lock.
+        The state may also name another task of the key, for one of two reasons. A person moved a
+        task by `mv failed/ID pending/`. Or power loss removed the state, and a push then added a
+        task. In both cases, _resolve_conflict() decides under the lock which task is delivered.
         """
         name = _encode_key(key)
         if self._is_alone(name, lease):
@@ -4489,16 +4496,17 @@ class _KeyedTasks(_KeyStates):
         return _id_of(path) == _id_of(lease) and not newer
 
     def _resolve_conflict(self, states: _States, name: str, lease: str) -> bool:
-        """Note a task that was just leased as the task of its key, and return False. But if the key
-        has another task, make a dead letter of the leased task, and return True. Raises
-        FileNotFoundError if the lease has ended."""
+        """Save a task that was just leased in the state, as the task of its key, and return False.
+        But if the key has another task, make a dead letter of the leased task, and return True.
+        Raises FileNotFoundError if the lease has ended."""
         self._files.lstat(lease)
         path, newer = self.find_or_repair(states, name)
         if path and _id_of(path) != _id_of(lease):
             self._quarantine_second(name, lease, path)
             return True
         states[name] = lease, newer
-        # If this fails, the claim fails: a task missing from keys/<hash> would allow a second task.
+        # An error of _save() is raised, and the claim is undone. With the task missing from
+        # keys/<hash>, a push would add a second task of the key.
         self._save(_tag_of(lease), states)
         return False
 
@@ -4589,8 +4597,8 @@ class _KeyedTasks(_KeyStates):
         self._save(_tag_of(source), states, sync=True)
 
     def _key_in(self, path: str) -> str:
-        """Return the encoded key of a record. Return "" if the record has no key, or is corrupt;
-        pop() will quarantine a corrupt one."""
+        """Return the encoded key of a record. Return "" if the record has no key, or is corrupt.
+        pop() will quarantine a corrupt record."""
         try:
             _, key = self._files.read_listed(path, _id_of(path))
         except CorruptTask:
@@ -4616,11 +4624,12 @@ class _KeyedTasks(_KeyStates):
         _for_each(repair, sorted({*map(_tag_of, [*self.paths_without_task(), *payloads])}))
 
     def _adopt(self, states: _States, payloads: set[str]) -> None:
-        """Note the payloads in keys/ that no state names, because power loss or a person removed
-        the state. But if the key has a younger task or payload, remove the payload: a later push
-        has replaced it."""
+        """Put the payloads in keys/ that no state names into the states. Such a payload is there
+        because power loss or a person removed the state. But if the key has a younger task or
+        payload, remove the payload from keys/, because a later push has replaced the payload."""
         for newer in sorted(payloads.difference(it for _, it in states.values())):
-            # RACE: the payload was promoted, or a person moved it, after the listing.
+            # RACE: another process promoted the payload, or a person moved the payload, after
+            # repair() listed keys/.
             with suppress(FileNotFoundError):
                 # A payload without a valid key becomes a task. pop() will quarantine the task.
                 name = self._key_in(newer) or "?"
@@ -4632,7 +4641,7 @@ class _KeyedTasks(_KeyStates):
                     self.find_or_repair(states, name)
 
     def paths_without_task(self) -> list[str]:
-        """Return the paths in keys/, of states and of newer payloads, whose hash has no task."""
+        """Return the paths in keys/ whose hash has no task."""
         found = self._paths()
         busy = {_tag_of(entry.id) for entry in self._files.find(*_LIVE)} if found else set()
         return [path for path in found if _tag_of(path) not in busy]
@@ -4656,8 +4665,8 @@ class _Keys(_KeyedTasks):
 
         Returns the id of the task that gets the payload. If the payload is put behind a leased
         task, the result is another id, which the payload will have when it becomes a task. Returns
-        "" if a pop() or a person moved the waiting task meanwhile: the caller must try again.
-        Raises KeyInFlight if the task is leased and if_in_flight is "reject"."""
+        "" if a pop() or a person moved the task meanwhile: the caller must try again. Raises
+        KeyInFlight if the task is leased and if_in_flight is "reject"."""
         with self.lock(_key_tag(name)) as states:
             path, newer = self.find_or_repair(states, name)
             is_leased = _state_of(path) == "inflight"
@@ -4694,8 +4703,8 @@ class _Keys(_KeyedTasks):
         target = newer if path else _waiting_path(newer)
         states[name] = (path, newer) if path else (target, "")
         try:
-            # Save the state first. A task missing from keys/<hash> would allow a second task of the
-            # same key.
+            # Save the state first. With the task missing from keys/<hash>, a later push would add a
+            # second task of the key.
             self._save(_key_tag(name), states, sync=True)
             if before:
                 with self._renamed(before, target, aside):
@@ -4781,7 +4790,7 @@ class _Keys(_KeyedTasks):
                 with suppress(OSError):
                     self._files.swap(aside, path)
             raise
-        # The old record is in `aside`. It is removed last: before the sync, the disk may have no
+        # The old record is in `aside`, and is removed last. Before the sync, the disk may have no
         # other record of the task.
         self._files.remove(aside)
         return True
@@ -4791,34 +4800,37 @@ class _Keys(_KeyedTasks):
 # 15. Waiting: for a task, in threads and in coroutines.
 #     A wait repeats a look until something is found, and sleeps between two looks. A look is a
 #     function that returns what it found, or None.
-#     Invariant: a wait has a watcher before its last look. So a task that comes after that look
-#     ends the sleep. A coroutine never looks itself: one thread looks for all coroutines.
+#     Invariant: a wait has a watcher before the last look that precedes a sleep. So a task that
+#     comes after this look ends the sleep. A coroutine never looks itself: one thread looks for all
+#     coroutines.
 #     These events end the sleep of a wait:
 #     - A file comes to pending/ or scheduled/, or PAUSED is removed. On Linux, inotify reports this
 #       for every process of this host.
-#     - A housekeeping job is to run, because a task comes due or a lease ends. One job looks for
-#       dead workers every _BASE_INTERVAL_S (_Housekeeper.wake_s, room 11).
+#     - The time of a housekeeping job has come (_Housekeeper.wake_s, room 11), because a task comes
+#       due or a lease ends. One job looks for dead workers every _BASE_INTERVAL_S.
 #     - The timeout of the wait is over, or another thread calls close() (_Watcher.wake).
-#     - A short time is over, if inotify is missing, or if other hosts write to the file system.
-#       Then only the next look finds a new task. The sleeps last 1 ms, 2 ms and so on, up to
-#       poll_interval_s.
+#     - If inotify is missing, or if other hosts write to the file system: a short time is over. In
+#       these cases, no event reports a new task, and only the next look finds the task. The sleeps
+#       last 1 ms, 2 ms and so on, up to poll_interval_s.
 # ==================================================================================================
 
-# Masks of inotify(7). _IN_COMES: a file was created in the directory, or moved into it. Its first
-# bit refuses to watch anything but a directory. _IN_GOES: a file was deleted or moved away. It is
-# used for data_dir only, so that the removal of PAUSED ends a wait.
+# Masks of inotify(7). _IN_COMES: a file was created in the directory, or moved into it. With the
+# first number (IN_ONLYDIR), inotify refuses to watch anything but a directory. _IN_GOES: a file was
+# deleted or moved away. _IN_GOES is used for data_dir only, so that the removal of PAUSED ends a
+# wait.
 _IN_COMES, _IN_GOES = 0x01000000 | 0x100 | 0x80, 0x200 | 0x40
 # data_dir is watched first. If pending/ is replaced while the watches are added, the watch of
-# data_dir reports it.
+# data_dir reports the new directory.
 _WATCHED = (("", _IN_COMES | _IN_GOES), ("pending", _IN_COMES), ("scheduled", _IN_COMES))
-_LINGER_S = 1.0  # after about so long without a waiting coroutine, the thread that serves them ends
+_LINGER_S = 1.0  # the thread that serves coroutines ends after about this time without a request
 _MAX_IDLE = 4  # unused watchers to keep: by default a user may have 128 instances of inotify
 _Found = TypeVar("_Found")  # what a look finds
 _Look = Callable[[], "_Found | None"]
 
 
 def _readable(fds: Iterable[int], seconds: float) -> list[int]:
-    """Wait up to so many seconds until a descriptor can be read. Return those that can be read.
+    """Wait until a descriptor can be read, for at most `seconds`. Return the descriptors that can
+    be read.
 
     select.poll() may be missing, because eventlet removes it. Then select.select() does the same
     for descriptors below 1024. For a higher descriptor, return an empty list after 50 ms at the
@@ -4842,15 +4854,15 @@ class _Watcher:
     Each wait has its own watcher.
 
     `sees_all`: no event is missed, because inotify is available and only this kernel writes to the
-    file system. If it is False, the caller must keep each sleep short."""
+    file system. If `sees_all` is False, the caller must keep each sleep short."""
 
     def __init__(self, root: str) -> None:
         # The descriptors of inotify and of an eventfd for wake(). Empty if inotify is missing.
         self._fds: list[int] = []
-        # The watch descriptors of the directories, as they were when they were watched last.
+        # The watch descriptors of the directories, from the last call of _watch().
         self._watches: list[int] = []
         self._root = root
-        # Takes the place of the eventfd if inotify is missing: wake() unlocks it.
+        # If inotify is missing, this lock takes the place of the eventfd: wake() releases the lock.
         self._no_wake = threading.Lock()
         self._no_wake.acquire()
         # Call _fs_type() before a descriptor is open, because it may raise.
@@ -4867,8 +4879,8 @@ class _Watcher:
         _fork_hooks[self] = _Watcher.close
 
     def _watch(self) -> bool:
-        """Watch the directories that exist now. Return whether a directory was replaced since the
-        last call, as shrink() does. The first call returns True."""
+        """Watch the directories that exist now. Return whether a directory was replaced, for
+        example by shrink(), since the last call. The first call returns True."""
         fd, add_watch = self._fds[0], _libc().inotify_add_watch
         before = self._watches
         self._watches = [add_watch(fd, os.fsencode(self._root + it), to) for it, to in _WATCHED]
@@ -4876,7 +4888,7 @@ class _Watcher:
         return self._watches != before
 
     def sleep(self, seconds: float) -> None:
-        """Sleep for so many seconds, or until an event or wake().
+        """Sleep until an event or a call of wake(), for at most `seconds`.
 
         If a directory was replaced since the last call, return at once. The watcher did not watch
         the new directory until now, and may have missed a task. So the caller must look again."""
@@ -4910,7 +4922,7 @@ class _Request:
     """The wait of one coroutine.
 
     look: The look to repeat.
-    line: Requests of one line are served in the order of their arrival.
+    line: The name of a line. Requests of one line are served in the order of their arrival.
     closes: The number of times that the queue had been closed when the wait began.
     answer: The future that gets the task, None or an exception."""
 
@@ -4943,9 +4955,9 @@ class _Waits:
         self._is_serving = False  # the thread that serves the requests runs
 
     def wait_for(self, look: _Look[_Found], end_s: float, has_events: bool = True) -> _Found | None:
-        """Look until a look finds something, and return what it found. Return None when the time
-        end_s has come (monotonic clock), or when the queue is closed. The banner of this room says
-        what ends the sleep between two looks.
+        """Repeat the look until it finds something, and return what it found. Return None when the
+        time end_s has come (monotonic clock), or when the queue is closed. The banner of this room
+        says what ends the sleep between two looks.
 
         has_events: False if no event reports what the look waits for. Then sleeps are short in any
         case. drain() and join() wait for an empty queue, which no event reports."""
@@ -4961,8 +4973,8 @@ class _Waits:
                     return self.hand_over(found)
                 rest_s = self._worker.house.wake_s - time.monotonic()
                 pause_s = next(pauses_s)
-                # A job is overdue: the last run failed, its time has just come, or another thread
-                # runs jobs now.
+                # If rest_s is not positive, a job is overdue: its last run failed, its time has
+                # just come, or another thread runs jobs now. Then sleep for the short pause.
                 if rest_s <= 0:
                     rest_s = pause_s
                 elif not (watcher.sees_all and has_events):
@@ -4976,9 +4988,10 @@ class _Waits:
         if self._lease_dir.closes == closes:
             return found
         # RACE: another thread called close() during the look of this thread. So put the task back.
-        # The look may have opened the lease directory again. If the directory is empty, give it up.
-        # If another thread already uses the queue object again, the directory has leases, or the
-        # next claim of that thread opens the directory again.
+        # The look may have opened the lease directory again after close(). If the directory is
+        # empty, give it up. A third thread may already use the queue object again. If that thread
+        # has a lease, the directory is not empty. Otherwise the next claim of that thread opens the
+        # directory again.
         self._give_back(found)
         # An OSError is ignored. The directory may be gone. If there is other trouble with the
         # directory, the next look raises the error.
@@ -5022,17 +5035,19 @@ class _Waits:
             yield watcher
         finally:
             self._watchers.discard(watcher)
-            # After close(), the watcher is not kept for another wait. The last reference closes it.
+            # After close(), the watcher is not kept for another wait. The watcher is closed with
+            # its last reference.
             is_open = self._lease_dir.closes == closes
             if is_open and watcher.sees_all and len(self._idle) < _MAX_IDLE:
                 self._idle.append(watcher)
 
     def end_all(self) -> None:
-        """Wake all waits, and drop the watchers that no wait uses. The caller, close(), has counted
-        itself in `closes` before, so that each wait ends when it wakes."""
+        """Wake all waits, and drop the watchers that no wait uses. close() has added 1 to `closes`
+        before this call, so that each wait ends when it wakes."""
         self._wake()
-        # RACE: another thread may be about to wake one of these watchers. So do not close them
-        # here: each is closed with its last reference.
+        # RACE: another thread is in _wake(), and calls wake() of one of these watchers after this
+        # line. The watcher must be open then. So the watchers are not closed here: each watcher is
+        # closed with its last reference.
         self._idle.clear()
 
     def _wake(self) -> None:
@@ -5051,7 +5066,8 @@ class _Waits:
 
         request = _Request(look, line, self._lease_dir.closes)
         left_s = min(end_s - time.monotonic(), _FOREVER_NS / 1e9)
-        # The loop's timer keeps the request alive. The thread has only a weak reference to it.
+        # The loop's timer keeps the request alive. The thread has only a weak reference to the
+        # request.
         timer = request.loop.call_later(left_s, self._end, request)
         try:
             with self._lock:
@@ -5101,7 +5117,7 @@ class _Waits:
         answer to this request. Then look for the next request of the same line.
 
         A request whose time is over gets a last look, even if the request is not the first of its
-        line. Then the answer is a task or None."""
+        line. The answer to this request is the task that the last look finds, or None."""
         empty_lines = set()
         for ref in self._requests.valuerefs():
             request = ref()
@@ -5126,8 +5142,8 @@ class _Waits:
     def _answer(
         self, request: _Request, task: FemtoTask | None, error: BaseException | None = None
     ) -> None:
-        """Answer a coroutine with a task, None or an error. If its wait has already ended, put the
-        task back."""
+        """Answer a coroutine with a task, None or an error. If the wait of the coroutine has
+        already ended, put the task back."""
         from concurrent.futures import InvalidStateError
 
         self._requests.pop(id(request), None)
@@ -5211,7 +5227,8 @@ class _LeaseRenewer:
 
     def __init__(self, worker: _Worker) -> None:
         self._worker, self._lock = worker, worker.lock
-        # By the id() of the task. Weak: a block lives as long as its `with` statement holds it.
+        # The blocks, by the id() of the task. Weak: a block lives as long as its `with` statement
+        # holds it.
         self.blocks: weakref.WeakValueDictionary[int, _Processing] = weakref.WeakValueDictionary()
         # The lock of the current thread, held as long as the thread is to run. Each thread has its
         # own lock. None: there is no thread.
@@ -5240,8 +5257,8 @@ class _LeaseRenewer:
     def stop(self) -> None:
         """Tell the thread to end. This method never waits for a lock.
 
-        A finalizer may call it in the midst of another thread, which may hold the lock. As the
-        interpreter ends, a thread may even have ended without releasing its lock."""
+        A finalizer may call this method at any time, while another thread holds the worker's lock.
+        When the interpreter ends, a thread may even have ended without releasing the lock."""
         runs, self._runs = self._runs, None
         if runs is not None:
             runs.release()
@@ -5275,8 +5292,8 @@ class _LeaseRenewer:
             return tasks
 
     def _renew(self, task: FemtoTask) -> None:
-        """Renew a lease, unless the next round comes early enough for it. Raises an error if the
-        renewal failed, and the next round must come sooner."""
+        """Renew a lease, unless the next round comes early enough to renew the lease. Raises an
+        error if the renewal failed. The caller then makes the next round come sooner."""
         lease = _lease_of(task)
         next_left_ns = self._worker.left_ns(task.path) - self._pause_s * 1e9
         if id(task) not in self.blocks or next_left_ns >= lease.length_ns * (1 - _RENEWAL):
@@ -5311,8 +5328,8 @@ class _Processing:
         self._worker, self._lease, self._pid = worker, _lease_of(task), os.getpid()
 
     def __enter__(self) -> FemtoTask:
-        """Renew the lease if less than two thirds of its length are left; else only check that the
-        lease is still held. Have the lease renewed from now on. Return the task. Raises
+        """Renew the lease if less than two thirds of its length are left. Otherwise only check that
+        the lease is still held. From now on, the renewer keeps the lease. Return the task. Raises
         LeaseLost."""
         task = self.task
         if self._worker.left_ns(task.path) < self._lease.length_ns * 2 / 3:
@@ -5330,8 +5347,8 @@ class _Processing:
         delivery itself, or raised LeaseLost for its task. Raises LeaseLost."""
         task = self.task
         # A child that was forked in the block does not own the task. If the block is garbage
-        # together with its queue object, the queue object may be finalized first: then the worker
-        # is empty, and has given up its leases.
+        # together with its queue object, the queue object may be finalized first. The worker then
+        # has no attributes any more, and has given up its leases.
         if os.getpid() != self._pid or not vars(self._worker):
             return
         try:
@@ -5374,8 +5391,8 @@ class _Processing:
 #     never leaves a task in flight, whatever step of the pool it interrupts.
 # ==================================================================================================
 
-# The pool ends with an error if every attempt to take a task has met trouble with a single task for
-# so many seconds.
+# The pool ends with an error if, for so many seconds, every attempt to take a task has raised an
+# error that concerns one task (task_id).
 _TROUBLE_S = 30.0
 _ONE_SIGNAL_S = 0.3  # two signals within so many seconds count as one
 _AFTER_FAILURE = {
@@ -5416,8 +5433,8 @@ class _WorkerPool:
         self._is_threaded = concurrency > 1
         self._idle_timeout_s = idle_timeout_s
         self._idle_end_s = _end_s(idle_timeout_s, "idle_timeout_s")
-        # When the pool stops taking tasks (monotonic clock). It becomes 0 when the queue is
-        # drained, or when this worker has been idle for idle_timeout_s.
+        # The time when the pool stops taking tasks (monotonic clock). The time is set to 0 when the
+        # queue is drained, or when this worker has been idle for idle_timeout_s.
         self._end_s = _end_s(time_limit_s, "time_limit_s")
         self.stop_numbers = [int(signal.Signals[name]) for name in self.stops]
         self.signals: list[int] = []  # the signals that came
@@ -5426,7 +5443,8 @@ class _WorkerPool:
         self._running: dict[int, FemtoTask] = {}  # by the id() of the task
         self._changed = threading.Condition()
         self._turn = threading.Lock()  # held by the thread that takes a task
-        # Since when only trouble with single tasks has come (monotonic clock).
+        # The time of the first error since _take_untroubled() started the time anew (monotonic
+        # clock). inf: no error since then.
         self._trouble_s = float("inf")
         self._is_interruptible = False  # the second signal is to interrupt the handler
         # The exception that ends the pool. It is from a handler, pop() or the end of a delivery.
@@ -5437,8 +5455,8 @@ class _WorkerPool:
 
         Raises the exception with which a handler ended the pool, such as SystemExit. Raises the
         error of pop(), or of the end of a delivery. But if a signal came before the running
-        handlers had finished, such an OSError is only logged. A second signal gives back the tasks
-        of the running handlers, and nothing is raised."""
+        handlers had finished, an OSError is only logged. A second signal gives back the tasks of
+        the running handlers, and nothing is raised."""
         with self._signals_handled():
             if self._is_threaded:
                 self._work_in_threads()
@@ -5453,7 +5471,7 @@ class _WorkerPool:
         return WorkCounts(**self.counts)
 
     def _work_in_threads(self) -> None:
-        """Work in threads until they end, or until the second signal."""
+        """Run the loop in threads, until the threads end or the second signal comes."""
         # Daemon threads, so that a handler that never returns does not keep the process alive.
         threads = [
             threading.Thread(target=self._work, daemon=True) for _ in range(self._concurrency)
@@ -5494,8 +5512,9 @@ class _WorkerPool:
 
         Raises an OSError or MemoryError that has no task_id. Also raises an error with a task_id if
         every attempt to take a task has met such trouble for more than _TROUBLE_S, and no handler
-        runs. The time starts anew when a task is taken. It also starts anew when a wait finds no
-        task, but not with drain: then the pool may be waiting for the tasks that make trouble."""
+        runs. This time starts anew when a task is taken. Without drain, the time also starts anew
+        when a wait finds no task. With drain it goes on, because the pool may be waiting for the
+        tasks that make trouble."""
         try:
             task = self._take()
         except (OSError, MemoryError) as error:
@@ -5548,8 +5567,8 @@ class _WorkerPool:
                 why = str(error).partition("\n")[0]
             text = "%s: try %d failed, %s: %s"
             _log().error(text, task.id, task.attempts, then, why, exc_info=cause)
-            # Disk trouble, or no thread to renew the lease. This ends the pool, as an error of
-            # pop() does.
+            # The delivery has not ended: the disk failed, or no thread could be started to renew
+            # the lease. This error ends the pool, as an error of pop() does.
             if not lease.outcome:
                 self._error = self._error or error
                 if not has_begun:
@@ -5567,7 +5586,7 @@ class _WorkerPool:
 
     def _handle(self, task: FemtoTask) -> None:
         """Call the handler. If the handler runs in the calling thread of work(), the second signal
-        interrupts it."""
+        interrupts the handler."""
         try:
             self._is_interruptible = not self._is_threaded
             self._handler(task)
@@ -5583,7 +5602,8 @@ class _WorkerPool:
 
     def _give_back(self, task: FemtoTask) -> bool:
         """Release a task to the front of the queue, uncounted. Return False if its delivery has
-        just ended, or if the task can't be moved; the reclaim job then takes it back later."""
+        just ended. If the task can't be moved, also return False; the reclaim job then takes the
+        task back later."""
         try:
             self._queue.release(task, front=True, counted=False)
             return True
@@ -5601,8 +5621,8 @@ class _WorkerPool:
         import signal
 
         is_main = threading.current_thread() is threading.main_thread()
-        # A signal that is ignored, as nohup does, stays ignored. A handler that was not set by
-        # Python (None) stays, too.
+        # A signal that is ignored, for example because of nohup, stays ignored. A handler that was
+        # not set by Python (getsignal() returns None) stays, too.
         kept, pid = (signal.SIG_IGN, None), os.getpid()
         numbers = self.stop_numbers if is_main else []
         before = {n: it for n in numbers if (it := signal.getsignal(n)) not in kept}
@@ -5629,8 +5649,8 @@ class _WorkerPool:
     def _on_signal(self, number: int) -> None:
         """Note a signal. The first signal stops the pool, the second aborts the handlers that
         run. A third changes nothing."""
-        # timeout(1), or a terminal that is closed, sends two signals: to the process, and to its
-        # process group.
+        # timeout(1), or a terminal that is closed, sends two signals: one to the process, and one
+        # to its process group.
         if self.signals and time.monotonic() < self._last_signal_s + _ONE_SIGNAL_S:
             return
         self._last_signal_s = time.monotonic()
@@ -5655,8 +5675,8 @@ class _Inspector:
         self._worker, self._files, self._repair = worker, worker.files, repair
 
     def findings(self) -> Iterator[Finding]:
-        """Yield all findings. A file or directory that can't be read is a finding, too; the other
-        methods go on."""
+        """Yield all findings. A file or directory that can't be read is a finding, too, and does
+        not stop the other methods."""
         keys, house, root = self._worker.keys, self._worker.house, self._files.root
         for look in (
             self._system(),
@@ -5703,8 +5723,8 @@ class _Inspector:
                     text = "another than data_dir's: rename() can't cross"
                     yield Finding("file system", name, text)
 
-        # RACE: a worker may make or remove its lease directory meanwhile. So the name of a lease
-        # directory is known, unless a file or a link has the name.
+        # RACE: a worker makes or removes its lease directory after `directories` was listed. So a
+        # name of the form inflight-<node> is not foreign, unless a file or a link has the name.
         def is_dir(name: str) -> bool:
             is_other = os.path.isfile(root + name) or os.path.islink(root + name)
             return name in directories or (_parse_node_dir(name) is not None and not is_other)
@@ -5757,7 +5777,7 @@ class _Inspector:
         self, look: Callable[[], dict[str, tuple[str, str]]], mend: Callable[[], None]
     ) -> Iterator[Finding]:
         """Yield a finding for each path that look() returns, with its kind and text. With `repair`,
-        call mend(), and then look() again: a path that is gone from its result was repaired."""
+        call mend(), and then look() again: a path that look() no longer returns was repaired."""
         found = left = look()
         if found and self._repair:
             mend()
@@ -5770,11 +5790,11 @@ class _Inspector:
 # 19. Tickets: first come, first served, between processes.
 #     A line is a directory. A member is a participant in the line; its ticket is a file, which the
 #     member keeps locked.
-#     Invariant: a ticket's file is locked before it gets the name of a ticket. Files get these
-#     names in the order of their numbers. Both steps are made with the lock of the file "last"
-#     held. A member that lost the lock of "last" meanwhile removes its new ticket. When the lock of
-#     a ticket has ended, the member never takes it again. So any process may remove the ticket of
-#     a dead member.
+#     Invariant: a ticket's file is locked before the file gets the name of a ticket. Files get
+#     these names in the order of the numbers of the tickets. A member locks and renames its file
+#     while it holds the lock of the file "last". If the member lost that lock meanwhile, the member
+#     removes its new ticket. When the lock of a ticket has ended, the member never locks the ticket
+#     again. So any process may remove the ticket of a dead member.
 # ==================================================================================================
 
 _MAX_REDRAWS = 8  # how often a member draws another number after trouble with other hosts
@@ -5783,12 +5803,12 @@ _REDRAW_ERRNOS = (*_MISSING_ERRNOS, errno.EEXIST, errno.ENOTSUP)
 
 
 class _Numbers:
-    """The numbers of the tickets in a line. The file "last" holds the number that was drawn last;
-    its lock is held during each call. Room 20 has another class for a file system that other hosts
-    write to; _open_files() chooses.
+    """The numbers of the tickets in a line. The file "last" holds the number that was drawn last.
+    The caller of each method holds the lock of "last". Room 20 has another class for a file system
+    that other hosts write to; _open_files() chooses.
 
-    `late`: when this part of stale_timeout has passed without a touch, other hosts may have passed
-    the ticket over. On a local file system that never happens."""
+    `late`: if a ticket was not touched for this part of stale_timeout, other hosts may have passed
+    the ticket over. On a local file system, no other host does so."""
 
     late = float("inf")
 
@@ -5809,8 +5829,9 @@ class _Numbers:
         """Raise FileExistsError if another host may have drawn a number before this ticket was in
         line. On a local file system, the lock of "last" prevents this.
 
-        RACE: an object on another kind of mount makes SHARED after this member looked for it. That
-        object does not heed our lock (mounts in room 20)."""
+        RACE: an object on another kind of mount makes SHARED after this member looked for SHARED in
+        _join_with(). That object does not heed our lock ("mounts" in room 20), and draws a number,
+        too. So FileExistsError is raised, and this member tries again."""
         if self._files.has_other_mounts():
             raise FileExistsError(errno.EEXIST, "another mount is in use", self._root)
 
@@ -5822,7 +5843,7 @@ class _Numbers:
 
 class _HeldTicket:
     """A ticket that this object holds. `member`: the name of its file. `lock`: the locked file.
-    `touched_s`: when the last touch that was in time began (wall clock)."""
+    `touched_s`: the start of the last touch that came in time (wall clock)."""
 
     had_turn = False  # the ticket was the first in line at least once
 
@@ -5831,8 +5852,9 @@ class _HeldTicket:
 
 
 def _despite_cleanup(step: Callable[[], _Found], path: str) -> _Found:
-    """Repeat a step while maybe_cleanup() in another process removes the directory, and return its
-    result. Raises FileNotFoundError after _MAX_REPLACED attempts: the path is a broken link."""
+    """Call step(), and return the result. If maybe_cleanup() in another process removed the
+    directory meanwhile, call step() again. Raises FileNotFoundError after _MAX_REPLACED attempts:
+    the path is a broken link."""
     for _ in range(_MAX_REPLACED):
         with suppress(FileNotFoundError):
             return step()
@@ -5854,16 +5876,17 @@ class TicketQueue:
     member keeps locked. The lock ends with the process. So processes on the same host pass a dead
     member over at once, and never pass over a living one.
 
-    Other hosts do not rely on that lock. Nor does the same host after a reboot, unless the file
-    system is certainly local (on Linux). They pass a ticket over when its file was not touched for
-    stale_timeout seconds. Each is_head() of the member touches the ticket. The member's turn()
-    touches the ticket regularly, from the start of the wait to the end of the block.
+    Other hosts do not rely on that lock, and neither does the same host after a reboot. They pass a
+    ticket over when its file was not touched for stale_timeout seconds. But if the file system is
+    certainly local (on Linux), the host relies on the lock after a reboot, too. Each is_head() of
+    the member touches the ticket. The member's turn() touches the ticket regularly, from the start
+    of the wait to the end of the block.
 
     On a file system that other hosts write to, a member may be cut off from the network. If a
     waiting member could not touch its ticket for three quarters of stale_timeout, another host may
     be about to pass the ticket over. So is_head() and turn() give the ticket up. A member that is
     cut off during its turn is passed over, too. Then is_head() returns False, but turn() does not
-    interrupt its block.
+    interrupt the block.
 
     Threads may share an object. A forked child, a copy and an unpickled object hold no ticket.
     Raises OSError if queue_dir can't be made, and ValueError or TypeError for an invalid argument.
@@ -5896,10 +5919,11 @@ class TicketQueue:
     def register(self) -> tuple[int, str]:
         """Take the next ticket, and return its number and its member.
 
-        The number is 1 or more. The member is the name of the ticket's file in queue_dir, for
-        remove(). The call blocks only while other processes register.
+        The number is 1 or more. The member is given by the name of the ticket's file in queue_dir.
+        Pass this name to remove(). The call blocks only while other processes register, or run
+        maybe_cleanup().
 
-        Raises OSError for trouble with the disk. Raises OSError, too, if each of several attempts
+        Raises OSError for trouble with the disk. Also raises OSError if each of several attempts
         failed because this host was cut off from the network and another host registered meanwhile.
         """
         held = self._join_line()
@@ -5922,17 +5946,18 @@ class TicketQueue:
     def _join_with(self, last: _FileLock) -> _HeldTicket:
         """Take the next ticket, with the lock of "last" held.
 
-        RACE: this host was cut off from the network and has lost that lock without notice (flock in
-        room 20). Another host may have registered meanwhile, or have removed this member's file,
-        whose name still began with ".", as a leftover of a dead process. In both cases OSError is
-        raised with one of _REDRAW_ERRNOS, and the caller tries again. ENOTSUP: flock() has raised
-        EBADF, because the member's file was removed after it was opened (NFS)."""
+        RACE: this host is cut off from the network, and loses that lock without notice ("flock" in
+        room 20). Meanwhile another host registers. Or another host removes this member's file as a
+        leftover of a dead process, because the name of the file still begins with ".". In both
+        cases OSError is raised with one of _REDRAW_ERRNOS, and the caller tries again. ENOTSUP:
+        flock() raised EBADF, because the member's file was removed after its opening (NFS)."""
         if self._files.has_other_mounts():
             self._numbers = self._files.if_shared[1](self._files)
         number = self._numbers.draw(last, max(map(_stamp_of, self._tickets()), default=0))
         began_s = time.time()
         name = f"{number:020d}~{self._boot}~{os.urandom(8).hex()}"
-        # A name that begins with "." is no ticket. The file becomes one when it is locked.
+        # A name that begins with "." is no ticket. The file gets the name of a ticket when it is
+        # locked.
         lock = self._files.open_lock(f".{name}")
         try:
             lock.acquire_exclusive()
@@ -5954,10 +5979,10 @@ class TicketQueue:
         If this object holds the ticket, the call touches its file. Tickets of dead members at the
         front of the line are removed.
 
-        Returns False, too, if this object holds the ticket and could not touch its file in time,
-        because another host may have passed the ticket over. A ticket that was never first is
-        removed then. A ticket that was first before is kept, but the turn may already be another
-        member's. Stop the work, and call remove().
+        Also returns False if this object holds the ticket and could not touch its file in time,
+        because another host may have passed the ticket over. If the ticket was never the first in
+        line, is_head() removes the ticket. If the ticket was the first before, the ticket is kept,
+        but another member may have the turn now. The caller must stop the work, and call remove().
         """
         first = next(filter(self._lives, self._tickets()), "")
         is_first = first != "" and _stamp_of(first) == ticket
@@ -5969,7 +5994,8 @@ class TicketQueue:
                 if not held.had_turn:
                     self.remove(member)
                 return False
-            is_first = member == first  # not if it was removed, and another ticket has its number
+            # False if our ticket was removed, and another ticket has the same number.
+            is_first = member == first
             held.had_turn |= is_first
         return is_first
 
@@ -6002,11 +6028,12 @@ class TicketQueue:
     def maybe_cleanup(self) -> bool:
         """Remove queue_dir if no living member is in line, and return whether it was removed.
 
-        Returns False if queue_dir does not exist. A register() in another process waits meanwhile,
-        and makes queue_dir again; its number is 1 then.
+        Returns False if queue_dir does not exist, or if queue_dir has other files. A register() in
+        another process waits until queue_dir is removed, and then makes queue_dir again. The
+        numbers start at 1 again.
 
         On a file system that other hosts write to, queue_dir is never removed. Another host might
-        lock the removed file "last", and take it for the new one.
+        lock the removed file "last", and take the removed file for the new one.
         """
         if not os.path.isdir(self._root):
             return False
@@ -6025,8 +6052,8 @@ class TicketQueue:
         the wait ends with an exception.
 
         Raises TimeoutError if the turn did not come within `timeout`. Raises FemtoQueueError if the
-        ticket was removed during the wait, or if another host may have passed it over. Raises
-        OSError as register() does, and ValueError or TypeError for an invalid timeout.
+        ticket was removed during the wait, or if another host may have passed the ticket over.
+        Raises OSError as register() does, and ValueError or TypeError for an invalid timeout.
         """
         end_s = float("inf") if timeout is None else time.monotonic() + _finite("timeout", timeout)
         held, over = self._join_line(), threading.Event()
@@ -6048,7 +6075,8 @@ class TicketQueue:
         finally:
             try:
                 over.set()
-                # It is not there in a forked child, or if is_head() has removed the ticket.
+                # The member is not in `_held` in a forked child, or if is_head() has removed the
+                # ticket.
                 if member in self._held:
                     self.remove(member)
             finally:  # also after Ctrl-C: then the lock ends with its last reference
@@ -6066,7 +6094,8 @@ class TicketQueue:
     def _touch_until(self, member: str, over: threading.Event) -> None:
         pause_s = min(self._stale_s / 4, threading.TIMEOUT_MAX)
         while not over.wait(pause_s) and (held := self._held.get(member)):
-            # Disk trouble, or RACE: the ticket was given up just now. The next round sees which.
+            # An OSError is ignored. If the disk failed, the next round tries again. RACE: another
+            # thread gave the ticket up just now. Then the next round finds no ticket in `_held`.
             with suppress(OSError):
                 self._touch(held)
 
@@ -6076,7 +6105,8 @@ class TicketQueue:
 
         The time is read again after the touch, because the touch itself may have taken long."""
         began_s = time.time()
-        # EBADF, EINVAL. RACE: another thread gave the ticket up, and closed its file.
+        # RACE: another thread gives the ticket up, and closes its file. Then os.utime() raises
+        # EBADF or EINVAL.
         with _ignore_missing(errno.EBADF, errno.EINVAL):
             os.utime(held.lock.fd)
             if time.time() - held.touched_s <= self._numbers.late * self._stale_s:
@@ -6085,8 +6115,8 @@ class TicketQueue:
         return False
 
     def _is_alone(self) -> bool:
-        """Return whether only processes of this kernel use the line. Then each free lock is that of
-        a dead member, even if another process does not see the boot id."""
+        """Return whether only processes of this kernel use the line. If so, each ticket whose lock
+        is free is of a dead member, even if another process does not see the boot id."""
         return self._files.is_local and not self._files.has_other_mounts()
 
     @property
@@ -6121,9 +6151,10 @@ class TicketQueue:
         return sorted(filter(_parse_ticket, self._files.names("")))
 
     def _lives(self, member: str) -> bool:
-        """Return whether a member lives. Remove its ticket if not. A member of another host, or of
-        an earlier boot, counts as dead when its ticket was not touched for stale_timeout. If only
-        processes of this kernel use the line, any member counts as dead when its lock is free."""
+        """Return whether a member lives. If not, remove its ticket. A member of this boot counts as
+        dead when its lock is free. A member of another host, or of an earlier boot, counts as dead
+        when its ticket was not touched for stale_timeout. But if only processes of this kernel use
+        the line, the lock decides for every member."""
         with _ignore_missing():  # RACE: the member gave its ticket up after it was listed
             with closing(self._files.open_lock(member, os.O_RDWR)) as lock:
                 if member.split("~")[1] == self._boot or self._is_alone():
