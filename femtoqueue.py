@@ -7408,7 +7408,10 @@ def _start_watchdog() -> int:
         os.setsid()
         leaders: set[int] = set()
         for report in map(int, os.fdopen(reading, closefd=False)):
-            (leaders.add if report > 0 else leaders.discard)(abs(report))
+            if report > 0:
+                leaders.add(report)
+            else:
+                leaders.discard(-report)
         while members := _signal(_members(leaders), signal.SIGKILL):
             leaders.update(it.pid for it in members)  # the next look finds their children, too
             time.sleep(0.001)
