@@ -517,8 +517,8 @@ def _backoff_s(longest_s: float) -> Iterator[float]:
 #   length of the name.
 # - Room 6: _Files.move() looks for "~1~", the mark of a first delivery. No other field may be 1.
 # - Room 9: _LeaseDir.claim() is the only function that writes the whole name.
-# - Room 10: _Worker.renew() replaces the deadline, and keeps all other fields. Each other move
-#   of a task out of the lease directory drops the field.
+# - Room 10: _Worker.renew() replaces the deadline, and keeps all other fields. Every move of a task
+#   out of the lease directory drops the new field.
 # - The module's docstring has the form of the name.
 #
 # An earlier version may have left leases without the new field. Their names must still match the
@@ -536,8 +536,8 @@ _STATE_DIRS = ("creating", *_WAITING_DIRS, *_ENDED)  # made when the queue is op
 _NEVER_NS = 8_999_999_999_999_999_999  # the year 2255: the largest number that a name may carry
 _FOREVER_NS = 4 * 10**18  # 126 years: the longest lease
 _PATH_MAX = 4096  # the longest path on Linux, with the zero byte at its end
-# The length of a lease's path below data_dir, without the node_id: "inflight-" (9), "/" (1), and the
-# name with six digits of attempts and the zero byte at its end (67).
+# The length of a lease's path below data_dir, without the node_id: "inflight-" (9), "/" (1), the
+# name with six digits of attempts (66), and the zero byte at the end (1).
 _LEASE_BYTES = 9 + 1 + 67
 # schedule() refuses due times between these two numbers: one second after the epoch, and the end of
 # 1972. The caller gave such a time in seconds or milliseconds, not in microseconds. Earlier times
@@ -779,7 +779,7 @@ class CorruptTask(FemtoQueueError):
     id:  the id of the task.
     reason:  what is wrong with the file, as text.
 
-    peek() raises it. pop() does not: it moves such a task to failed/.
+    peek() raises this error. pop() does not, but moves the task to failed/.
     """
 
     def __init__(self, id: str, reason: str) -> None:
@@ -875,7 +875,8 @@ class FemtoTask:
     @property
     def path(self) -> str:
         """The path of the task's file, relative to data_dir, when the file was read. For a leased
-        task the path is the fencing token, and each renewal of the lease changes it."""
+        task, the path is the fence (a fencing token). Each renewal of the lease changes the path.
+        """
         return self._lease.path
 
     @property
@@ -1182,8 +1183,8 @@ def _read_other(fd: int, head: bytes, ident: str) -> _Record:
 # ==================================================================================================
 
 _NO_FLOCK = "keyed tasks and tickets need flock(2), which is not available here"
-# EBADF: NFS, for an exclusive lock on a file that is open for reading only. EINVAL: other file
-# systems, for a lock on a directory.
+# NFS returns EBADF for an exclusive lock on a file that is open for reading only. Other file
+# systems return EINVAL for a lock on a directory.
 _NO_FLOCK_ERRNOS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EBADF, errno.EINVAL)
 _LOCK_FLAGS = os.O_RDWR | os.O_CREAT | _NO_FOLLOW_OR_BLOCK
 _MAX_OPENINGS = 100  # attempts to open a lock's file that other processes make and remove
@@ -1256,8 +1257,8 @@ class _FileLock:
         descriptor.
 
         An existing file is opened without O_CREAT. In a sticky directory, the kernel refuses
-        O_CREAT for another user's file (fs.protected_regular). If this user may not write to the
-        file, the file is opened for reading only, if that is enough."""
+        O_CREAT for another user's file (fs.protected_regular). A file that this user may not write
+        to is opened for reading only, if flock() needs no more than that (reading_is_enough)."""
         for _ in range(_MAX_OPENINGS):
             try:
                 return os.open(path, flags & ~os.O_CREAT)
@@ -1370,10 +1371,11 @@ if hasattr(os, "register_at_fork"):
 #    reveals a torn file (room 4). If the queue is durable, a call makes these steps, in this order,
 #    and then returns:
 #    - A new task (publish, push_many): rename the file, sync the file, sync the directory. If the
-#      file is torn, the call did not return, so no caller was told that the task was pushed.
+#      file is torn, the call did not return, so no caller was told that the task was pushed. Where
+#      syncs_after_rename is False, the sync of the file comes first.
 #    - A move: rename the file; then commit(), which syncs the file and the directory.
-#    - A replaced file: sync the new file, rename it over the old one; then commit(). A whole record
-#      is never replaced by a torn one.
+#    - A replaced file: sync the new file, rename it over the old one or exchange the two; then
+#      commit(). A whole record is never replaced by a torn one.
 #    - A finished task that is not kept: sync the lease's file and directory, unlink the file, sync
 #      the directory. After power loss the task is not in its earlier directory again.
 #    - A new task of a key: sync the file keys/<hash> and keys/. Then sync the task's file, rename
@@ -1453,7 +1455,7 @@ class _Files:
         with suppress(FileExistsError):
             os.mkdir(self.root + name)
             # An OSError is ignored, because a system that is not POSIX may refuse to open a
-            # directory. RACE: another process removes the new lease directory, which is empty,
+            # directory. RACE: another process removes a new lease directory, as an empty one,
             # before our os.open(). Then the caller sees that the directory is missing.
             with suppress(OSError):
                 fd = os.open(self.root + name, _DIR_FLAGS)
@@ -1563,7 +1565,7 @@ class _Files:
                     return payload, None
                 return _read_other(fd, head, ident)
             finally:
-                os.close(fd)  # an error is raised: the file may have been replaced (room 20)
+                os.close(fd)  # raise its error: the file may have been replaced (room 20)
         except OSError:
             if not self.is_regular(path):
                 raise CorruptTask(ident, "not a regular file") from None
@@ -1621,8 +1623,8 @@ class _Files:
         sync: bool | None = None,
     ) -> None:
         """Write a record to creating/<aside>, and rename the file to `path`. The task exists from
-        the rename on. If this raises OSError, the task does not exist, unless a worker claimed the
-        task before the error.
+        the rename on. If publish() raises OSError, the task does not exist, unless a worker claimed
+        the task before the error.
 
         If the queue is durable, the file and the directory are synced. Usually both syncs follow
         the rename, because this order costs one journal commit instead of two. Where
@@ -1833,9 +1835,8 @@ def _compute_anchor(files: _Files) -> int:
             entries = files.entries(directory)
             times_ns += [_stamp_of(entry.id) + 1 for entry in entries]
             if entries and _state_of(directory) == "inflight":
-                # The directory changed at the last claim, so its time is the time of the claim. If
-                # this time is after the newest deadline, the date was wrong at the claim. Then the
-                # deadline is taken instead.
+                # The directory changed at the last claim. If the directory's time is after the
+                # newest deadline, the date was wrong at the claim. Then the deadline counts.
                 times_ns.append(min(files.lstat(directory).st_mtime_ns, entries[-1].stamp_ns))
     return max(it for it in times_ns if it < _FARTHEST_NS) - _monotonic_ns()
 
@@ -1949,8 +1950,9 @@ class _QueueClock:
         return newest_ns > now_ns + _BEHIND_NS
 
     def _read(self, name: str) -> int | None:
-        """Return the anchor in a clock file. Return None if the file is missing, if its text is
-        invalid, or if a queue clock with this anchor would be before 2001 or after 2096."""
+        """Return the anchor in a clock file. Return None if the file is missing or invalid, or if
+        the anchor puts the queue clock before 2001 or after 2096. Then _open() and _create() write
+        the file again."""
         anchor_ns = 0
         with suppress(FileNotFoundError):
             text = self._files.text(name)
@@ -2022,7 +2024,7 @@ _FEW = 1000  # a directory with fewer names is listed in one piece
 _AT_ONCE = 256  # names that the system lists in one call, so that no push comes in between
 _LONGEST_TROUBLE_S = 3600.0  # the longest time to pass over a task that made trouble
 _MAX_TROUBLES = 10_000  # how many tasks that made trouble are remembered
-_LOSSES = 64  # each time it has lost so many claims, a pop() looks at the lease directory again
+_LOSSES = 64  # after every so many lost claims, a pop() checks that the lease directory is there
 # How often to list directories for one task. A pop() lists pending/ again if it lost every claim. A
 # search for the task of a key or an id is repeated if the task moved meanwhile.
 _MAX_LISTINGS = 8
@@ -2030,8 +2032,9 @@ _is_waiting = _FORMS["pending"]
 
 
 def _oldest_names(directory: str, seen_before: int) -> tuple[list[str], int]:
-    """Return the oldest task names in a directory, oldest last, and the number of its entries. Up
-    to _MAX_BATCH names are returned, or a sixteenth of `seen_before` if that is more."""
+    """Return the oldest task names in a directory, oldest last, and the number of entries of the
+    directory. `seen_before` is that number at the listing before. Up to _MAX_BATCH names are
+    returned, or a sixteenth of `seen_before` if a sixteenth is more."""
     keep = max(_MAX_BATCH, seen_before // 16)
     names: list[str] = []
     seen, youngest = 0, "~"  # sorts after every name of a task
