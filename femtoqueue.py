@@ -201,10 +201,10 @@ __version__ = "1.0.0"
 #    may replace them. A replaced clock may even stand still or go back.
 # ==================================================================================================
 
-# This name stands before all other private names. When the interpreter ends, it binds the private
+# This name stands before all other private names. At its end, the interpreter binds the private
 # names of a module to None, one by one, in the order of the file. If a finalizer finds None here,
-# the names that it needs may be gone, too. Then the finalizer does nothing: the kernel drops the
-# locks at the end of the process.
+# other names may be gone, too. Then the finalizer does nothing: the kernel drops the locks at the
+# end of the process.
 _is_whole = True
 
 # The values of f_type (statfs(2)) for which syncfs(2) makes a whole batch durable: ext2 to ext4,
@@ -340,9 +340,9 @@ def _follow_owner(fd: int, data_dir: str, and_mode: int = 0) -> None:
     make a file that shuts out the other users for good. A user with another umask could do the
     same.
 
-    `fd` refers to a file that this process has just made. The file is changed by `fd` and never by
-    its path: root may work in a data_dir that belongs to another user, and that user could
-    meanwhile put a link to any file at the path."""
+    `fd` refers to a file that this process has just made. The file is never changed by its path:
+    root may work in a data_dir that belongs to another user. The other user could meanwhile put a
+    link to any file at the path."""
     with suppress(OSError, AttributeError):  # AttributeError: not POSIX
         wanted, made = os.stat(data_dir), os.fstat(fd)
         if made.st_uid != os.geteuid():
@@ -376,7 +376,7 @@ class _ignore_missing:
     """Suppress an OSError of the block if it says that a file or its directory does not exist. Also
     suppress an OSError whose errno is in `others`.
 
-    This is a class because a context manager made of a generator leaks on Python 3.12: the
+    This is a class because a context manager made of a generator leaks on Python 3.12. There the
     suppressed error stays in a reference cycle with the frames of all callers. So a queue object
     would not be freed when the caller drops the object."""
 
@@ -557,8 +557,8 @@ _ID = f"({_NS}-[0-9a-f]{{8}})"
 _ATTEMPTS = "([0-9]{1,6})"
 _BOOT = "([0-9a-f]{8})"
 # The form of names in pending/, done/ and failed/. The queue itself never writes <boot> in these
-# names, and in done/ it writes only the id. But a person may move a task into one of these
-# directories from another one, and keep the name.
+# names, and in done/ only the id. But a person may move a task from another directory to one of
+# these three, and keep the name.
 _WAITING = f"(?:{_NS}~{_ATTEMPTS}~(?:{_BOOT}~)?)?{_ID}"
 # The form of the names in each directory of data_dir. The form of a task's name has three groups:
 # attempts, boot and id.
@@ -928,9 +928,9 @@ class NodeStats(NamedTuple):
     expired:  how many of these leases are past their deadline.
     liveness:  "alive": a process holds the lock of the worker's lease directory.
         "dead": no process holds the lock, and the directory has leases of this boot.
-        "unknown": no process holds the lock, and the directory has no lease of this boot: it is
-            empty, or each lease is detached, of another host or of an earlier boot. Or there is no
-            flock(2) here. Only deadlines end such leases.
+        "unknown": no process holds the lock, and the directory has no lease of this boot. Each
+            lease is detached, of another host, or of an earlier boot. Or there is no flock(2) here.
+            Only deadlines end such leases.
     """
 
     node: str
@@ -1524,7 +1524,7 @@ class _Files:
 
         RACE: other processes claim tasks and put tasks back during a look, and the look may miss
         these tasks. Each such move changes the time of pending/ or scheduled/. So True is returned
-        if one of these times has changed since the start of this call. A move in the first tick of
+        if one of the two times has changed since the start of the call. A move in the first tick of
         the call may leave the time as it was. But that move is over before the second look, which
         comes a tick later. A tick is long on a file system whose times have whole seconds (ext4
         with inodes of 128 bytes)."""
@@ -1537,8 +1537,8 @@ class _Files:
         return self._changed() != before
 
     def _changed(self) -> list[tuple[int, int]]:
-        # The times alone are not enough: shrink() may put a new directory in place, and the time of
-        # the new directory may equal the time of the old one. So compare the inodes, too.
+        # The times alone are not enough: the new directory that shrink() puts in place may have the
+        # time of the old one. So compare the inodes, too.
         found = [os.stat(self.root + it) for it in _WAITING_DIRS]
         return [(it.st_mtime_ns, it.st_ino) for it in found]
 
@@ -1849,9 +1849,8 @@ class _QueueClock:
 
     def __init__(self, files: _Files) -> None:
         self._files, files.clock = files, self
-        # The <boot> in the leases of a process that has a clock of its own, because the process
-        # can't see the boot id, or can't write the clock file. Only processes of this kernel use
-        # this tag.
+        # The <boot> in the leases of a process that can't see the boot id, or can't write the clock
+        # file, and so has a clock of its own. Only processes of this kernel use this tag.
         self.no_id_tag = _boot_tag(_time_namespace(), files.root) if files.is_local else ""
         self.init_worker()
         self.boot, self.anchor_ns = self._open()
@@ -2071,9 +2070,9 @@ class _Backlog:
         RACE: another process pushes two tasks during the listing, and the listing shows only the
         younger task. The younger task would then be delivered first. So the batch gets only the
         tasks that were pushed before the listing began. The next listing shows the later tasks. If
-        a listing shows only later tasks, a second listing is made at once. If the second listing,
-        too, shows only tasks that were pushed after its beginning, the batch gets all of them. A
-        directory that the system lists in one call needs no such care."""
+        a listing shows only later tasks, a second listing is made at once. If the second listing
+        also shows only later tasks, the batch gets all its tasks. A directory that the system lists
+        in one call needs no such care."""
         for _ in range(2):
             self._list(now_s)
             if self.seen <= _AT_ONCE:
@@ -2125,9 +2124,9 @@ class _Backlog:
 
         RACE: after the listing, another process pushes a newer payload for the key of the task at
         `lost`. The push renames the task, so that its attempts are 0 again. The task keeps its
-        place. So the new name is put into the batch, as the next name to claim. For this reason the
-        loop also stops at the name of a task with a key: its file may have been renamed, too, and
-        only a lost claim puts the new name into the batch."""
+        place. So the new name is put into the batch, as the next name to claim. The name of a task
+        with a key is not dropped before its own lost claim, because the task may have been renamed
+        in the same way."""
         with self._lock:
             names, renamed = self.names, _fresh_path(lost, None)
             if renamed != lost:
