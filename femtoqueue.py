@@ -593,7 +593,7 @@ _parse_key_state = re.compile(
 
 class _Entry(NamedTuple):
     """The file of a task: its directory, its name there, and the fields of the name. If the name
-    does not have the field, `attempts` is None, or `boot` is ""."""
+    has no number of attempts, `attempts` is None. If the name has no <boot>, `boot` is ""."""
 
     directory: str
     name: str
@@ -928,9 +928,9 @@ class NodeStats(NamedTuple):
     expired:  how many of these leases are past their deadline.
     liveness:  "alive": a process holds the lock of the worker's lease directory.
         "dead": no process holds the lock, and the directory has leases of this boot.
-        "unknown": no process holds the lock, and the directory has no lease of this boot. Each
-            lease is detached, of another host, or of an earlier boot. Or there is no flock(2) here.
-            Only deadlines end such leases.
+        "unknown": no process holds the lock, and the directory has no lease of this boot. (The
+            directory is empty, or each lease is detached, of another host, or of an earlier boot.)
+            Or there is no flock(2) here. Only deadlines end such leases.
     """
 
     node: str
@@ -1199,8 +1199,8 @@ _fork_lock = threading.RLock()  # held during fork(), and to add a thread to _no
 def _no_fork() -> Iterator[None]:
     """Delay fork() in other threads while the block opens or closes a descriptor. A child that was
     forked during the block could have a copy of the descriptor that _open_lock_fds does not list.
-    The child would not close the copy. The blocks of two threads don't exclude each other, because
-    a block takes long on a mount that hangs.
+    The child would not close the copy, and the copy could keep the lock. The blocks of two threads
+    don't exclude each other, because a block takes long on a mount that hangs.
 
     While the interpreter ends, the block runs unprotected. No fork happens then, and a thread may
     have ended while holding _fork_lock."""
