@@ -196,21 +196,22 @@ __version__ = "1.0.0"
 # ==================================================================================================
 # 1. System: system calls and constants that Python lacks, and small helpers for all rooms.
 #    Invariant: libc is loaded once. Dates in names come from time.time() or from the queue clock.
-#    Pauses and timeouts are measured with time.monotonic(). Both functions are looked up in the
-#    module `time` at each call, because a program under test may replace them. The replaced clock
-#    may even stand still or go back.
+#    Pauses and timeouts are measured with time.monotonic(). The functions time.time() and
+#    time.monotonic() are looked up in the module `time` at each call, because a program under test
+#    may replace them. A replaced clock may even stand still or go back.
 # ==================================================================================================
 
-# This name stands before all other private names. When the interpreter ends, it binds the private
-# names of a module to None, one by one, in their order. So if a finalizer finds None here, it does
-# nothing. The end of the process ends its locks.
+# This name stands before all other private names. At its end, the interpreter binds the private
+# names of a module to None, one by one, in the order of the file. If a finalizer finds None here,
+# other names may be gone, too. Then the finalizer does nothing: the kernel drops the locks at the
+# end of the process.
 _is_whole = True
 
-# The f_type of statfs(2) where syncfs(2) makes a whole batch durable: ext2 to ext4, xfs, btrfs,
-# f2fs, tmpfs.
+# The values of f_type (statfs(2)) for which syncfs(2) makes a whole batch durable: ext2 to ext4,
+# xfs, btrfs, f2fs, tmpfs.
 _SYNCFS_TYPES = frozenset({0xEF53, 0x58465342, 0x9123683E, 0xF2F52010, 0x01021994})
-# In addition overlay, zfs, bcachefs and ramfs. Only this kernel writes to a file system of these
-# types, so inotify reports every change.
+# _LOCAL_TYPES adds overlay, zfs, bcachefs and ramfs. Only this kernel writes to a file system of
+# one of the local types, so inotify reports every change.
 _OVERLAY_TYPE = 0x794C7630
 _LOCAL_TYPES = _SYNCFS_TYPES | {_OVERLAY_TYPE, 0x2FC12FC1, 0xCA451A4E, 0x858458F6}
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # arguments of renameat2(2)
@@ -234,9 +235,11 @@ def _wall_ns() -> int:
 
 
 def _due_ns() -> int:
-    """Return the latest time that counts as due: one microsecond ahead of the wall clock. A float
-    of today's date has a step of 240 ns, and a due time is computed from such a float by two
-    multiplications. So a task that is due now may have a due time slightly in the future."""
+    """Return the latest time that counts as due: one microsecond ahead of the wall clock.
+
+    As a float of seconds, today's time has steps of 240 ns. A caller multiplies such a float once,
+    and schedule() multiplies the result again. Each step rounds, so a task that is due now may have
+    a due time slightly in the future."""
     return int(time.time() * 1e9) + 1000
 
 
@@ -334,12 +337,12 @@ def _follow_owner(fd: int, data_dir: str, and_mode: int = 0) -> None:
     change them. `and_mode` has rights to add to those of data_dir.
 
     All users of the queue need the new file. Without this step, root could run one command and so
-    make a file that shuts out the other users for good. The same holds for a user with another
-    umask.
+    make a file that shuts out the other users for good. A user with another umask could do the
+    same.
 
     `fd` refers to a file that this process has just made. The file is never changed by its path:
-    root may work in a data_dir that belongs to another user. That user could meanwhile put a link
-    to any file at the path."""
+    root may work in a data_dir that belongs to another user. The other user could meanwhile put a
+    link to any file at the path."""
     with suppress(OSError, AttributeError):  # AttributeError: not POSIX
         wanted, made = os.stat(data_dir), os.fstat(fd)
         if made.st_uid != os.geteuid():
@@ -375,7 +378,7 @@ class _ignore_missing:
 
     This is a class because a context manager made of a generator leaks on Python 3.12. There the
     suppressed error stays in a reference cycle with the frames of all callers. So a queue object
-    would not be freed when the caller drops it."""
+    would not be freed when the caller drops the object."""
 
     def __init__(self, *others: int) -> None:
         self._numbers = *_MISSING_ERRNOS, errno.ENOTDIR, *others
@@ -427,8 +430,8 @@ def _sync_dir(path: str) -> None:
 
 
 def _raise_if_foreign(error: OSError) -> None:
-    """Raise an OSError that has no errno. Such an error is not trouble with the disk. It may be the
-    TimeoutError of a signal handler, which is meant to end the call."""
+    """Raise `error` if it has no errno. An OSError without an errno is not trouble with the disk.
+    It may be the TimeoutError of a signal handler, which is meant to end the call."""
     if error.errno is None:
         raise error
 
@@ -454,8 +457,8 @@ def _check_str(name: str, value: object) -> str:
 
 
 def _finalize(close: Callable[..., object], *args: object) -> None:
-    """Call a function for a finalizer. When the interpreter ends, it may have cleared a module that
-    the function needs. Then nothing is to be done, and no error is raised."""
+    """Call close(*args) for a finalizer. The interpreter, as it ends, may already have cleared a
+    module that close() needs. Then nothing is to be done, and no error is raised."""
     try:
         close(*args)
     except (AttributeError, TypeError):
@@ -488,8 +491,8 @@ def _backoff_s(longest_s: float) -> Iterator[float]:
 # - Here, STATES and _FORMS have each state. A state whose tasks have ended is also in _ENDED, and
 #   any other state is in _LIVE. A state whose tasks wait is in _WAITING_DIRS, too. If the directory
 #   is made with the queue, _STATE_DIRS has the directory. Most other code uses these tuples.
-# - Here, the functions that name directories: _state_of(), _waiting_path() and _fresh_path(). For a
-#   live state also _parse_key_state.
+# - Here, the functions that name directories: _state_of(), _waiting_path() and _fresh_path(). The
+#   pattern _parse_key_state has the directories of live states.
 # - Room 3: a field of Stats. FemtoTask.until, if names of the state begin with a time.
 # - Room 6: _Files.find_id(), if a name of the state is only the id. _Files.has_work().
 # - Room 7: _QueueClock._went_back() lists the directories that have live tasks. _compute_anchor().
@@ -510,20 +513,22 @@ def _backoff_s(longest_s: float) -> Iterator[float]:
 #
 # - Here, _FORMS["inflight"]. Also _WAITING, because a person may move a lease elsewhere and keep
 #   the name. In front of the id, _parse_key_state accepts only hex digits and "~". The three groups
-#   of each form become the fields of _Entry, by _parse(). The constant _LEASE_BYTES has the length.
+#   of each form become the fields of _Entry, by _parse(). The constant _LEASE_BYTES includes the
+#   length of the name.
 # - Room 6: _Files.move() looks for "~1~", the mark of a first delivery. No other field may be 1.
 # - Room 9: _LeaseDir.claim() is the only function that writes the whole name.
-# - Room 10: _Worker.renew() replaces the deadline, and keeps all other fields. Each other move
-#   of a task out of the lease directory drops the field.
+# - Room 10: _Worker.renew() replaces the deadline, and keeps all other fields. Every move of a task
+#   out of the lease directory drops the new field.
 # - The module's docstring has the form of the name.
 #
 # An earlier version may have left leases without the new field. Their names must still match the
 # form. Otherwise these leases are foreign, and their tasks are never reclaimed.
 STATES = ("pending", "scheduled", "inflight", "done", "failed")
 _ENDED = ("done", "failed")
-# The states of a task that has not ended, in the order of a search. A claim and the undoing of a
-# claim take no lock, so a task may make these moves during a search. The search in this order finds
-# a task that makes one of the two moves. A task that makes both moves may be missed.
+# The states of a task that has not ended, in the order of a search. The search looks at the leases
+# first and again at the end. A claim and the undoing of a claim take no lock, so either may move a
+# task during the search. A task that makes one of these two moves is still found. A task that makes
+# both moves may be missed.
 _LIVE = ("inflight", "scheduled", "pending", "inflight")
 _WAITING_DIRS = ("pending", "scheduled")
 _STATE_DIRS = ("creating", *_WAITING_DIRS, *_ENDED)  # made when the queue is opened
@@ -531,12 +536,12 @@ _STATE_DIRS = ("creating", *_WAITING_DIRS, *_ENDED)  # made when the queue is op
 _NEVER_NS = 8_999_999_999_999_999_999  # the year 2255: the largest number that a name may carry
 _FOREVER_NS = 4 * 10**18  # 126 years: the longest lease
 _PATH_MAX = 4096  # the longest path on Linux, with the zero byte at its end
-# The length of a lease's path below data_dir, without the node_id: "inflight-", "/", and the name
-# with six digits of attempts, and the zero byte.
+# The length of a lease's path below data_dir, without the node_id: "inflight-" (9), "/" (1), the
+# name with six digits of attempts (66), and the zero byte at the end (1).
 _LEASE_BYTES = 9 + 1 + 67
-# schedule() refuses due times from the first number up to the second, the end of 1972. The caller
-# gave such a time in seconds or milliseconds, not in microseconds. Times below the first number are
-# accepted, because programs written for version 0.4 pass numbers near 0 for a task due at once.
+# schedule() refuses due times between these two numbers: one second after the epoch, and the end of
+# 1972. The caller gave such a time in seconds or milliseconds, not in microseconds. Earlier times
+# are accepted, because programs written for version 0.4 pass numbers near 0 for a task due at once.
 _SECONDS_NS = (10**9, 94_694_400 * 10**9)
 # September 2001. No queue clock starts earlier, so the times of a queue clock have 19 digits.
 _EARLIEST_NS = 10**18
@@ -551,8 +556,9 @@ _NS = "0[0-8][0-9]{18}"
 _ID = f"({_NS}-[0-9a-f]{{8}})"
 _ATTEMPTS = "([0-9]{1,6})"
 _BOOT = "([0-9a-f]{8})"
-# The form of names in pending/, done/ and failed/. The queue itself writes no <boot> there, and in
-# done/ only the id. But a person may move a task here from another directory and keep the name.
+# The form of names in pending/, done/ and failed/. The queue itself never writes <boot> in these
+# names, and in done/ only the id. But a person may move a task from another directory to one of
+# these three, and keep the name.
 _WAITING = f"(?:{_NS}~{_ATTEMPTS}~(?:{_BOOT}~)?)?{_ID}"
 # The form of the names in each directory of data_dir. The form of a task's name has three groups:
 # attempts, boot and id.
@@ -586,8 +592,8 @@ _parse_key_state = re.compile(
 
 
 class _Entry(NamedTuple):
-    """The file of a task: its directory, its name there, and the fields of the name. `attempts` is
-    None, and `boot` is "", for a name without this field."""
+    """The file of a task: its directory, its name there, and the fields of the name. If the name
+    has no number of attempts, `attempts` is None. If the name has no <boot>, `boot` is ""."""
 
     directory: str
     name: str
@@ -773,7 +779,7 @@ class CorruptTask(FemtoQueueError):
     id:  the id of the task.
     reason:  what is wrong with the file, as text.
 
-    peek() raises it. pop() does not: it moves such a task to failed/.
+    peek() raises this error. pop() does not, but moves the task to failed/.
     """
 
     def __init__(self, id: str, reason: str) -> None:
@@ -797,9 +803,9 @@ class _Lease:
     path here.
     source: the path that the task was claimed from.
     length_ns: how long a renewal makes the lease last.
-    outcome: the field of WorkCounts that counts the delivery. "": the delivery still runs, or its
-    end could not be written to the disk.
-    has_checkpoint: the task may have a checkpoint.
+    outcome: the field of WorkCounts that counts the delivery. "": the delivery still runs, the
+    lease was lost, or the end of the delivery could not be written to the disk.
+    has_checkpoint: True if the task may have a checkpoint.
     """
 
     path = source = outcome = ""
@@ -824,9 +830,10 @@ class FemtoTask:
     size_bytes:  the length of the payload in bytes. None: the file was not read (attach()), or its
         header is invalid (tasks(data=False) only).
 
-    Assigning to an attribute changes nothing in the queue, with one exception: checkpoint() records
-    for which `data` the checkpoint is valid. Calls of the queue that leased the task update `path`
-    and `checkpoint`. Two tasks are equal if `id`, `data`, `attempts` and `key` are equal.
+    Assigning to an attribute changes nothing in the queue, with one exception: checkpoint() saves
+    the checkpoint for the payload in `data`. If `data` is not the task's payload, the next delivery
+    does not get the checkpoint. Calls of the queue that leased the task update `path` and
+    `checkpoint`. Two tasks are equal if `id`, `data`, `attempts` and `key` are equal.
     """
 
     # _anchor_ns: the anchor of the queue clock, for `until`.
@@ -868,7 +875,8 @@ class FemtoTask:
     @property
     def path(self) -> str:
         """The path of the task's file, relative to data_dir, when the file was read. For a leased
-        task the path is the fencing token, and each renewal of the lease changes it."""
+        task, the path is the fence (a fencing token). Each renewal of the lease changes the path.
+        """
         return self._lease.path
 
     @property
@@ -887,7 +895,7 @@ class FemtoTask:
     @property
     def created(self) -> datetime:
         """The time of the push, in UTC by the queue clock (see FemtoQueue). The time is part of the
-        id: a later push that replaces the payload of a key does not change it."""
+        id. So a later push that replaces the payload of the key does not change the time."""
         return _utc(_stamp_of(self.id))
 
     @property
@@ -920,8 +928,9 @@ class NodeStats(NamedTuple):
     expired:  how many of these leases are past their deadline.
     liveness:  "alive": a process holds the lock of the worker's lease directory.
         "dead": no process holds the lock, and the directory has leases of this boot.
-        "unknown": anything else. The directory is empty, all its leases are detached or of another
-            host or an earlier boot, or there is no flock(2) here. Only deadlines end such leases.
+        "unknown": no process holds the lock, and the directory has no lease of this boot. (The
+            directory is empty, or each lease is detached, of another host, or of an earlier boot.)
+            Or there is no flock(2) here. Only deadlines end such leases.
     """
 
     node: str
@@ -936,8 +945,8 @@ class Stats(NamedTuple):
     pending, scheduled, inflight, done, failed:  the number of tasks in that state.
     buffered:  the number of newer payloads in keys/, each behind the task of its key.
     oldest_pending_age_s:  the longest time, in seconds, for which a task has waited its turn. A
-        task in pending/ waits since the time in its name, a task in scheduled/ since its due time.
-        None: pending/ is empty, and no scheduled task is due.
+        task in pending/ has waited since the time in its name, a task in scheduled/ since its due
+        time. None: pending/ is empty, and no scheduled task is due.
     nodes:  the leases of each worker, by node_id.
     expired:  the number of leases past their deadline whose tasks no worker has taken back.
     """
@@ -945,12 +954,12 @@ class Stats(NamedTuple):
     pending: int
     scheduled: int
     inflight: int
-    buffered: int  # newer payloads of keys, behind their tasks
+    buffered: int
     done: int
     failed: int
-    oldest_pending_age_s: float | None  # of tasks in pending/ and due tasks in scheduled/
+    oldest_pending_age_s: float | None
     nodes: tuple[NodeStats, ...]
-    expired: int = 0  # tasks in flight whose deadline has passed; they are not reclaimed yet
+    expired: int = 0
 
 
 class WorkCounts(NamedTuple):
@@ -959,8 +968,8 @@ class WorkCounts(NamedTuple):
     done:  the task was finished.
     failed:  the task is a dead letter in failed/.
     retried:  the handler raised an exception, and the task waits for another attempt.
-    released:  the handler gave the task back, or the second signal did. Or the handler raised
-        SystemExit or another exception that is not an Exception.
+    released:  the handler gave the task back, or raised an exception that is not an Exception, such
+        as SystemExit. Or work() gave the task back, at the second SIGTERM or SIGINT.
     lost:  the lease was lost, or the end of the delivery could not be written to the disk. The log
         says which of the two.
     """
@@ -1108,7 +1117,7 @@ def _write_record(fd: int, header: bytes, payload: bytes | memoryview) -> None:
     size = len(header) + len(payload)
     if size <= _JOINED_BYTES and os.write(fd, header + payload) == size:
         return
-    os.lseek(fd, 0, os.SEEK_SET)  # a short write is begun again
+    os.lseek(fd, 0, os.SEEK_SET)  # after a short write, begin again
     for part in (header, payload):
         rest = memoryview(part)
         while rest:
@@ -1120,21 +1129,24 @@ def _write_record(fd: int, header: bytes, payload: bytes | memoryview) -> None:
 # torn file. The death of a process never does, because a record is renamed into place only after it
 # was written. A torn file is handled like any other file that is not a whole record:
 #
-# - _Files.read() (6) compares the header with the bytes that follow. If these do not match the
-#   header, _read_other() looks closer, and raises CorruptTask for a torn file.
-# - _Worker._deliver() (10) reads a task after its claim. It catches the CorruptTask.
-# - _Worker.quarantine() (10) renames the lease to failed/<id>, and writes the reason to
+# - _Files.read() (room 6) compares the header with the bytes that follow. If the bytes do not match
+#   the header, _read_other() looks closer, and raises CorruptTask for a torn file.
+# - _Worker._deliver() (room 10) reads a task after its claim, and catches the CorruptTask.
+# - _Worker.quarantine() (room 10) renames the lease to failed/<id>, and writes the reason to
 #   failed/<id>.error and to the log. Then pop() takes the next task.
-# - If the rename to failed/ fails, pop() raises its OSError. Before that, _Worker._take_back() puts
-#   the task, uncounted, at the back of pending/.
+# - If the rename to failed/ fails, _Worker._take_back() puts the task at the back of pending/,
+#   uncounted. Then pop() raises the OSError of the rename.
 #
-# check(repair=True) (18) also quarantines a torn file, if the task waits. No other method moves a
-# torn file. A peek() (12) raises CorruptTask. The method tasks() logs the error and leaves the task
-# out. _key_in() (14) takes a torn record for a record without a key. A torn checkpoint is logged
-# and ignored, and the work on the task begins anew (16).
+# check(repair=True) (room 18) also quarantines a torn file, if the task waits. No other method
+# quarantines a file because the file is torn. A peek() (room 12) raises CorruptTask. The method
+# tasks() logs the error and leaves the task out. _key_in() (room 14) takes a torn record for a
+# record without a key. A torn checkpoint is logged and ignored, and the work on the task begins
+# anew (room 16).
 def _read_other(fd: int, head: bytes, ident: str) -> _Record:
-    """Read the rest of a record that the first read did not show to be whole. Return the payload
-    and the key. Raises CorruptTask, which says what is wrong with the file."""
+    """Finish the read of a large record, of a record with a key, or of a corrupt file. Return the
+    payload and the key. Raises CorruptTask, with the reason, if the file is not a whole record.
+
+    head: the bytes that the first read returned."""
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode):
         raise CorruptTask(ident, "not a regular file")
@@ -1171,8 +1183,8 @@ def _read_other(fd: int, head: bytes, ident: str) -> _Record:
 # ==================================================================================================
 
 _NO_FLOCK = "keyed tasks and tickets need flock(2), which is not available here"
-# EBADF: NFS, for an exclusive lock on a file that is open for reading only. EINVAL: other file
-# systems, for a lock on a directory.
+# NFS returns EBADF for an exclusive lock on a file that is open for reading only. Other file
+# systems return EINVAL for a lock on a directory.
 _NO_FLOCK_ERRNOS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EBADF, errno.EINVAL)
 _LOCK_FLAGS = os.O_RDWR | os.O_CREAT | _NO_FOLLOW_OR_BLOCK
 _MAX_OPENINGS = 100  # attempts to open a lock's file that other processes make and remove
@@ -1180,17 +1192,18 @@ _FORK_WAIT_S, _FORK_POLL_S = 0.5, 0.001
 
 _open_lock_fds: set[int] = set()  # descriptors of all threads; a forked child closes them
 _no_fork_threads: set[int] = set()  # threads that are in a block of _no_fork()
-_fork_lock = threading.RLock()  # held during fork(), and while a thread enters _no_fork_threads
+_fork_lock = threading.RLock()  # held during fork(), and to add a thread to _no_fork_threads
 
 
 @contextmanager
 def _no_fork() -> Iterator[None]:
     """Delay fork() in other threads while the block opens or closes a descriptor. A child that was
-    forked in between would not know of the descriptor. The blocks of two threads don't exclude each
-    other, because a block takes long on a mount that hangs.
+    forked during the block could have a copy of the descriptor that _open_lock_fds does not list.
+    The child would not close the copy, and the copy could keep the lock. The blocks of two threads
+    don't exclude each other, because a block takes long on a mount that hangs.
 
     While the interpreter ends, the block runs unprotected. No fork happens then, and a thread may
-    have ended while holding the lock."""
+    have ended while holding _fork_lock."""
     thread = threading.get_ident()
     # A signal handler or a finalizer may nest the blocks.
     if sys.is_finalizing() or thread in _no_fork_threads:
@@ -1220,15 +1233,17 @@ def _flock(fd: int, how: int) -> bool | None:
 
 class _FileLock:
     """An open file or directory that can be locked. `states` has the states of the keys that the
-    lock guards (13).
+    lock guards (room 13).
 
     The descriptor is closed with the last reference at the latest. An exception from a signal
     handler (Ctrl-C) may come between any two lines, and the lock must end then, too."""
 
     fd = -1  # the file is not open
     reading_is_enough = True  # flock() works on a file that is open for reading only
-    refused: OSError | None = None  # the error for which the file is open for reading only
-    prefix = ""  # precedes a name in this directory, in calls that take the descriptor
+    refused: OSError | None = None  # the error that made _open() open the file for reading only
+    # Stands before the name of a file in a call that takes the descriptor of this directory. Where
+    # there is no descriptor, the prefix is the path of the directory (_Unlocked in room 20).
+    prefix = ""
 
     def __init__(self, path: str, flags: int = _LOCK_FLAGS, data_dir: str = "") -> None:
         self.path, self._pid = path, os.getpid()
@@ -1242,8 +1257,8 @@ class _FileLock:
         descriptor.
 
         An existing file is opened without O_CREAT. In a sticky directory, the kernel refuses
-        O_CREAT for another user's file (fs.protected_regular). If this user may not write to the
-        file, the file is opened for reading only, if that is enough."""
+        O_CREAT for another user's file (fs.protected_regular). A file that this user may not write
+        to is opened for reading only, if flock() needs no more than that (reading_is_enough)."""
         for _ in range(_MAX_OPENINGS):
             try:
                 return os.open(path, flags & ~os.O_CREAT)
@@ -1319,11 +1334,12 @@ _fork_hooks: weakref.WeakKeyDictionary[Any, Callable[[Any], None]] = weakref.Wea
 
 
 def _before_fork() -> None:
-    """Take the lock, and wait until no other thread is in a block of _no_fork().
+    """Take _fork_lock, and wait until no other thread is in a block of _no_fork().
 
-    The wait has a limit, for two reasons. A thread whose mount hangs has no descriptor yet, so the
-    fork is safe. A thread whose block was ended by Ctrl-C is listed as long as the exception lives.
-    Ctrl-C also ends this wait, but the fork goes on."""
+    The wait has a limit, for two reasons. First, a thread whose mount hangs has no descriptor yet,
+    so the fork is safe. Second, a thread whose block was ended by Ctrl-C may stay in
+    _no_fork_threads as long as the exception lives. Ctrl-C also ends this wait, but the fork goes
+    on."""
     _fork_lock.acquire()
     end_s = time.monotonic() + _FORK_WAIT_S
     while _no_fork_threads - {threading.get_ident()} and time.monotonic() < end_s:
@@ -1332,7 +1348,7 @@ def _before_fork() -> None:
 
 def _after_fork_in_child() -> None:
     """Close the parent's locks in a forked child, because these locks must end with the parent."""
-    with suppress(RuntimeError):  # the lock is not held if Ctrl-C ended _before_fork()
+    with suppress(RuntimeError):  # _fork_lock is not held if Ctrl-C ended _before_fork()
         _fork_lock.release()
     _no_fork_threads.clear()  # after Ctrl-C the set may list threads that the child does not have
     while _open_lock_fds:
@@ -1352,24 +1368,27 @@ if hasattr(os, "register_at_fork"):
 # ==================================================================================================
 # 6. Files: the steps on files of data_dir, and the order in which they are synced.
 #    Invariant: a file appears whole under its name, or not at all. After power loss the checksum
-#    reveals a torn file (4). If the queue is durable, a call returns only after these steps have
-#    reached the disk, in this order:
-#    - A new task (publish, push_many): the rename, the file, the directory. If the file is torn,
-#      the call did not return, so no caller was told that the task was pushed.
-#    - A move: the rename; then commit(), which syncs the file and the directory.
-#    - A replaced file: the new file, the rename; then commit(). A whole record is never replaced by
-#      a torn one.
-#    - A finished task that is not kept: the lease's file and directory, the unlink, the directory.
-#      After power loss the task is not in its earlier directory again.
-#    - A new task of a key: the state's file and directory; then the task's file, the rename, the
-#      directory.
+#    reveals a torn file (room 4). If the queue is durable, a call makes these steps, in this order,
+#    and then returns:
+#    - A new task (publish, push_many): rename the file, sync the file, sync the directory. If the
+#      file is torn, the call did not return, so no caller was told that the task was pushed. Where
+#      syncs_after_rename is False, the sync of the file comes first.
+#    - A move: rename the file; then commit(), which syncs the file and the directory.
+#    - A replaced file: sync the new file, rename it over the old one or exchange the two; then
+#      commit(). A whole record is never replaced by a torn one.
+#    - A finished task that is not kept: sync the lease's file and directory, unlink the file, sync
+#      the directory. After power loss the task is not in its earlier directory again.
+#    - A new task of a key: sync the file keys/<hash> and keys/. Then sync the task's file, rename
+#      it, and sync the directory.
 # ==================================================================================================
 
-# A directory may be replaced or removed by other processes so many times during one step. The step
-# is a move into the directory, its opening as a lease directory, or the entry into a ticket line.
+# How often other processes may replace or remove a directory during one step. The step is a move
+# into the directory, its opening as a lease directory, or the entry into a ticket line.
 _MAX_REPLACED = 100
-_TICK_S = 0.011  # the times of files advance at least a hundred times a second
-_COARSE_TICK_S = 2.02  # but where they have whole seconds; on FAT, every two seconds
+# The longest time between two advances of the clock that sets the times of files. It is a hundredth
+# of a second. Where times have whole seconds, it is a second, and on FAT two seconds.
+_TICK_S = 0.011
+_COARSE_TICK_S = 2.02
 _SHRINK_BYTES = 1 << 20  # an empty directory that is larger than this is replaced
 
 
@@ -1412,20 +1431,21 @@ class _Files:
     """The files of one data_dir. Paths are relative to data_dir, as in "pending/<id>".
 
     root: data_dir, with a separator at the end.
-    is_durable: a change survives power loss once its call has returned.
+    is_durable: True if a change survives power loss once its call has returned.
     parts: the classes of the lease directory, the keys and the ticket numbers for this file system.
-    clock: the queue clock, which sets this attribute. The files of tickets have no clock.
+    clock: the queue clock, which sets this attribute. The _Files of a TicketQueue has no clock.
     """
 
     caveat = ""  # a warning about the file system, reported by check()
     parts: Any
     is_local = False  # True: only processes of this kernel use the file system, for certain
-    if_shared: Any = None  # the classes of keys and ticket numbers to use if SHARED exists (20)
+    # The classes of the keys and the ticket numbers to use if SHARED exists (room 20).
+    if_shared: Any = None
     phantoms: Any = frozenset()  # see _SharedFiles
     clock: _QueueClock
 
-    # True: a new file is synced after its rename. False: it is synced before. Either the system
-    # can't rename an open file, or other hosts would see a torn file (room 20).
+    # True: a new file is synced after its rename. False: the file is synced before its rename,
+    # because the system can't rename an open file, or other hosts would see a torn file (room 20).
     syncs_after_rename = os.name == "posix"
 
     def __init__(self, data_dir: str, is_durable: bool) -> None:
@@ -1450,8 +1470,8 @@ class _Files:
         with suppress(FileExistsError):
             os.mkdir(self.root + name)
             # An OSError is ignored, because a system that is not POSIX may refuse to open a
-            # directory. RACE: another process removes an empty lease directory as soon as the
-            # directory is made. Then the caller sees that the directory is missing.
+            # directory. RACE: another process removes a new lease directory, as an empty one,
+            # before our os.open(). Then the caller sees that the directory is missing.
             with suppress(OSError):
                 fd = os.open(self.root + name, _DIR_FLAGS)
                 try:
@@ -1462,8 +1482,8 @@ class _Files:
     # Looking
 
     def exists(self, path: str) -> bool:
-        """Say whether a file exists. Other errors are raised: os.path.lexists() would return False
-        for every error."""
+        """Say whether a file exists. Raises any OSError that does not mean that the file is
+        missing. (os.path.lexists() would return False for every OSError.)"""
         try:
             self.lstat(path)
         except (FileNotFoundError, NotADirectoryError):
@@ -1517,11 +1537,12 @@ class _Files:
     def has_work(self) -> bool:
         """Say whether a task waits or is leased.
 
-        RACE: other processes move tasks in both directions during a look, and the look may miss
-        them. Each such move changes the time of pending/ or scheduled/. So True is returned if a
-        time has changed since the start. A move in the same tick as the start does not change the
-        time. It is over before the second look, which comes a tick later. A tick is long on a file
-        system whose times have whole seconds (ext4 with inodes of 128 bytes)."""
+        RACE: other processes claim tasks and put tasks back during a look, and the look may miss
+        these tasks. Each such move changes the time of pending/ or scheduled/. So True is returned
+        if one of the two times has changed since the start of the call. A move in the first tick of
+        the call may leave the time as it was. But that move is over before the second look, which
+        comes a tick later. A tick is long on a file system whose times have whole seconds (ext4
+        with inodes of 128 bytes)."""
         before = self._changed()
         is_coarse = not any(it % 10**9 for it, _ in before)
         for pause_s in (_COARSE_TICK_S if is_coarse else _TICK_S, 0):
@@ -1531,7 +1552,8 @@ class _Files:
         return self._changed() != before
 
     def _changed(self) -> list[tuple[int, int]]:
-        # With the inodes: shrink() may put a directory in place that is as old as the time seen.
+        # The times alone are not enough: the new directory that shrink() puts in place may have the
+        # time of the old one. So compare the inodes, too.
         found = [os.stat(self.root + it) for it in _WAITING_DIRS]
         return [(it.st_mtime_ns, it.st_ino) for it in found]
 
@@ -1558,7 +1580,7 @@ class _Files:
                     return payload, None
                 return _read_other(fd, head, ident)
             finally:
-                os.close(fd)  # its error must be raised: the file may have been replaced (20)
+                os.close(fd)  # raise its error: the file may have been replaced (room 20)
         except OSError:
             if not self.is_regular(path):
                 raise CorruptTask(ident, "not a regular file") from None
@@ -1567,12 +1589,13 @@ class _Files:
     read_listed = read  # for a name that was listed just now; room 20 has another method
 
     def is_done(self, path: str) -> bool:
-        """Return whether a finished task came back. This does not happen here; see room 20."""
+        """Return whether the file at `path` is a finished task that came back. On a local file
+        system, no finished task comes back; see room 20."""
         return False
 
     def has_other_mounts(self) -> bool:
         """Return whether this local directory is also used through a mount of another kind. The
-        first object on such a mount makes SHARED: see "mounts" in room 20."""
+        first queue object on such a mount makes SHARED: see "mounts" in room 20."""
         return self.if_shared is not None and self.exists("SHARED")
 
     def head(self, path: str) -> tuple[str | None, int | None]:
@@ -1615,8 +1638,8 @@ class _Files:
         sync: bool | None = None,
     ) -> None:
         """Write a record to creating/<aside>, and rename the file to `path`. The task exists from
-        the rename on. If this raises OSError, the task does not exist, unless a worker claimed the
-        task before the error.
+        the rename on. If publish() raises OSError, the task does not exist, unless a worker claimed
+        the task before the error.
 
         If the queue is durable, the file and the directory are synced. Usually both syncs follow
         the rename, because this order costs one journal commit instead of two. Where
@@ -1776,8 +1799,8 @@ class _Files:
             return
         if old.st_size <= _SHRINK_BYTES or not stat.S_ISDIR(old.st_mode):
             return
-        # Other hosts may look into the old directory for a long time (stale in room 20). The new
-        # directory would belong to this user.
+        # Other hosts may look into the old directory for a long time ("stale" in room 20). Another
+        # user's directory is not replaced, because the new directory would belong to this user.
         if self.has_other_mounts() or old.st_uid != os.geteuid():
             return
         if hasattr(os, "listxattr") and any("acl" in name for name in os.listxattr(path)):
@@ -1789,8 +1812,8 @@ class _Files:
         with suppress(OSError):
             if _make_alike(fresh, old):
                 os.rename(fresh, path)
-                # Otherwise power loss could undo the rename, and lose files that were pushed and
-                # synced into the new directory later.
+                # Without this sync, power loss could undo the rename. Then tasks that were pushed
+                # into the new directory and synced later would be lost.
                 _sync_dir(self.root)
         with suppress(OSError):
             os.rmdir(fresh)
@@ -1799,7 +1822,7 @@ class _Files:
 # ==================================================================================================
 # 7. Queue clock: the source of orders and deadlines. The queue clock is the monotonic clock plus an
 #    anchor, which all processes of one boot share. Invariant: the orders of one object strictly
-#    increase. Setting the date does not change them.
+#    increase. Setting the date does not change the queue clock.
 # ==================================================================================================
 
 
@@ -1818,8 +1841,8 @@ def _compute_anchor(files: _Files) -> int:
             entries = files.entries(directory)
             times_ns += [_stamp_of(entry.id) + 1 for entry in entries]
             if entries and _state_of(directory) == "inflight":
-                # The directory changed at the last claim. If its time is after the newest deadline,
-                # the date was wrong at the claim, and the deadline counts.
+                # The directory changed at the last claim. If the directory's time is after the
+                # newest deadline, the date was wrong at the claim. Then the deadline counts.
                 times_ns.append(min(files.lstat(directory).st_mtime_ns, entries[-1].stamp_ns))
     return max(it for it in times_ns if it < _FARTHEST_NS) - _monotonic_ns()
 
@@ -1832,8 +1855,8 @@ class _QueueClock:
 
     def __init__(self, files: _Files) -> None:
         self._files, files.clock = files, self
-        # The tag of leases of processes that have a clock of their own, because they can't see the
-        # boot id, or can't write the clock file. Only processes of this kernel use this tag.
+        # The <boot> in the leases of a process that can't see the boot id, or can't write the clock
+        # file, and so has a clock of its own. Only processes of this kernel use this tag.
         self.no_id_tag = _boot_tag(_time_namespace(), files.root) if files.is_local else ""
         self.init_worker()
         self.boot, self.anchor_ns = self._open()
@@ -1846,7 +1869,8 @@ class _QueueClock:
 
     @property
     def boots(self) -> tuple[str, str]:
-        """The tags of the leases whose holder is dead if the lock of its directory is free."""
+        """Two values of <boot> that only processes of this kernel use. The holder of a lease with
+        one of these values is dead if the lock of the lease directory is free."""
         return self.boot, self.no_id_tag
 
     def now_ns(self) -> int:
@@ -1903,8 +1927,9 @@ class _QueueClock:
             with suppress(PermissionError):  # a person took this user's rights to read the file
                 anchor_ns = self._read(name)
                 if anchor_ns and abs(anchor_ns + _monotonic_ns() - _wall_ns()) < _BEHIND_NS:
-                    # RACE: another host makes SHARED before its clock file. So SHARED is looked
-                    # for after the clock file was found.
+                    # RACE: another host makes SHARED, and then its clock file. If we looked for
+                    # SHARED first, we could miss SHARED, and then find the clock file of that host.
+                    # So the look for SHARED comes last.
                     return "" if self._files.has_other_mounts() else name[6:]
         return ""
 
@@ -1930,8 +1955,9 @@ class _QueueClock:
         return newest_ns > now_ns + _BEHIND_NS
 
     def _read(self, name: str) -> int | None:
-        """Return the anchor in a clock file, or None if the file is missing or invalid. The caller
-        then makes the file again."""
+        """Return the anchor in a clock file. Return None if the file is missing or invalid, or if
+        the anchor puts the queue clock before 2001 or after 2096. Then _open() and _create() write
+        the file again."""
         anchor_ns = 0
         with suppress(FileNotFoundError):
             text = self._files.text(name)
@@ -1943,8 +1969,9 @@ class _QueueClock:
         """Remove the clock files of earlier boots, because no process of an earlier boot lives.
 
         A container may have a boot id of its own, and run beside us. While a task is leased in the
-        container, its clock file stays. At other times, the file is missing until a worker of the
-        container calls restore(). Where other hosts use data_dir, nothing is removed."""
+        container, the clock file of the container stays. At other times the file is removed, and a
+        worker of the container puts it back by restore(). Where other hosts use data_dir, nothing
+        is removed."""
         if self._files.if_shared is None or self._files.has_other_mounts():
             return
         with suppress(OSError):  # a directory of another user: its leases can't be seen
@@ -1970,8 +1997,9 @@ class _QueueClock:
             try:
                 os.link(root + aside, root + name)
             except (AttributeError, OSError):
-                # A clock file is there. Or there are no hard links here. Then two processes that
-                # start at the same time may have anchors that differ by some microseconds.
+                # A clock file is there, or the file system has no hard links. Without hard links,
+                # two processes that start at the same time may have anchors that differ by some
+                # microseconds.
                 if self._read(name) is None:
                     os.replace(root + aside, root + name)
             self._files.remove(aside)
@@ -1996,21 +2024,22 @@ class _QueueClock:
 # ==================================================================================================
 
 _MAX_BATCH = 1 << 17  # names to keep in memory, which take up to 11 MB
-_CHUNK = 1 << 16  # directory entries to read before the batch is cut again
+_CHUNK = 1 << 16  # directory entries to read at a time
 _FEW = 1000  # a directory with fewer names is listed in one piece
 _AT_ONCE = 256  # names that the system lists in one call, so that no push comes in between
 _LONGEST_TROUBLE_S = 3600.0  # the longest time to pass over a task that made trouble
 _MAX_TROUBLES = 10_000  # how many tasks that made trouble are remembered
-_LOSSES = 64  # after so many lost claims, a pop() looks at the lease directory again
-# How often to list the directories for one task. A pop() lists them again if it lost every claim. A
-# search for the task of a key lists them again if the task moved meanwhile.
+_LOSSES = 64  # after every so many lost claims, a pop() checks that the lease directory is there
+# How often to list directories for one task. A pop() lists pending/ again if it lost every claim. A
+# search for the task of a key or an id is repeated if the task moved meanwhile.
 _MAX_LISTINGS = 8
 _is_waiting = _FORMS["pending"]
 
 
 def _oldest_names(directory: str, seen_before: int) -> tuple[list[str], int]:
-    """Return the oldest task names in a directory, oldest last, and the number of its entries. Up
-    to _MAX_BATCH names are returned, or a sixteenth of `seen_before` if that is more."""
+    """Return the oldest task names in a directory, oldest last, and the number of entries of the
+    directory. `seen_before` is that number at the listing before. Up to _MAX_BATCH names are
+    returned, or a sixteenth of `seen_before` if a sixteenth is more."""
     keep = max(_MAX_BATCH, seen_before // 16)
     names: list[str] = []
     seen, youngest = 0, "~"  # sorts after every name of a task
@@ -2032,9 +2061,9 @@ class _Backlog:
         self._clock = worker.clock
         self.names: list[str] = []  # the oldest last
         self.seen = 0  # the number of names in pending/ at the last listing
-        # The tasks that this worker could not read or move. By the id: how often that happened, and
-        # until when the task is passed over. This is kept in memory only, because another worker
-        # may be able to read or move the task.
+        # The tasks that this worker could not read or move. The value for an id is how often that
+        # happened, and until when the task is passed over (monotonic clock). The dict is kept in
+        # memory only, because another worker may be able to read or move the task.
         self._troubles: dict[str, tuple[int, float]] = {}
         self._listed_s = 0.0
         # When to list pending/ again even if names are left. Another process may have put an older
@@ -2045,10 +2074,11 @@ class _Backlog:
         """List pending/. `now_s` is the time on the monotonic clock.
 
         RACE: another process pushes two tasks during the listing, and the listing shows only the
-        younger task. The younger task would then be delivered first. So tasks that were pushed
-        after the start of a listing are left to the next listing. If the listing shows no other
-        tasks, a second listing is made at once. If the second listing also shows no other tasks,
-        all its tasks are kept. A directory that the system lists in one call needs no such care."""
+        younger task. The younger task would then be delivered first. So the batch gets only the
+        tasks that were pushed before the listing began. The next listing shows the later tasks. If
+        a listing shows only later tasks, a second listing is made at once. If the second listing
+        also shows only later tasks, the batch gets all its tasks. A directory that the system lists
+        in one call needs no such care."""
         for _ in range(2):
             self._list(now_s)
             if self.seen <= _AT_ONCE:
@@ -2095,12 +2125,14 @@ class _Backlog:
                 names.insert(bisect.bisect(names, False, key=name.__gt__), name)
 
     def correct_after_loss(self, lost: str) -> None:
-        """After a lost claim, drop the oldest name of the batch, as long as its file is missing. To
-        look at a file costs a third of a failed rename(). A task with a key is not dropped.
+        """After a lost claim at the path `lost`, drop the oldest names of the batch, up to the
+        first name whose file exists. To look at a file costs a third of a failed rename().
 
         RACE: after the listing, another process pushes a newer payload for the key of the task at
         `lost`. The push renames the task, so that its attempts are 0 again. The task keeps its
-        place. So the new name is put into the batch, as the next name to claim."""
+        place. So the new name is put into the batch, as the next name to claim. The name of a task
+        with a key is not dropped before its own lost claim, because the task may have been renamed
+        in the same way."""
         with self._lock:
             names, renamed = self.names, _fresh_path(lost, None)
             if renamed != lost:
