@@ -1182,6 +1182,35 @@ def _read_other(fd: int, head: bytes, ident: str) -> _Record:
 #    A forked child never keeps a lock.
 # ==================================================================================================
 
+# TOPIC: locks, and their order. A thread that holds a lock takes only locks further down in this
+# list. The number after a lock is the number of its room.
+#
+# - _WorkerPool._take_lock (17) is held by the thread of work() that takes a task. This lasts 0.4 s
+#   at most, if the disk does not hang.
+# - locks/NN (13) guards the keys whose hash ends with NN, which is 1 key in 256. The lock is held
+#   while a task with such a key is pushed, taken by key, settled or moved. A stopped process may
+#   hold the lock for ever. Therefore only calls of the user wait for the lock. Jobs and renewals
+#   only try to take it (wait=False). A thread that holds such a lock takes no second one, unless a
+#   signal handler of the program uses the queue.
+# - _Worker.lock (10) is held while a task is claimed, renewed, settled or reclaimed, and while a
+#   job runs. _LeaseDir, _Backlog, _Housekeeper and _LeaseRenewer have the same lock as `_lock`. A
+#   thread that holds this lock already only tries to take locks/NN.
+# - inflight-<node>/ (9) is locked by its worker, with a shared lock, as long as the worker lives.
+#   Another process tries to take the exclusive lock, to find out whether the worker is dead. If the
+#   worker is dead, the process holds the lock while it reclaims the leases. Only a worker that
+#   opens its directory waits for this lock. So a stopped process may block the start of a worker
+#   with the same node_id.
+# - The lock of a log handler: messages are logged with any of the locks above held. The log of the
+#   command `work` takes _Output._turns (21), and waits while nobody reads standard error.
+# - _WorkerPool._changed (17), _Waits._lock (15), _Processes._lock (22) and _QueueClock._lock (7)
+#   guard a few fields for a moment.
+# - _fork_lock (5) is held during fork(), and while a thread enters a block of _no_fork(). A fork()
+#   waits 0.5 s at most for the threads that are in such a block.
+#
+# The locks of a ticket line (19) are not in this list. A thread that holds such a lock takes only
+# _fork_lock. A register() waits for the lock of the file "last". The lock of a ticket is only tried
+# by other members.
+
 _NO_FLOCK = "keyed tasks and tickets need flock(2), which is not available here"
 # NFS returns EBADF for an exclusive lock on a file that is open for reading only. Other file
 # systems return EINVAL for a lock on a directory.
@@ -1378,8 +1407,8 @@ if hasattr(os, "register_at_fork"):
 #      commit(). A whole record is never replaced by a torn one.
 #    - A finished task that is not kept: sync the lease's file and directory, unlink the file, sync
 #      the directory. After power loss the task is not in its earlier directory again.
-#    - A new task of a key: sync the file keys/<hash> and keys/. Then sync the task's file, rename
-#      it, and sync the directory.
+#    - A new task of a key: sync the new file, sync keys/<hash> and keys/, rename the new file, sync
+#      the directory. A task missing from keys/<hash> would allow a second task of the key.
 # ==================================================================================================
 
 # How often other processes may replace or remove a directory during one step. The step is a move
@@ -1824,6 +1853,21 @@ class _Files:
 #    anchor, which all processes of one boot share. Invariant: the orders of one object strictly
 #    increase. Setting the date does not change the queue clock.
 # ==================================================================================================
+
+# TOPIC: which clock is used for what.
+#
+# - The queue clock gives the orders, and therefore the ids. Deadlines of leases are times of the
+#   queue clock, too.
+# - The monotonic clock, time.monotonic(), is used for timeouts, pauses, and the times of jobs.
+# - The wall clock, time.time(), is used for due times in scheduled/, also for those of retries. The
+#   queue clock of a boot starts at the time of the wall clock. Ages that are computed from the time
+#   of a file are of the wall clock: the ages of finished tasks (keep_done, purge), of stale files,
+#   of tickets, and of leases of another clock (_renewed_recently() in room 11).
+#
+# So if the date is set, the ids stay in order, and the leases of this boot end as if the date had
+# not been set. A scheduled task comes when the wall clock shows its time. If the machine starts
+# again after the date was set back, the new queue clock starts after the newest id and after the
+# newest claim (_compute_anchor).
 
 
 _BEHIND_NS = 10**9  # a clock that began anew is behind by at least this time
@@ -4368,6 +4412,23 @@ class _KeyStates:
 #     If an older payload is behind the task already, the new payload gets the id and the place of
 #     the older one. Step 5 is then replaced by the steps 3 to 5 of the first table, with the older
 #     payload as T. After a kill, the next claim takes along the payload that is in keys/.
+#
+#     Push of a key without a task: put(), _add_or_buffer()
+#
+#       1. write new to C                   C new          there is no task; C is stale
+#       2. save U in keys/<hash>            C new          find_or_repair() finds no task, and
+#                                                          removes U from the state; C is stale
+#       3. rename C to U                    U new          new is delivered
+#
+#     Push behind the leased task L: put(), _add_or_buffer()
+#
+#       1. write new to C                   L old, C new   old goes on; C is stale
+#       2. save L and K in keys/<hash>      L old, C new   as after 1; find_or_repair() removes K
+#                                                          from the state
+#       3. rename C to K                    L old, K new   when L ends, K becomes a task
+#
+#     With if_in_flight="update", and if nothing is behind L, one step replaces the steps 2 and 3:
+#     exchange L and C. If names cannot be exchanged, C is renamed over L.
 #
 #     Take along, by the claim of a task T with K behind it: to_deliver(), _take_along()
 #
