@@ -6141,7 +6141,7 @@ class TicketQueue:
 #
 #       stale     A host may see an old state after a change by another host. On NFS it may see old
 #                 names and contents for 30 s, on GlusterFS old contents for a second. A listing, a
-#                 rename, and a read that follows a listing are never stale, because the server
+#                 rename, and a read that follows a listing are not stale, because the server
 #                 itself answers them. So the tasks of a key are found by listings, and key states
 #                 are not kept in files.
 #
@@ -6363,9 +6363,9 @@ class _SharedFiles(_Files):
         self._mark()
 
     def _mark(self) -> None:
-        """Make SHARED, which tells objects on a local mount that this directory has another mount
-        (mounts). If the disk is full, or this user may only read the directory, do nothing. The
-        next open_lock() tries again."""
+        """Make SHARED. Objects on a local mount look for this file, to learn of mounts of another
+        kind (mounts). If the disk is full, or if this user may only read the directory, do nothing.
+        The next open_lock() tries again."""
         with _ignore_missing(*_NO_WRITE_ERRNOS):
             with suppress(FileExistsError):
                 os.close(os.open(f"{self.root}SHARED", _CREATE_FLAGS, 0o666))
@@ -6634,9 +6634,9 @@ class _SharedKeys(_Keys):
         return False
 
     def _resolve_conflict(self, states: _States, name: str, lease: str) -> bool:
-        """Note the task that was just claimed as the task of its key, and return False. But if the
-        key has another task, one of the two tasks gives way. Return True if the claimed task gives
-        way. Raises FileNotFoundError if its lease is gone.
+        """Note a claimed task as the task of its key, and return False. But if the key has another
+        task, one of the two tasks gives way. Return True if the claimed task gives way. Raises
+        FileNotFoundError if the lease of the claimed task is gone.
 
         If the other task is younger, the claimed task is quarantined. If the other task is older
         and waits, or its lease has ended, the other task is quarantined. If the other task is older
@@ -6979,8 +6979,8 @@ class _Output:
 #     The leader of a job is CMD's process, which also leads a session. The job consists of the
 #     processes in this session and their descendants (_members). On systems without /proc, the job
 #     is only the leader's process group. A process that has left the session, and whose parents
-#     have ended, is found by the variables in its environment while the leader runs. Later it is
-#     lost, unless an earlier call of _members() found it.
+#     have ended, is found by the variables in its environment while the leader runs. When the
+#     leader has ended, the process is lost, unless an earlier call of _members() found it.
 #     A job is ended by _terminate(): at the time limit (_CommandPool._follow), at the second signal
 #     (_CommandPool._abort), or after an error.
 #     Invariant: the watchdog knows each job that may run. If this worker dies, the watchdog kills
@@ -6988,7 +6988,7 @@ class _Output:
 # ==================================================================================================
 
 _GRACE_S = 5.0  # the time between a signal to a job and SIGKILL
-_REASON_BYTES = 4096  # so many bytes at the end of CMD's standard error go into a failure's reason
+_REASON_BYTES = 4096  # how many bytes of CMD's standard error, at its end, go into a reason
 # The error messages of sh begin with this name. _judge() looks for this name. CMD may itself be a
 # `femtoqueue`, whose error messages begin with "femtoqueue: ".
 _SH_NAME = "femtoqueue work"
@@ -7185,9 +7185,11 @@ class _Processes:
         return [*self.running]
 
     def _reap(self, pid: int) -> None:
-        """Reap a child that has ended. Before that, tell the watchdog that the process has ended:
-        after the reaping, the system may give the pid to another process, which the watchdog must
-        not kill. For a process in `ending`, held() tells the watchdog later."""
+        """Reap a child that has ended. Before that, tell the watchdog that the process has ended.
+        For a process in `ending`, held() tells the watchdog later.
+
+        After the reaping, the system may give the pid to another process. The watchdog must not
+        kill that process."""
         process = self.running.get(pid)
         # ChildProcessError: CMD could not be started, and Popen has reaped the child.
         with suppress(ChildProcessError):
@@ -7290,7 +7292,8 @@ def _members(leaders: Iterable[int], known: Iterable[_Member] = ()) -> set[_Memb
         parent, group, session = map(int, fields[:3])
         member = _Member(int(fields[18]), int(name), group)
         children[parent].append(member)
-        # A process whose first thread has ended has the state Z, but its other threads still run.
+        # A process whose first thread has ended has the state Z, although other threads still run.
+        # Such a process is not a zombie.
         if state in (b"Z", b"X") and int(fields[16]) < 2:  # num_threads
             zombies.add(member)
         if member.pid in leaders or session in leaders or member in known:
@@ -7859,8 +7862,8 @@ _COMMANDS: dict[str, tuple[_Run, tuple[_Argument, ...]]] = {}
 
 
 def _command(*arguments: _Argument) -> Callable[[_Run], _Run]:
-    """Declare a function _NAME_command as the command NAME. `arguments`: the arguments after DIR
-    and the options."""
+    """Declare a function _NAME_command as the command NAME. `arguments`: the options, and the
+    arguments after DIR."""
 
     def declare(run: _Run) -> _Run:
         _COMMANDS[run.__name__[1:].removesuffix("_command")] = run, arguments
@@ -8276,7 +8279,7 @@ def _pop_command(options: Any) -> int:
             _put(sys.stderr if options.payload else sys.stdout, f"{task.path}\n")
         except BaseException as error:  # without the path, the caller can't settle the task
             q.release(task, front=True, counted=False)
-            if isinstance(error, BrokenPipeError):  # in other commands, this is not a failure
+            if isinstance(error, BrokenPipeError):  # main() would take this error for a success
                 raise FemtoQueueError(f"task {task.id} is given back: nobody reads") from None
             raise
     return 0
@@ -8329,8 +8332,8 @@ def _fail_command(options: Any) -> int:
 def _release_command(options: Any) -> int:
     """Give back tasks that are in flight.
 
-    A worker that holds such a task loses its lease, and can no longer end the task.
-    With --all or --node, the number of released tasks is printed.
+    A worker that holds such a task loses its lease, and can't change the task any
+    more. With --all or --node, the number of released tasks is printed.
 
     Example: femtoqueue release jobs "$task" --delay 5m
     """
