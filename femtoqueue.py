@@ -6270,9 +6270,10 @@ class TicketQueue:
 #     parentheses.
 #
 #       stale     A host may see an old state after a change by another host. On NFS it may see old
-#                 names and contents for 30 s, on GlusterFS old contents for a second. The server
-#                 itself answers listings and renames, and a read that follows a listing. So the
-#                 tasks of a key are found by listings, and key states are not kept in files.
+#                 names and contents for 30 s, on GlusterFS old contents for a second. A listing, a
+#                 rename, and a read that follows a listing are not stale, because the server
+#                 itself answers them. So the tasks of a key are found by listings, and key states
+#                 are not kept in files.
 #
 #       replaced  After a listing, a name may still lead to a file that was replaced. Then open(),
 #                 read() or close() raises ESTALE or ENOENT. The next attempt looks the name up
@@ -6287,11 +6288,11 @@ class TicketQueue:
 #                 youngest task counts. The ids tell which task is the youngest, as far as the
 #                 clocks of the hosts agree.
 #
-#       replies   A rename that was carried out may raise ENOENT (NFS, perhaps others). The server
-#                 reboots before it has answered, and the client repeats the request. Then the old
-#                 name no longer exists. So after ENOENT, a look tells whether the file has moved.
-#                 GlusterFS loses no replies. But there, a replica may show a failed rename as
-#                 carried out. So on GlusterFS there is no such look: a rename that raises has
+#       replies   A rename that was carried out may raise ENOENT (NFS, perhaps others). This happens
+#                 if the server reboots before it has answered. Then the client repeats the request,
+#                 and the old name no longer exists. So after ENOENT, this room checks whether the
+#                 file has moved. GlusterFS loses no replies, but a replica may show a failed rename
+#                 as carried out. So on GlusterFS nothing is checked: a rename that raises has
 #                 failed.
 #
 #       flock     A waiting flock() asks the server again after 1, 2, 4 ... seconds (NFS). If the
@@ -6337,8 +6338,8 @@ class TicketQueue:
 #       _SharedNumbers.late                   a host may be cut off or stopped for long (both)
 #       _SharedNumbers.remove_dir             stale (both)
 #
-#     The overrides for systems without flock follow. A lease ends by its deadline only there. Tasks
-#     with a key and tickets are not available.
+#     The overrides for systems without flock follow. On these systems, every lease ends by its
+#     deadline only. Tasks with a key and tickets are not available.
 #
 #       _Unlocked, _UnlockedFiles.open_dir    stand for the lock of a lease directory
 #       _UnlockedFiles.open_lock              raises ENOTSUP
@@ -6377,7 +6378,7 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def _open_files(data_dir: str, is_durable: bool) -> _Files:
-    """Make data_dir if it is missing, and return the steps on files for its file system. Raises
+    """Make data_dir if it is missing, and return the _Files object for its file system. Raises
     OSError if statfs(2) fails, because a file system that other hosts write to must not be taken
     for a local one."""
     # The kernel follows a symbolic link before a ".." in a path; os.path drops both. Remove each
@@ -6437,8 +6438,9 @@ class _UnlockedLeaseDir(_LeaseDir):
 
 
 def _afresh(look: _Method) -> _Method:
-    """Repeat a look that meets a missing file, up to _LOOKS times, without a listing in between
-    (replaced). ENOENT and ESTALE both raise FileNotFoundError in the end."""
+    """Return a method that calls `look` until the file is found, but at most _LOOKS times
+    (replaced). There is no listing between the calls. If the last call raises ENOENT or ESTALE, the
+    method raises FileNotFoundError."""
 
     @functools.wraps(look)
     def call(*args: Any) -> Any:
@@ -6491,9 +6493,9 @@ class _SharedFiles(_Files):
         self._mark()
 
     def _mark(self) -> None:
-        """Make SHARED, to tell the objects that use this directory as a local one (mounts). If that
-        fails, the disk may be full, and open_lock() tries again. Or this user may only look at the
-        directory."""
+        """Make SHARED. Objects on a local mount look for this file, to learn of mounts of another
+        kind (mounts). If the disk is full, or if this user may only read the directory, do nothing.
+        The next open_lock() tries again."""
         with _ignore_missing(*_NO_WRITE_ERRNOS):
             with suppress(FileExistsError):
                 os.close(os.open(f"{self.root}SHARED", _CREATE_FLAGS, 0o666))
@@ -6528,8 +6530,8 @@ class _SharedFiles(_Files):
         return super().has_work()
 
     def read(self, path: str, ident: str) -> _Record:
-        """Read a record. List its directory first if another host may have replaced the file before
-        the task came to this host: then the read is not stale."""
+        """Read a record. If another host may have replaced the file before the task came to this
+        host, list the directory first: a read that follows a listing is not stale."""
         state = _state_of(path)
         if state == "checkpoints" or (state == "inflight" and _is_keyed(ident)):
             self.names(os.path.dirname(path))
@@ -6541,8 +6543,9 @@ class _SharedFiles(_Files):
         while the name is listed, because the file may have been replaced. A name that is still
         listed after the last look is a phantom.
 
-        The looks are counted, and not the time: while a mount hangs, time passes, but no news
-        comes. A known phantom gets fewer looks. Raises FileNotFoundError."""
+        The limit is a number of looks, not a time: while a mount hangs, time passes without an
+        answer from the server. A known phantom gets fewer looks. Raises FileNotFoundError if the
+        file stays missing."""
         directory, name = os.path.split(path)
         looks = 5 if path in self.phantoms else _LISTED_LOOKS
         for pause_s in itertools.islice(_backoff_s(_STALE_S / 24), looks):
@@ -6558,19 +6561,19 @@ class _SharedFiles(_Files):
         raise _os_error(errno.ENOENT, path)
 
     def is_done(self, path: str) -> bool:
-        """Return whether the file of a task is in done/, too, because GlusterFS has brought an old
-        name of it back (healed).
+        """Return whether the file of a task is in done/, too, because GlusterFS has brought back an
+        old name of the file (healed).
 
-        Only a second link to the same file counts. A copy does not: with a copy a person runs the
-        task again. A second link in failed/ does not count either: if the task was retried, the
-        name in failed/ may be the one that came back."""
+        Only a second link to the same file counts. A copy does not count: a person may copy a file
+        from done/ to run the task again. A second link in failed/ does not count either: if the
+        task was retried, the name in failed/ may be the one that came back."""
         if not self.heals:
             return False
         try:
             ours = self.lstat(path)
             return ours.st_nlink > 1 and os.path.samestat(ours, self.lstat(f"done/{_id_of(path)}"))
         except FileNotFoundError:
-            return False  # no such file in done/; if the other file is gone, its reader sees that
+            return False  # done/ has no such file. If `path` is missing, the caller's read raises.
 
     # Moving
 
@@ -6581,11 +6584,11 @@ class _SharedFiles(_Files):
         return target
 
     def _free_path(self, path: str) -> str:
-        """Return the path that a task gets. If a keyed task is to wait under a name that another
-        record has already (healed), return a name with a higher number of attempts.
+        """Return `path`. But if a task with a key is to wait there, and another record already has
+        this path (healed), return a path with a higher number of attempts.
 
-        The other record may be the newer one of the task, and the rename would replace it. Under
-        its own name each record is delivered."""
+        A rename to `path` would replace the other record, which may be the newer one of the task.
+        If each record has its own name, both records are delivered."""
         is_at_risk = self.heals and _state_of(path) in _WAITING_DIRS and _is_keyed(_id_of(path))
         while is_at_risk and self.exists(path):
             name = _task_name(_stamp_of(path), _attempts_of(path) + 1, _id_of(path))
@@ -6603,7 +6606,7 @@ class _SharedFiles(_Files):
 
         If the source is a lease whose deadline has passed, the error is not suppressed. Another
         worker may have reclaimed and ended the task, with the same result on disk. On GlusterFS no
-        error is suppressed, because a replica may show a failed rename as carried out (replies)."""
+        error is suppressed: see "replies" at the top of this room."""
         before = None
         is_lease = _state_of(source) == "inflight"
         if not (self.heals or (is_lease and _stamp_of(source) <= self.clock.now_ns())):
@@ -6622,10 +6625,10 @@ class _SharedFiles(_Files):
         a removal. In that case, no file is looked for at the target.
 
         A file from creating/ need not be at the target, because another worker may already have
-        moved it on. No other process takes files from creating/, except for the sweep of files that
-        are an hour old. So if the file is younger than half an hour, the missing source shows that
-        the rename was carried out. The age is taken from the wall clock, because the monotonic
-        clock stands still while this host is suspended."""
+        moved it on. Other processes take a file from creating/ only to remove it when it is an hour
+        old. So if the file is younger than half an hour, the missing source shows that the rename
+        was carried out. The age is taken from the wall clock, because the monotonic clock stands
+        still while this host is suspended."""
         if self.exists(source):
             return False
         is_ours = _state_of(source) == "creating"
@@ -6644,9 +6647,9 @@ class _SharedFiles(_Files):
 
 
 class _SharedLeaseDir(_LeaseDir):
-    """A lease directory on a file system that other hosts write to. claim() refuses a task that is
-    done already (healed). If the rename of a claim was carried out but raised an error, claim()
-    finds the lease (replies)."""
+    """A lease directory on a file system that other hosts write to. If a claimed task is already
+    done (healed), claim() removes the lease and returns False. If the rename of a claim was carried
+    out but raised an error, claim() finds the lease and returns True (replies)."""
 
     _files: _SharedFiles
 
@@ -6660,7 +6663,7 @@ class _SharedLeaseDir(_LeaseDir):
         _log().warning("%s, which came back, is removed: its task is done", lease.path)
         self._files.remove(lease.path)
         self.undelivered.pop(lease.path, None)
-        self.orphans[lease.path] = None  # the file may still be there, if it can't be removed
+        self.orphans[lease.path] = None  # in case remove() has failed, and the file is still there
         return False
 
     def _was_claimed(self, lease: str) -> bool:
@@ -6670,31 +6673,31 @@ class _SharedLeaseDir(_LeaseDir):
         try:
             return os.path.basename(lease) in os.listdir(self.path)
         except OSError:
-            self.orphans[lease] = None  # the lease may be there after all
+            self.orphans[lease] = None  # without a listing, the lease may be there
             self._worker.house.look_again()  # the lease directory may be gone
             return False
 
 
 def _younger(newer: str, path: str) -> str:
-    """Return the path of a payload in keys/ if the payload is younger than the task at `path`. If
-    not, return "": the payload came back after it was replaced (healed), and is not behind the
-    task."""
+    """Return `newer`, the path of a payload in keys/, if the payload is younger than the task at
+    `path`. Otherwise return "": the payload is not behind the task, but came back after it was
+    replaced (healed)."""
     return newer if _id_of(newer) > _id_of(path) else ""
 
 
 class _SharedKeys(_Keys):
     """Finds the tasks of a key by listings, with the lock of the key held. The states of keys are
     not kept in files (stale). A phantom counts as a task without a key. A _Keys object that finds
-    SHARED gets this class (mounts)."""
+    SHARED becomes an object of this class (mounts)."""
 
     @contextmanager
     def lock(self, tag: str, wait: bool = True) -> Iterator[_States]:
         """Hold the lock of the keys of a hash, as on a local file system, and yield their states.
-        Remove the payloads that a younger one has replaced.
+        Remove each payload that a younger payload has replaced.
 
         RACE: a host is cut off while it pushes a payload behind a task, and loses this lock
-        (flock). Another host takes the lock and pushes a payload, too. Both payloads are in keys/
-        then. The next lock() removes the older payload."""
+        (flock). Another host takes the lock, and also pushes a payload behind the task. Then both
+        payloads are in keys/, and the next lock() removes the older one."""
         with super().lock(tag, wait) as states:
             for path in states.outdated:
                 self._files.remove(path)
@@ -6703,15 +6706,16 @@ class _SharedKeys(_Keys):
     def _load(self, tag: str, but: str = "") -> _States:
         """Return the states of a hash as the listings show them, without the file at `but`.
 
-        RACE: a task may move while the directories are listed. Then list them again, up to
-        _MAX_LISTINGS times."""
+        RACE: another process may move a task while the directories are listed. Then the directories
+        are listed again, at most _MAX_LISTINGS times."""
         for _ in range(_MAX_LISTINGS):
             with suppress(FileNotFoundError):
                 return self._listed(tag, but)
         return self._listed(tag, but)
 
     def _listed(self, tag: str, but: str) -> _States:
-        """Do as _load() in one pass. Raises FileNotFoundError if a task moves meanwhile."""
+        """Do as _load(), but list the directories once. Raises FileNotFoundError if a task moves
+        meanwhile."""
         states = _States()
         for entry in self._files.find("keys", *_LIVE):
             if _tag_of(entry.id) != tag or entry.path == but or self._files.is_done(entry.path):
@@ -6744,7 +6748,8 @@ class _SharedKeys(_Keys):
             self._make_dir("keys")
 
     def _paths(self) -> list[str]:
-        # Without the files of states, which a local object may have left before it found SHARED.
+        # Leave out the files of key states: a local object may have made them before it found
+        # SHARED.
         return [path for path in super()._paths() if "-" in path]
 
     def may_have_task(self, name: str) -> bool:
@@ -6759,14 +6764,15 @@ class _SharedKeys(_Keys):
         return False
 
     def _resolve_conflict(self, states: _States, name: str, lease: str) -> bool:
-        """Note a leased task as the task of its key. If the key has another task, one of the two
-        tasks gives way. Return True if the leased task gives way.
+        """Note a claimed task as the task of its key, and return False. But if the key has another
+        task, one of the two tasks gives way. Return True if the claimed task gives way. Raises
+        FileNotFoundError if the lease of the claimed task is gone.
 
-        If the other task is younger, the leased task is quarantined. If the other task is older and
-        its lease has not ended, a worker may run it, or the lease has come back (healed). Then the
-        leased task waits in scheduled/, uncounted, for at most _STALE_S at a time, until that lease
-        has ended. If the other task is older and waits, or its lease has ended, the other task is
-        quarantined. Raises FileNotFoundError if the lease of the leased task is gone.
+        If the other task is younger, the claimed task is quarantined. If the other task is older
+        and waits, or its lease has ended, the other task is quarantined. If the other task is older
+        and its lease has not ended, a worker may run the other task, or its lease has come back
+        (healed). Then the claimed task waits in scheduled/, and the delivery is not counted. It
+        waits for at most _STALE_S at a time, until the lease of the other task has ended.
 
         RACE: two workers may claim the two tasks at once. Each worker lists the directories after
         its claim and finds the other task, so that at most one of the tasks runs."""
@@ -6791,20 +6797,23 @@ class _SharedKeys(_Keys):
 
 
 class _SharedNumbers(_Numbers):
-    """The numbers of the tickets, on a file system that other hosts write to. The last number is
-    the name of an empty file: a name is listed correctly when contents are still stale. If two
-    hosts without the lock (flock) rename that file, one of the renames fails."""
+    """The numbers of the tickets, on a file system that other hosts write to. The last number is in
+    the name of an empty file, last~<number>, because a listing is correct even while contents are
+    stale. If a host has lost the lock of "last" (flock), two hosts may rename this file at the same
+    time. Then one of the renames fails."""
 
-    # RACE: another host finds this ticket stale, but removes it only later, and then takes the
-    # turn. Meanwhile the member touches the ticket again. Until the removal, the ticket is in line
-    # and may be the first, but the member must not take the turn. So the member gives the ticket up
-    # before any host can find it stale. The last quarter allows for clocks that differ.
+    # RACE: another host finds this member's ticket stale, and is about to remove the ticket and to
+    # take the turn. Meanwhile the member touches the ticket. Until the ticket is removed, it may be
+    # the first in line, but the member must not take the turn. So the member gives the ticket up
+    # after this part of stale_timeout without a touch, before any host can find the ticket stale.
+    # The last quarter is for clocks that differ.
     late = 0.75
     _parse = re.compile(r"last~[0-9]{20}").fullmatch
 
     def draw(self, last: _FileLock, highest: int) -> int:
         noted = self._noted()
-        before = noted[5:] or os.read(last.fd, 20).decode("ascii", "replace")  # by a local object
+        # If no name has the number, a local object may have written it into "last".
+        before = noted[5:] or os.read(last.fd, 20).decode("ascii", "replace")
         number = max(int(before) if before.isdigit() else 0, highest) + 1
         if noted:
             os.rename(self._root + noted, f"{self._root}last~{number:020d}")
@@ -6847,7 +6856,8 @@ def _writable(fd: int) -> None:
     """Wait until a descriptor can be written to, or for 50 ms."""
     import select
 
-    # ValueError: without poll(), a descriptor of 1024 or more. The caller tries again at once.
+    # Without poll(), a descriptor of 1024 or more raises ValueError. Then the caller tries again at
+    # once.
     with suppress(ValueError):
         if hasattr(select, "poll"):
             poll = select.poll()
@@ -6884,21 +6894,21 @@ def _read_some(fd: int) -> bytes:
 class _Progress:
     """The progress of a queue: how many tasks are left, the rate, and the time until none is left.
 
-    A task is left if it waits or is leased. The rate is how fast the number of these tasks falls,
-    through all workers and producers of the queue. But the rate is never less than the rate at
-    which this worker ends tasks. Otherwise the rate would be 0 if producers push as fast as workers
-    take tasks.
+    A task is left if it waits or is leased. The rate is the decrease per second of the number of
+    tasks left, which all workers lower and all producers raise. But the rate is never less than the
+    number of tasks per second that this worker ends. Otherwise the rate would be 0 if producers
+    push as fast as workers take tasks.
     """
 
-    # A rate is taken over at least so many seconds, and at least so many tasks, if the samples
-    # reach back so far.
+    # The rate is measured over at least _SPAN_S seconds and at least _SPAN_TASKS tasks, or over all
+    # samples if they do not reach back so far.
     _SPAN_S, _SPAN_TASKS = 10.0, 20
-    _NOISE_TASKS = 2  # a queue does not count as growing if it is longer by at most so many tasks
+    _NOISE_TASKS = 2  # a queue counts as growing if it became longer by more tasks than this
     _MAX_SAMPLES = 120
 
     def __init__(self, data_dir: str) -> None:
         self._root = os.path.abspath(data_dir)  # the current directory may be removed later
-        # Each sample has the time, the number of tasks left, and the number of tasks ended.
+        # Each sample has the time, the number of tasks left, and how many this worker has ended.
         self._samples: list[tuple[float, int, int]] = []
         self._next_s = 0.0
         self.waiting, self.running = 0, 0
@@ -6921,9 +6931,11 @@ class _Progress:
         return sorted(youngest, key=moved_s)[: -count - 1 : -1]
 
     def look(self, ended: int, now: bool = False) -> None:
-        """Count the tasks that are left, and keep a sample. Do nothing if the last count is so
-        recent that counting would take more than 1 % of the time. With `now`, count in any case.
-        `ended` is the number of tasks that this worker has ended. Raises OSError."""
+        """Count the tasks that are left, and keep a sample. `ended`: how many tasks this worker has
+        ended. Raises OSError.
+
+        Counting must not take more than 1 % of the time. So do nothing until 100 times the duration
+        of the last count has passed. With `now`, count in any case."""
         began_s = time.monotonic()
         if began_s < self._next_s and not now:
             return
@@ -7040,8 +7052,9 @@ class _Output:
     ) -> None:
         """Write bytes of a job (the `owner` is the relay of its pipe) or of the worker (None).
 
-        is_whole: the bytes end with a whole line, so that others may write. begins_line: if the
-        last line of the stream has not ended, end it first."""
+        is_whole: True: other jobs may write after these bytes. False: the bytes end within a line,
+        and other jobs wait for the end of the line. begins_line: if the last line of the stream has
+        not ended, end it first."""
         if not data:
             return
         turn = self._turns[fd]
@@ -7053,7 +7066,7 @@ class _Output:
             if has_line:
                 _write_all(2, self._clearing())
                 self._shown = 0
-            if begins_line and turn in self._unfinished:  # of a job
+            if begins_line and turn in self._unfinished:  # a job has not ended its last line
                 data = b"\n" + data
             _write_all(fd, data)
             if data.endswith(b"\n"):
@@ -7105,8 +7118,9 @@ class _Output:
 # 22. Jobs: the processes of a command, CMD, that `femtoqueue work` runs for a task.
 #     The leader of a job is CMD's process, which also leads a session. The job consists of the
 #     processes in this session and their descendants (_members). On systems without /proc, the job
-#     is only the leader's process group. A process that left the session is lost when its parents
-#     have ended, unless an earlier look found the process.
+#     is only the leader's process group. A process that has left the session, and whose parents
+#     have ended, is found by the variables in its environment while the leader runs. When the
+#     leader has ended, the process is lost, unless an earlier call of _members() found it.
 #     A job is ended by _terminate(): at the time limit (_CommandPool._follow), at the second signal
 #     (_CommandPool._abort), or after an error.
 #     Invariant: the watchdog knows each job that may run. If this worker dies, the watchdog kills
@@ -7114,15 +7128,16 @@ class _Output:
 # ==================================================================================================
 
 _GRACE_S = 5.0  # the time between a signal to a job and SIGKILL
-_REASON_BYTES = 4096  # the end of CMD's standard error that becomes the reason of a failure
-# The name of sh in its error messages. _judge() looks for this name. CMD may itself be a
-# `femtoqueue`, whose messages have another name.
+_REASON_BYTES = 4096  # how many bytes of CMD's standard error, at its end, go into a reason
+# The error messages of sh begin with this name. _judge() looks for this name. CMD may itself be a
+# `femtoqueue`, whose error messages begin with "femtoqueue: ".
 _SH_NAME = "femtoqueue work"
-# The script that sh runs in the process that becomes CMD. It writes the pid to the watchdog's pipe,
-# closes the pipe and executes CMD, which then has descriptors 0, 1 and 2 only.
+# The script that sh runs in the process that becomes CMD. The script writes its pid to the
+# watchdog's pipe, closes the pipe and executes CMD. CMD then has descriptors 0, 1 and 2 only.
 # CRASH: the worker dies after the fork() and before the script writes. The new process still holds
 # the pipe, so the watchdog waits, reads the pid, and kills the process.
-# A preexec_fn would do the same, but would run Python in a fork of a process with threads.
+# A preexec_fn would do the same. But it would run Python in a fork of a process with threads, where
+# it may wait for ever for a lock of another thread.
 _START = 'echo $$ >&{0}; exec "$@" {0}>&-'
 
 
@@ -7130,9 +7145,9 @@ def _shell(names: Iterable[str]) -> list[str]:
     """Return the words that start a shell. The shell must pass all variables of the environment on
     to CMD. `names` are the names of these variables.
 
-    dash drops a variable whose name is not a word, such as "a.b", or a function that bash has
-    exported. bash passes such variables on. With -p, bash neither runs $BASH_ENV nor defines the
-    functions."""
+    dash drops a variable whose name is not a word. Examples are "a.b", and "BASH_FUNC_f%%", a
+    function that bash has exported. bash passes these variables on. With -p, bash neither runs
+    $BASH_ENV nor defines the functions."""
     import shutil
 
     bash = None
@@ -7145,7 +7160,8 @@ class _Relay(threading.Thread):
     """A thread that passes on what a job writes to one pipe.
 
     The thread ends when no process holds the pipe. Programs that CMD leaves in the background may
-    hold it for ever. Therefore the thread also ends _LINGER_S after CMD's last byte is passed on.
+    hold the pipe for ever. Therefore the thread also ends _LINGER_S after it has passed on CMD's
+    last byte.
 
     tail: the last bytes that came.
     error: the exception that ended the thread.
@@ -7175,9 +7191,9 @@ class _Relay(threading.Thread):
     def _pass_on_all(self, pipe: int) -> None:
         """Read the pipe to its end.
 
-        RACE: a background program writes to the pipe all the time, and the pipe is never empty.
-        Therefore the bytes in the pipe are counted when CMD has ended. CMD's output is complete
-        when as many bytes have been passed on."""
+        RACE: a background program of the job writes to the pipe all the time, so the pipe is never
+        empty. Therefore the bytes in the pipe are counted when CMD has ended. CMD's output is
+        complete when as many bytes have been passed on."""
         left, end_s = None, float("inf")
         while time.monotonic() < end_s:
             if left is None and self._process.status is not None:
@@ -7271,7 +7287,7 @@ class _Processes:
         self._watchdog, self._shell = watchdog, _shell(os.environ)
         self._lock = threading.Lock()  # held from before a process starts until it is in `running`
         self.running: dict[int, _Process] = {}  # by pid
-        self.ending = set[_Process]()  # in a block of held(): the watchdog knows their jobs
+        self.ending = set[_Process]()  # in a block of held(): the watchdog still knows their jobs
         with suppress(OSError):
             _call_libc("prctl", "", 36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
         threading.Thread(target=self._reap_all, daemon=True).start()
@@ -7310,6 +7326,7 @@ class _Processes:
 
     def _reap(self, pid: int) -> None:
         """Reap a child that has ended. Before that, tell the watchdog that the process has ended.
+        For a process in `ending`, held() tells the watchdog later.
 
         After the reaping, the system may give the pid to another process. The watchdog must not
         kill that process."""
@@ -7331,12 +7348,12 @@ class _Processes:
 
     @contextmanager
     def held(self, process: _Process) -> Iterator[None]:
-        """Let the watchdog know a job during the block, even if CMD has ended. The block waits for
-        the other processes of the job.
+        """Keep a job on the watchdog's list during the block, even if CMD has ended. The block
+        waits for the other processes of the job.
 
         CRASH: if the worker dies in the block, the watchdog kills these processes. No other process
-        gets CMD's pid meanwhile: the system does not use a pid again that is still the number of a
-        session."""
+        gets CMD's pid meanwhile: the system does not reuse a pid while a session has this number.
+        """
         with self._lock:
             self.ending.add(process)
             if process.status is not None:
@@ -7363,8 +7380,8 @@ class _Processes:
 
 
 class _Member(NamedTuple):
-    """A process of a job. The time of its start is part of the name of a process, because the
-    system may give the pid of an ended process to another one."""
+    """A process of a job. The pid alone does not identify a process, because the system may give
+    the pid of an ended process to another process. So a member also has the time of its start."""
 
     started: int  # proc(5): starttime
     pid: int
@@ -7396,10 +7413,11 @@ def _members(leaders: Iterable[int], known: Iterable[_Member] = ()) -> set[_Memb
     leaders: the pids of the jobs' leaders.
     known: processes of the jobs that an earlier call found.
 
-    A process belongs to a job if it is in the leader's session, or descends from such a process, or
-    is in `known`. A daemon has a session of its own, and its parent has ended. A daemon belongs to
-    the job whose task and attempt are in its environment. Only a call without `known` looks for
-    daemons. Zombies are left out: a zombie no longer runs, and may never be reaped.
+    A process belongs to a job if it is in the leader's session, or is in `known`, or descends from
+    a process of the job. A daemon has a session of its own, and its parent has ended. A daemon
+    belongs to the job whose task and attempt are in its environment, as in the leader's. Only a
+    call without `known` looks for daemons, and finds them only while the leader runs. Zombies are
+    left out: a zombie no longer runs, and may never be reaped.
     """
     leaders, known = {*leaders}, {*known}
     if not _is_proc_ours():  # only the process group is known
@@ -7415,12 +7433,14 @@ def _members(leaders: Iterable[int], known: Iterable[_Member] = ()) -> set[_Memb
         parent, group, session = map(int, fields[:3])
         member = _Member(int(fields[18]), int(name), group)
         children[parent].append(member)
-        # A process whose first thread has ended has the state Z, but its other threads still run.
+        # A process whose first thread has ended has the state Z, although other threads still run.
+        # Such a process is not a zombie.
         if state in (b"Z", b"X") and int(fields[16]) < 2:  # num_threads
             zombies.add(member)
         if member.pid in leaders or session in leaders or member in known:
             found.add(member)
-    # This worker may itself be a part of a job, and have the variables of that job.
+    # This worker may itself be a process of a job, and have the variables of that job. Without the
+    # subtraction, this worker could count as a daemon of one of its own jobs.
     tries = {*map(_try_of, leaders)} - {frozenset(), _try_of(os.getpid())}
     if tries and not known:
         every = itertools.chain.from_iterable(children.values())
@@ -7557,7 +7577,7 @@ class _CommandPool(_WorkerPool):
         except (SystemExit, RuntimeError, OSError, MemoryError) as error:
             self._end_report(f"femtoqueue: {str(error) or type(error).__name__}\n")
             return 2
-        if len(self.signals) > 1:  # a thread that is stuck in a write may hold _output
+        if len(self.signals) > 1:  # report nothing: a thread stuck in a write may hold _output
             return 128 + self.signals[-1]
         is_lost = not _await_output(self._relays, 0.0)
         for relay in self._relays:  # a background program may write for another moment
@@ -7575,7 +7595,7 @@ class _CommandPool(_WorkerPool):
         pause_s = _REDRAW_S if self._output.has_terminal else _REPORT_S
         while not self._is_over.wait(pause_s):
             text = self._progress_text()
-            with suppress(OSError):  # the terminal is gone; the running jobs are finished
+            with suppress(OSError):  # the terminal is gone, but the running jobs must still finish
                 if self._output.has_terminal:
                     self._output.show(text)
                 elif text and not self._is_over.is_set():
@@ -7607,15 +7627,18 @@ class _CommandPool(_WorkerPool):
     def write(self, text: str) -> None:
         """Write a text to standard error, as lines of its own. The log writes through this method,
         too."""
-        with suppress(OSError):  # the terminal is gone; the running jobs are finished
+        with suppress(OSError):  # the terminal is gone, but the running jobs must still finish
             self._output.put(2, text.encode("utf-8", "backslashreplace"), begins_line=True)
 
     def pass_on(self, fd: int, data: bytes, owner: object = None, is_whole: bool = True) -> None:
         """Write output of a job. Raises OSError if the write fails.
 
         But if the reader of the output is gone and this worker was told to stop, drop the output:
-        the running jobs are to be finished. For example, Ctrl-C ends `tee` in
-        `femtoqueue work ... | tee log`, too, and SIGHUP means that the terminal is gone."""
+        the running jobs must still finish. For example, Ctrl-C ends `tee` in
+        `femtoqueue work ... | tee log`, too, and SIGHUP means that the terminal is gone.
+
+        RACE: the reader may end before the signal has come to this worker. So wait up to
+        _ONE_SIGNAL_S for the signal."""
         try:
             self._output.put(fd, data, owner, is_whole)
         except OSError as error:
@@ -7626,8 +7649,8 @@ class _CommandPool(_WorkerPool):
     # Signals
 
     def _tell_stop(self) -> None:
-        """Write a message about the first signal, unless the write would block. This is called in
-        the signal handler."""
+        """Write a message about the first signal, unless the write would block. The signal handler
+        calls this method."""
         import select
 
         self._is_told.set()
@@ -7637,7 +7660,8 @@ class _CommandPool(_WorkerPool):
                 os.write(2, self._output.clear_now() + text)
 
     def _abort(self) -> None:
-        """Pass the second signal to all jobs that run, and wait until they have ended."""
+        """Pass the second signal to all jobs that run, and wait until the jobs have ended. Their
+        threads give the tasks back. After a second, give back the tasks that are left."""
         self._is_over.set()
         jobs = {*self._processes.running.values(), *self._processes.ending}
         self._processes.terminate(jobs, self.signals[-1])
@@ -7676,7 +7700,7 @@ class _CommandPool(_WorkerPool):
         try:
             file.write(task.data)
             file.seek(0)  # this also flushes the payload
-        except OSError:  # perhaps only this payload is too large: let the other tasks come first
+        except OSError:  # perhaps only this payload is too large, so put the task at the back
             self._queue.release(task, counted=False)
             with suppress(OSError):
                 file.close()
@@ -7731,9 +7755,10 @@ class _CommandPool(_WorkerPool):
         return process, relays
 
     def _refuse(self, task: FemtoTask, why: str) -> NoReturn:
-        """Make a dead letter of a task at once, because another attempt would fail in the same way.
-        Raises _CommandFailed. But without {} in CMD, the environment of this worker is too large:
-        raises SystemExit."""
+        """Make a dead letter of a task whose payload can't be an argument of CMD, and raise
+        _CommandFailed. Another attempt would fail in the same way. But if CMD has no {}, the
+        payload is not an argument, and the environment of this worker is too large. Then raise
+        SystemExit."""
         if not any("{}" in it for it in self._options.after_dashes):
             raise SystemExit(f"{self._options.after_dashes[0]} can't be run: {why}")
         text = f"the payload can't be an argument of the command, in place of {{}}: {why}"
@@ -7748,8 +7773,9 @@ class _CommandPool(_WorkerPool):
 
         Returns two values. The first is CMD's exit status, or None if the time limit ended the job.
         The second is True if CMD failed because this worker was told to stop. Raises the error of a
-        relay; an error ends the job, too."""
-        # No more than half of the longest wait that Python allows, so that a sum is not too long.
+        relay. If CMD still runs then, the job is ended first."""
+        # Event.wait() refuses a time of more than TIMEOUT_MAX. With half of TIMEOUT_MAX, a sum of
+        # times below can't come near that limit.
         time_limit_s = min(self._options.task_timeout or 0.0, threading.TIMEOUT_MAX / 2) or None
         end_s = _end_s(time_limit_s)
         status: int | None = None
@@ -7813,7 +7839,8 @@ class _CommandPool(_WorkerPool):
 
         RACE: a scheduler signals CMD and this worker. CMD ends before the signal has come to this
         worker. So if a signal that also stops workers has ended CMD, wait up to _ONE_SIGNAL_S for
-        the same signal to this worker. Wait also if this attempt is the last attempt."""
+        the same signal to this worker. Wait also if this attempt is the last one, whose failure
+        makes a dead letter."""
         if not status:
             return False
         may_be = not {-status, status - 128}.isdisjoint(self.stop_numbers)
@@ -7839,8 +7866,8 @@ def _end_of_file(file: Any, begin: int) -> bytes:
 # ==================================================================================================
 # 24. Command line: a function for each command. The docstring of the function is the help text.
 #     Invariant: a command calls only public methods of FemtoQueue and FemtoTask. From other rooms,
-#     this room uses the runner (23), streams and progress (21), _readable (15), and parsers of
-#     names (2).
+#     this room uses the runner (23), the watchdog (22), streams and progress (21), _readable (15),
+#     and parsers of names (2).
 #     A new command touches these places:
 #     - Here, a function _NAME_command(options), below the decorator @_command. The decorator has an
 #       _argument() for each argument and option. A new kind of value needs a parser in _TYPES. The
@@ -7893,8 +7920,8 @@ def _import_only_libraries() -> None:
 
 
 def _open_closed_streams() -> None:
-    """If a standard stream is closed (`>&-`), open /dev/null in its place. Otherwise the next open
-    file would get the descriptor of the stream. This may be the file of a task, and the output of
+    """If a standard stream is closed (`>&-`), open /dev/null in its place. Otherwise the next file
+    that is opened would get the descriptor of the stream. If the file were a task, the output of
     the command would go into the task."""
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:  # then the descriptor of the stream is the lowest free one
@@ -7980,7 +8007,8 @@ _COMMANDS: dict[str, tuple[_Run, tuple[_Argument, ...]]] = {}
 
 
 def _command(*arguments: _Argument) -> Callable[[_Run], _Run]:
-    """Declare a function _NAME_command as the command NAME. `arguments` are those after DIR."""
+    """Declare a function _NAME_command as the command NAME. `arguments`: the options, and the
+    arguments after DIR."""
 
     def declare(run: _Run) -> _Run:
         _COMMANDS[run.__name__[1:].removesuffix("_command")] = run, arguments
@@ -8103,8 +8131,9 @@ def _timestamp(text: str) -> float:
 
 
 def _utf8_argument(text: str) -> str:
-    """Return the text of an argument whose bytes are UTF-8, whatever the locale is. A key must be
-    the same key in every locale. Bytes that are not UTF-8 are decoded by the locale."""
+    """Decode the bytes of an argument as UTF-8, whatever the locale is, because a key must be the
+    same key in every locale. `text` is what Python has decoded by the locale. If the bytes are not
+    UTF-8, return `text`."""
     with suppress(UnicodeError):
         return os.fsencode(text).decode()
     return text
@@ -8228,8 +8257,8 @@ def _fields(row: dict[str, Any]) -> list[str]:
 def _push_command(options: Any) -> None:
     """Add tasks, and print their ids.
 
-    Put a PAYLOAD that begins with - after --; without any, standard input is one.
-    While KEY's task is leased, PAYLOAD waits behind it, or updates it (see HOW).
+    Without PAYLOAD, push standard input. If PAYLOAD begins with -, put it after --.
+    HOW if KEY's task is leased: buffer PAYLOAD behind it, update it, or reject.
 
     Example: femtoqueue push jobs 'resize 42.png'
     """
@@ -8325,26 +8354,32 @@ def _work_command(options: Any) -> int:
     """Run CMD for each task, with the payload on its standard input.
 
     In an argument of CMD, {} stands for the payload. A payload that can't be an
-    argument (a zero byte, or too long) is a dead letter at once. Give {} to `sh -c`
-    as an argument of its own: within the script, the payload would run as code.
-    CMD's environment has FEMTOQUEUE_ID, FEMTOQUEUE_ATTEMPT and FEMTOQUEUE_KEY.
+    argument (it has a zero byte, or is too long) becomes a dead letter at once.
+    Give {} to `sh -c` as an argument of its own: within the script, the payload
+    would run as code. CMD's environment has FEMTOQUEUE_ID, FEMTOQUEUE_ATTEMPT and
+    FEMTOQUEUE_KEY.
 
     If CMD exits with 0, the task is done. Otherwise the task is tried again after a
-    pause, and is a dead letter after the last try. The reason is the end of CMD's
-    standard error. Output is passed on at once, with -j 2 or more by whole lines.
-    Progress is a line every 10 s; on a terminal, one line is rewritten in place.
+    pause. After the last try, the task becomes a dead letter, with a reason: how
+    CMD ended, and the end of its standard error. CMD's output is passed on at once,
+    with -j 2 or more in whole lines. The progress is written as a line every 10 s.
+    On a terminal, one line is rewritten in place.
 
-    After SIGTERM, SIGHUP, SIGUSR1, SIGUSR2 or Ctrl-C the running commands finish,
-    and no other starts. A second signal, at least 0.3 s later, is passed to them.
-    They are killed after 5 s, and their tasks are given back. A command that fails
-    after the first signal is no failed try: a scheduler may signal the commands,
-    too. --task-timeout ends all processes of CMD. Make it shorter than the time
-    limit of a scheduler: otherwise the same task comes first in the next job.
+    After SIGTERM, SIGHUP, SIGUSR1, SIGUSR2 or Ctrl-C, the running commands finish,
+    and no other command starts. A second signal, at least 0.3 s later, is passed to
+    the running commands. Commands that still run after 5 s are killed. The tasks of
+    commands that did not succeed are given back. If a command fails after the first
+    signal, the try is not counted, because a scheduler may signal commands, too.
 
-    If this worker is killed, its commands are killed. A lost lease (by a stop for
-    longer than --timeout, or by `release`) does not end CMD.
+    --task-timeout ends all processes of CMD. Make this time shorter than the time
+    limit of a scheduler. Otherwise a task that takes too long is given back at each
+    limit, and comes first in the next job.
 
-    Status 1: with --drain, a task of DIR failed for good, or work is left.
+    If this worker is killed, its commands are killed. If a lease is lost, CMD goes
+    on. A lease is lost if this worker is stopped for longer than --timeout, or if
+    `release` takes the task.
+
+    Status 1: with --drain, a task of DIR became a dead letter, or tasks are left.
 
     Example: femtoqueue work jobs -j 2 --drain -- ./resize --fast
     """
@@ -8406,9 +8441,9 @@ def _prepare_work(options: Any) -> None:
 def _pop_command(options: Any) -> int:
     """Lease the oldest task, and print the path of its file in DIR.
 
-    The lease lasts until done, fail or release, or for --timeout. Give them the
-    path, which stands for this delivery only, or the id at its end. With --payload,
-    the path goes to standard error. Status 1: there is no task.
+    The lease lasts for --timeout, or until done, fail or release gets the path. The
+    path stands for this delivery only. The id at its end stands for any delivery.
+    With --payload, the path goes to standard error. Status 1: there is no task.
 
     Example: task=$(femtoqueue pop jobs) && tail -n +2 "jobs/$task"
              femtoqueue done jobs "$task"
@@ -8427,7 +8462,7 @@ def _pop_command(options: Any) -> int:
             _put(sys.stderr if options.payload else sys.stdout, f"{task.path}\n")
         except BaseException as error:  # without the path, the caller can't settle the task
             q.release(task, front=True, counted=False)
-            if isinstance(error, BrokenPipeError):  # in other commands, this is not a failure
+            if isinstance(error, BrokenPipeError):  # main() would take this error for a success
                 raise FemtoQueueError(f"task {task.id} is given back: nobody reads") from None
             raise
     return 0
@@ -8437,7 +8472,7 @@ def _pop_command(options: Any) -> int:
 def _cancel_command(options: Any) -> int:
     """Delete tasks that wait, due or not.
 
-    A task in another state stays as it is. Status 1: one of them did not wait,
+    A task in another state stays as it is. Status 1: one of the tasks did not wait,
     or the queue is paused.
 
     Example: femtoqueue cancel jobs 01795243500123456789-0a1b2c3d
@@ -8480,8 +8515,8 @@ def _fail_command(options: Any) -> int:
 def _release_command(options: Any) -> int:
     """Give back tasks that are in flight.
 
-    A worker that holds such a task loses its lease, and can change nothing any
-    more. With --all or --node, their number is printed.
+    A worker that holds such a task loses its lease, and can't change the task any
+    more. With --all or --node, the number of released tasks is printed.
 
     Example: femtoqueue release jobs "$task" --delay 5m
     """
@@ -8536,11 +8571,11 @@ def _extend_command(options: Any) -> int:
     _argument("--json", "print a JSON object on each line"),
 )
 def _ls_command(options: Any) -> None:
-    """List the tasks that are alive or failed, or those of each STATE.
+    """List the tasks in each STATE, or all tasks that are not done.
 
-    A STATE is pending, scheduled, inflight, done or failed; --all means all of
-    them. Columns: state, id, age, attempts (-: not known), size in bytes
-    (-: corrupt), time until the lease ends or the task is due, key, node.
+    A STATE is pending, scheduled, inflight, done or failed; --all means all five.
+    Columns: state, id, age, attempts (-: not known), size in bytes (-: corrupt),
+    time until the lease ends or the task is due, key, node.
 
     Example: femtoqueue ls jobs failed
     """
@@ -8575,9 +8610,9 @@ def _show_command(options: Any) -> None:
     _argument("--max-pending N", "status 1 if more tasks are pending", default=float("inf")),
 )
 def _stat_command(options: Any) -> int:
-    """Count the tasks in each state; for monitors, too.
+    """Count the tasks in each state, for people and for monitors.
 
-    A task that moves from one state to another just then may be missed, or counted
+    A task that moves from one state to another meanwhile may be missed, or counted
     twice.
 
     Example: femtoqueue stat jobs --max-age 10m
@@ -8601,7 +8636,7 @@ def _figures(q: FemtoQueue) -> dict[str, Any]:
 
 @_command(_argument("--timeout TIME", "wait for TIME at most (default: as long as it takes)"))
 def _join_command(options: Any) -> int:
-    """Wait until no task is left, but do none.
+    """Wait until no task is left. The command itself runs no task.
 
     A task is left if it waits, due or not, or is in flight. Status 1: the TIME
     is over, and tasks are left.
@@ -8615,7 +8650,8 @@ def _join_command(options: Any) -> int:
 def _top_command(options: Any) -> None:
     """Show the queue live: rate, workers, what runs, dead letters.
 
-    q or Ctrl-C ends it. On a terminal it is redrawn in place, as far as it fits.
+    q or Ctrl-C ends the command. On a terminal, the view is redrawn in place, and
+    lines that do not fit are cut off.
 
     Example: femtoqueue top jobs
     """
@@ -8662,8 +8698,9 @@ def _top_lines(name: str, q: FemtoQueue, progress: _Progress) -> Iterator[str]:
 
 @contextmanager
 def _keyboard() -> Iterator[Callable[[float], str]]:
-    """Yield a function that waits for a key, for so many seconds at most. The function returns the
-    key, or "" if no key was pressed. In the block, the terminal passes each key on at once."""
+    """Yield a function that waits for a key for at most `seconds`, its argument. The function
+    returns the key, or "" if no key was pressed. In the block, the terminal passes each key on at
+    once."""
 
     signals: list[int] = []
 
@@ -8683,7 +8720,8 @@ def _keyboard() -> Iterator[Callable[[float], str]]:
 
 
 def _gives_each_key(restored: ExitStack, signals: list[int]) -> bool:
-    """Let the terminal pass each key on at once. Return False if standard input is no terminal.
+    """Let the terminal pass each key on at once, and return True. Return False if standard input is
+    not a terminal.
 
     When the stack is closed, the terminal gets its settings back. Until then, SIGTERM and SIGHUP
     are added to `signals`, and raise SystemExit. So the stack is also closed if one of these
@@ -8734,9 +8772,10 @@ def _resume_command(options: Any) -> None:
 
 @_command(_argument("--repair", "repair what is safe to repair"))
 def _check_command(options: Any) -> int:
-    """Look for what is odd in DIR, and print a line for each finding.
+    """Look for problems in DIR, and print a line for each.
 
-    It reads every task. Status 1: something is odd, and was not repaired.
+    The command reads every task. A line ends with `odd`, or with `mended` if the
+    problem was repaired. Status 1: a problem was not repaired.
 
     Example: femtoqueue check jobs --repair
     """
