@@ -12,7 +12,7 @@ each batch of names. SQLite is a table in WAL mode with one transaction for each
 only in the rows that say so.
 
 Each figure is the median over the runs, with the smallest and the largest value in brackets. Each
-run also checks that all tasks that went in came out. The goals are printed at the end. On a busy
+run also checks that every pushed task was taken. The goals are printed at the end. On a busy
 machine, only the ratios mean much.
 """
 
@@ -119,7 +119,7 @@ class Results:
                     bars[name + processes] = round(1e6 / microseconds)
         print("xychart-beta horizontal")
         print(f"    x-axis [{', '.join(json.dumps(bar) for bar in bars)}]")
-        # From 0: otherwise the shortest bar would start the axis, and look like nothing.
+        # The axis begins at 0. Otherwise it would begin at the shortest bar, which would vanish.
         top = (max(bars.values(), default=0) // 10_000 + 1) * 10_000
         print(f'    y-axis "tasks per second" 0 --> {top}')
         print(f"    bar [{', '.join(map(str, bars.values()))}]")
@@ -286,7 +286,7 @@ class Sqlite:
         return bool(rows)
 
 
-Maker = Callable[[str, int], Any]  # makes a contender: by its directory and its process's number
+Maker = Callable[[str, int], Any]  # makes a contender from a directory and a process's number
 
 CONTENDERS: dict[str, Maker] = {
     "floor": lambda path, number: Floor(path, f"0000000{number}", f"inflight-{number}"),
@@ -497,8 +497,11 @@ def backlog(base: str, results: Results, count: int) -> None:
 
 
 def bare_replace(floor: Floor, root: str, names: list[str]) -> None:
-    """Make the bare os calls of keyed pushes that replace a payload: take the key's lock, read the
-    key's state, write a record in creating/, exchange it with the waiting one."""
+    """Make the bare os calls of keyed pushes that replace a payload.
+
+    Each push takes the key's lock, reads the key's state, writes a record in creating/ and
+    exchanges this record with the waiting record.
+    """
     import fcntl
 
     for name in names:

@@ -1,8 +1,9 @@
 """Actors: the processes of storm.py, hosts.py and nfs.py, which use a queue and log their calls.
 
 An actor writes a line before each call, and a line with the result after the call. A line has the
-time, the actor's name, a word and values. Hosts share one monotonic clock, or each host knows its
-offset from the proof's clock. verdict.py reads the log and checks that the queue kept its promises.
+time, the actor's name, a word and values. All times are on the clock of the proof: hosts have its
+monotonic clock, or know the offset of theirs. verdict.py reads the log and checks that the queue
+kept its promises.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from verdict import LEASE_MS, LONGEST_CALL_S, LOOK_UPS
 
 from femtoqueue import FemtoQueue, FemtoQueueError, FemtoTask, KeyInFlight, LeaseLost, TicketQueue
 
-# How long to retry done(), fail() or release(): these fail on a host until the cluster is healed.
+# How long to retry done(), fail() or release(): on a host that was cut off, these calls may fail
+# until the cluster is healed.
 SETTLE_S = 240.0
 STALE_S = 30.0  # stale_s of a TicketQueue: after this, another host's untouched ticket is stale
 SIZES = (0, 50, 5000, 100_000)  # of payloads, in bytes
@@ -250,7 +252,7 @@ class Actor(Noter):
             self.extend(task)
 
     def extend(self, task: FemtoTask) -> None:
-        """Renew a lease. LeaseLost is ignored here: settle() will raise it again."""
+        """Renew a lease. LeaseLost is ignored here: settle() gets it again, and logs it."""
         began_s = self.now_s()
         try:
             self.q.extend(task)
@@ -382,7 +384,7 @@ class Actor(Noter):
         return self.chance.choice((0.0, 0.1)) * self.chance.random()
 
     def take_turn(self) -> None:
-        """Wait for a turn, hold it for a moment, and log its begin and end."""
+        """Wait for a turn, hold it for a moment, and log when it begins and ends."""
         began_s = self.now_s()
         self.line = self.line or TicketQueue(f"{self.queue}-line", self.stale_s)
         with self.line.turn(self.timeout_s) as ticket:
@@ -398,6 +400,7 @@ def unfinished(root: str) -> set[str]:
     """
     paths = set()
     for directory in set(os.listdir(root)) - {"creating", "done", "failed"}:
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # a worker removed its own
+        # RACE: a worker removed its lease directory.
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             paths |= {f"{directory}/{name}" for name in os.listdir(f"{root}/{directory}")}
     return paths

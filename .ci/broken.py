@@ -4,8 +4,8 @@
     python .ci/broken.py --tests [N] [--seed S] [--only TEXT]
 
 Each row of FAULTS replaces a text of femtoqueue.py by another one, and so breaks a promise. The
-first line of a row has the promise, and the class in test.py that should catch the fault. Then come
-the proofs that must catch the fault in their --self-check. Each proof has an argument:
+first line of a row has the promise, and the class in test.py that should catch the fault. The
+proofs that must catch the fault in their --self-check follow. Each proof has an argument:
 
     faults.py            the system calls at which errors are injected, or SIGKILL
     fuzz.py              the kind of seeds
@@ -13,18 +13,18 @@ the proofs that must catch the fault in their --self-check. Each proof has an ar
     hosts.py, nfs.py     the part, the phase
     storm.py             none
 
-After "~" stands a pattern that the proof's failure message must match. When femtoqueue.py is
-rewritten, a row gets a new text and keeps its promise.
+An argument may be followed by "~" and a pattern that the proof's failure message must match. When
+femtoqueue.py is rewritten, a row gets a new text and keeps its promise.
 
 --check tests that each text is in femtoqueue.py exactly once, and that the changed source compiles.
 
---tests first does the same. Then it tries each fault, or a random sample of N, in a copy of the
-project. It runs the class that should catch the fault, up to the first failure, and if no test of
-the class fails, the whole test.py. It prints the test that failed. In a row marked "hangs", a test
-that does not end also counts. The sample depends on --seed, which is the date by default. --only
-takes the rows whose promise contains TEXT.
+--tests first tests the same. Then it tries each fault, or a random sample of N faults, in a copy of
+the project. It runs the class that should catch the fault, up to the first failure. If no test of
+the class fails, it runs the whole test.py. It prints the test that failed. In a row marked "hangs",
+a test that does not end counts as a failure, too. The sample depends on --seed, which is the date
+by default. --only takes the rows whose promise contains TEXT.
 
-The exit status is 1 if no test catches a fault, so that a test is missing, or if --check fails.
+The exit status is 1 if --check fails, or if a fault is caught by no test: then a test is missing.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def must_catch(
     is_wanted: Callable[[str], bool] = lambda need: True,
     tries: int = 1,
 ) -> None:
-    """Show that the calling proof catches each fault that names it (--self-check).
+    """Show that the calling proof catches each fault whose row names the proof (--self-check).
 
     Runs the proof on a copy of the project with the fault. `options` turns the argument in the row
     into command line options. The proof must fail with one of `tries` seeds, from `seed` on, and
@@ -122,8 +122,8 @@ def parse_faults(text: str) -> Iterator[Fault]:
     The first line of a row is
     "<promise> | <class> [hangs][; <proof>: <argument>[ ~ <pattern>]]...". It may be continued on
     lines that begin with "; ". Then come lines as in a diff. The lines with "-" or " " in front are
-    the old text. The lines with "+" or " " in front are the new text. If there are none of these,
-    the new text is `pass`.
+    the old text. The lines with "+" or " " in front are the new text. If no line begins with "+" or
+    " ", the new text is `pass`.
     """
     for part in re.split(r"\n(?=[^-+; \n])", text.strip()):
         head, *lines = part.replace("\n; ", "; ").splitlines()
@@ -265,7 +265,7 @@ the claim is one rename: a task is leased once | Crash
 -            os.rename(self._root + source, held.prefix + name, dst_dir_fd=held.fd)
 +            os.link(self._root + source, held.prefix + name, dst_dir_fd=held.fd)
 +            _unlink_if_exists(self._root + source)
-the claim is one rename: a task is in a state at each instant | Crash; faults: SIGKILL
+the claim is one rename: a task is in one state at each instant | Crash; faults: SIGKILL
 -            os.rename(self._root + source, held.prefix + name, dst_dir_fd=held.fd)
 +            with open(self._root + source, "rb") as file:
 +                content = file.read()
@@ -277,7 +277,7 @@ work() passes over a task that can't be read | TroubleOfOneTask
 a task that can't be read has its attempts counted | TroubleOfOneTask
 -                place = self.back_path(place, _attempts_of(lease.path))
 +                place = self.back_path(place, _attempts_of(place))
-a task that can't be read several times is passed over for longer | TroubleOfOneTask
+a task whose reading has failed several times is passed over for longer | TroubleOfOneTask
 -            self._troubles[ident] = times + 1, now_s + pause_s
 +            self._troubles[ident] = 1, now_s + pause_s
 work() ends if no task can be read | TroubleOfOneTask hangs
@@ -481,7 +481,7 @@ a renewal never shortens a lease | Model
 +                length_ns = lease.length_ns
 the lock of a key is taken | KeyedConcurrency
 -            lock.acquire_exclusive(wait)
-the lock file of a key stays | -
+the lock file of a key is never removed | -
 ; hosts: key ~ crowded|overlapping; nfs: keys ~ crowded|overlapping
              if lock is not outer:
 +                os.unlink(lock.path)
@@ -536,7 +536,7 @@ a payload that no state names does not replace a younger one | Keyed
 a keyed task that came back is saved in its key's state before its delivery | Keyed
 -        self._save(_tag_of(lease), states)
 +        _no_op(_tag_of(lease), states)
-a promoted payload counts more than the task before it | Keyed
+after a promotion, the payload is the task of its key, not the task before it | Keyed
 -        if behind and not newer:
 +        if not behind and newer:
 moving due tasks does not hold the lock for long | Lifecycle
@@ -567,7 +567,7 @@ a payload that a healed replica brings back in keys/ is not taken along by a cla
 +        states[name] = lease, newer
 the older of two payloads that two hosts put behind a task is removed | KeyedOnSharedFileSystem
 -                        states.outdated += (older,)
-ending a lease that a healed replica brings back does not replace its task | Healed
+ending a lease that a healed replica brings back does not replace a newer record | Healed
 -        target = self._free_path(target)
 the rename of a task that came back is synced before its payload is replaced | Durability
 -            self._files.commit(target)  # else btrfs
@@ -575,7 +575,7 @@ the rename of a task that came back is synced before its payload is replaced | D
 a payload pushed behind a task has a later order, even if clocks differ | KeyedOnSharedFileSystem
 -        order = max(self._clock.next_order(), younger)
 +        order = self._clock.next_order()
-a payload that replaces another does not get its checkpoint | Cost
+a payload that replaces an older one does not get the checkpoint of the older one | Cost
 -            self._files.remove(f"checkpoints/{_id_of(path)}")
 a payload that a claim takes along does not get the checkpoint of the older one | Keyed
 -        self._files.remove(f"checkpoints/{_id_of(lease)}")  # of the older payload
@@ -592,7 +592,7 @@ a wait notices that pending/ was replaced | Hearing hangs
 a wait lists a replaced pending/ after it began to watch it | Hearing hangs
 -        return self._watches != before
 +        return False
-a command whose payload can't be printed does not print the lease | CommandLine
+a `pop` that can't print the payload does not print the path of the lease | CommandLine
 -                _put(sys.stdout, task.data)
 +                sys.stdout.buffer.write(task.data)
 a cancelled pop_async() loses no task | Coroutines hangs
@@ -672,7 +672,7 @@ an assignment to a setting raises an error | Lifecycle
 a program that outlives its shell during a stop keeps its task until the program ends | CommandLine
 -        while is_stopped and _members([process.pid]):
 +        while is_stopped and self._is_told.wait(60) is None:
-a command that succeeds after the second signal has finished its task | CommandLine
+a command that succeeds after the second signal finishes its task | CommandLine
 -        if not status:
 +        if not status and len(self.signals) < 2:
 the first signal ends `work` even if standard error is full | CommandLine hangs
@@ -857,10 +857,10 @@ def check(rows: list[Fault]) -> list[str]:
 
 
 def test_that_catches(fault: Fault, directory: str) -> str:
-    """Return the name of a test that catches a fault, or "".
+    """Return the name of a test that catches a fault, HANG if one does not end, or "".
 
-    The test is run again, alone, and must fail again: on a busy machine a test may fail for another
-    reason than the fault.
+    A test that failed is run again, alone, and must fail again: on a busy machine a test may fail
+    for another reason than the fault.
     """
     project = fault.copy(directory)
     limit_s = HANG_S if fault.hangs else CLASS_S
@@ -917,8 +917,8 @@ def run_copy(
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """End a process and its process group: by SIGINT, at which test.py ends its workers, then by
-    SIGKILL."""
+    """End a process and its process group, by SIGINT and at most a second later by SIGKILL. At
+    SIGINT test.py ends its workers."""
     for number in (signal.SIGINT, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)

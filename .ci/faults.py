@@ -6,34 +6,35 @@ Needs strace (5.14 or later) and the right to ptrace, on Linux. Does not need ro
 
 A life is a script: a child process calls the public methods of a queue, one after the other. Each
 call is a step. The child writes notes to a file outside the queue: one before each step, and one
-with the result or the error after the step. Each life is first played whole under strace. Each
-system call that names a path or a descriptor in the data directory is a point. Then the life is
-played again for each point and each errno that the system call may return (ENOSPC, EIO, EMFILE,
-EACCES, EINTR, ...), and for SIGKILL at the entry of the call.
+with the result or the error after the step. Each life is first played under strace without a fault.
+Each system call that names a path or a descriptor in the data directory is a point. Then the life
+is played again for each point with each fault. The faults are the errnos that the system call may
+return (ENOSPC, EIO, EMFILE, EACCES, EINTR, ...), and SIGKILL at the entry of the call.
 
-The clock and the random numbers are simulated, so that the N-th system call of a kind is the same
-in each play of a life. The trace must show that the expected call was hit. (strace -P selects calls
-only by whole paths, and the paths of tasks are not known before.) By default a random sample of the
-injections is made, which has each combination of call, directory and fault. All injections
-(--sample 9999) take ten minutes.
+An injection selects its call by number: the N-th call of its kind, in the data directory or not.
+(strace -P can select calls by path, but only by whole paths, not by a directory.) The clock and the
+random numbers are simulated, so that the N-th call is the same in each play of a life. The trace
+must show that the expected call was hit. By default a random sample of the injections is made,
+which has each combination of call, directory and fault. All injections (--sample 9999) take ten
+minutes.
 
 Proved for each injection:
   - The step in which the system call failed raises the OSError with that errno. The same step
     succeeds when it is repeated, or finds its work done. An error in a housekeeping job is raised
-    by that pop() or a later one.
+    by the pop() that ran the job, or by a later pop().
   - Or the error has no effect: each step returns what it may return without a fault. Only the order
     may differ: a pop() may return another task first.
   - No other exception is raised, nothing is written to standard error, and no call hangs.
   - Afterwards the same object (after SIGKILL: the next process) can push and drain.
   - In the end each acknowledged task exists once, in the acknowledged state, with its own bytes. A
-    push that raised an error left no task; if it was to replace a payload, the old or the new
+    push that raised an error left no task. If the push was to replace a payload, the old or the new
     payload is left. No task is delivered after its done() returned. creating/ is empty, nothing is
     in flight, and stats(), tasks() and peek() agree.
 
 Not proved: calls that fail half-way, for example a short write, or a rename that takes place and
 fails. strace skips the call at which it injects an error. So a close() that fails leaves the
-descriptor open, which Linux does not do. There is one process, so no races, and one fault in a
-life.
+descriptor open, which Linux does not do. Races are not proved, because a life is one process, nor
+are two faults in one life.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ ERRORS: dict[str, tuple[str, ...]] = {
     "close": ("EIO", "ENOSPC", "EINTR"),
     **dict.fromkeys(("lseek", "fcntl", "ioctl"), ()),
 }
-SURFACES_AS = {errno.ENOLCK: errno.ENOTSUP}  # the queue reports a file system without flock so
+SURFACES_AS = {errno.ENOLCK: errno.ENOTSUP}  # how the queue reports a file system without flock
 KILL = "SIGKILL"
 LIVE = ("pending", "scheduled", "inflight")
 NO_ID = f"{7:020d}-00000007"
@@ -160,7 +161,8 @@ class Life:
 
     def __init__(self, make: Maker, clock: PassingClock, note: Noting) -> None:
         self.make, self.clock, self.note = make, clock, note
-        self.queues: list[FemtoQueue] = []  # all of them: a collected queue object closes itself
+        # All queue objects are kept: an object that is garbage collected closes itself.
+        self.queues: list[FemtoQueue] = []
 
     def step(
         self, call: Callable[[], Any], *what: Any, shown: Callable[[Any], Any] = lambda _: None
@@ -168,7 +170,7 @@ class Life:
         """Make a call and return its result. After an OSError repeat it, unless it is a push.
 
         `what` are the name and the arguments of the step in the notes, and `shown` turns the result
-        into a value for the note. Returns None if the call keeps failing, or raises a
+        into a value for the note. Returns None if the call keeps failing, or if it raises a
         FemtoQueueError.
         """
         for _ in range(1 if "push" in what[0] else 9):
@@ -243,11 +245,10 @@ class Life:
         self.step(call, "look", shown=lambda seen: seen)
 
     def die(self) -> None:
-        """Drop the locks of all workers, as if they were killed, and put three files into the
-        queue:
+        """Drop the locks of all workers, as if they were killed. Put three files into the queue.
 
-        a torn task (which no push() leaves), a task whose attempts are used up, and an unfinished
-        file in creating/.
+        They are a torn task (which no push() leaves), a task whose attempts are used up, and an
+        unfinished file in creating/.
         """
         for q in self.queues:
             if held := q._worker.lease_dir._held:
@@ -387,8 +388,7 @@ def leave_leases(life: Life, own: str) -> None:
 
 @dataclasses.dataclass(eq=False)
 class Slot:
-    """A task. `names` are the payloads of which the task has one; `states` are its possible
-    states."""
+    """A task. Its payload is one of `names`, and its state is one of `states`."""
 
     names: set[str]
     states: set[str] = dataclasses.field(default_factory=lambda: {"gone", "live"})
@@ -406,7 +406,7 @@ class Ledger:
 
     def __init__(self, notes: Iterable[Note], *done: str) -> None:
         self.slots: list[Slot] = []
-        # The states after done(): "gone" if keep_done is False, or if done/ had no room for it.
+        # The states after done(): "gone" if keep_done is False, or if done/ had no room.
         self.done = {*done}
         self._pushed: list[Slot] = []  # by the step that is being followed
         self._erred: Note = []  # the step before, if it raised an OSError
@@ -436,7 +436,8 @@ class Ledger:
     def end_leases(self, is_seen: bool = False) -> None:
         """Note that all leases ended: they expired, or the process was killed.
 
-        Each leased task comes back. A buffered payload behind a task then replaces its payload.
+        Each leased task comes back. A payload that is buffered behind a task then replaces the
+        task's payload.
         With `is_seen` the life goes on, and may look at the queue before the tasks have come back.
         """
         for slot in [slot for slot in self.slots if slot.leased]:
@@ -623,7 +624,8 @@ class Scene:
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """An injection: a fault at the N-th system call of a kind, which is on the data directory."""
+    """An injection: a fault at the N-th system call of a kind. That call is on a path or descriptor
+    in the data directory."""
 
     scene: Scene
     call: str
@@ -724,8 +726,8 @@ def spawn(stage: Stage, go: int) -> int:
 def play_traced(stage: Stage, *options: str) -> int:
     """Play the stage's life under strace, and return the exit status of the child.
 
-    The child waits until strace is attached, so that the trace has all its calls. Raises Violation
-    if strace can't attach, or if the child hangs.
+    The child waits until strace is attached, so that the trace has all calls of the child. Raises
+    Violation if strace can't attach, or if the child hangs.
     """
     go, start = os.pipe()
     child = spawn(stage, go)
@@ -785,8 +787,9 @@ def paths_in_call(stage: Stage, line: str) -> str:
 def check_hit(stage: Stage, job: Job, status: int) -> list[str]:
     """Return the line of the trace in which the fault was injected.
 
-    Raises Violation if another call was hit, if the child wrote to standard error, or if it ended
-    in another way than by the fault.
+    Raises Violation if another call was hit, if the child wrote to standard error, or if the child
+    ended unexpectedly: it must be killed by SIGKILL if that is the fault, else its exit status is
+    0.
     """
     trace = stage.read("trace").splitlines()
     hit = trace[-2:-1] if job.fault == KILL else [line for line in trace if "INJECTED" in line]
@@ -805,7 +808,8 @@ def inject(job: Job, work: str) -> str:
     where = f"inject={job.call}:{what}:when={job.number}"
     status = play_traced(stage, "-e", f"trace={job.call}", "-e", where)
     hit = check_hit(stage, job, status)
-    # The key's state is written before the rename to done/: either may find no room.
+    # On a full disk done() removes the task: done/ may have no room for it, or keys/ none for the
+    # key's state, which is written before the rename to done/.
     is_full = job.fault == "ENOSPC" and re.search("/(done|keys)/", job.text) is not None
     ledger = stage.ledger("gone") if is_full else stage.ledger()
     if job.fault == KILL:
@@ -929,7 +933,7 @@ def sample(jobs: list[Job], count: int, seed: int) -> list[Job]:
 def check(scene: Scene, count: int, seed: int, calls: list[str]) -> None:
     """Make `count` injections into a life; if `calls` is not empty, only at these system calls.
 
-    Prints how many there were of each result. Raises Violation if one of them broke a promise.
+    Prints how many injections had each result. Raises Violation if an injection broke a promise.
     """
     all_jobs = [job for job in jobs_of(scene) if not calls or job.kind in calls]
     jobs, counts, violations = sample(all_jobs, count, seed), Counter[str](), list[str]()

@@ -66,7 +66,7 @@ class Filler(Life):
     def drain_all(self) -> None:
         """Drain the queue on the full disk, without any error, then use the same object again."""
         self.drain(10**6)
-        expect(sum(note[0] == "err" for note in self.notes) == 1, "a call raised besides the push")
+        expect(sum(note[0] == "err" for note in self.notes) == 1, "a call besides the push failed")
         self.finish()
         with FemtoQueue(self.path, "looker") as q:
             check_end(q, contents_of(q), self.ledger)

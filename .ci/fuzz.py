@@ -10,7 +10,7 @@ Three kinds of seeds take turns until the minutes are over:
     removed. No call crashes.
   - `contents` damages the files of tasks and of key states. A file that is not a whole record is
     never delivered. A task that was not damaged is delivered.
-Whether a name or a record is valid is decided by code of test.py, not by that of femtoqueue.
+Code of test.py, not of femtoqueue, decides whether a name or a record is valid.
 
 The first failure ends the program and prints the seed. `--seed S --only KIND --minutes 0` runs that
 seed again.
@@ -169,8 +169,9 @@ class Names:
     def drain(self, q: FemtoQueue, *states: str) -> int:
         """Pop tasks for 20 simulated minutes, then check what was delivered.
 
-        Each task in one of these states that was due five minutes before the end must have been
-        delivered once. Returns that time on the queue clock, in nanoseconds.
+        If a task was in one of `states`, and was due five minutes before the end, it must have been
+        delivered once. Returns the time five minutes before the end, on the queue clock in
+        nanoseconds.
         """
         for _ in range(4):
             while task := q.pop():
@@ -189,7 +190,10 @@ class Names:
         return now_ns
 
     def check_left(self, before: dict[str, tuple[int, ...]], now_ns: int) -> None:
-        """Check that each entry with a foreign name still exists and was not changed."""
+        """Check that each entry with a foreign name still exists and was not changed.
+
+        An entry in creating/ with a valid name may be removed when it is old, but not before.
+        """
         for path, (state, _, _) in self.put.items():
             name = os.path.basename(path)
             if is_ours(state, name) and state in (*femtoqueue.STATES, "keys"):
@@ -211,7 +215,8 @@ class Contents:
         self.keys: dict[bytes, str | None] = {}  # the key of each payload
         self.pushed: dict[str, bytes] = {}  # the newest payload of each id
         self.newest: dict[str | None, bytes] = {}  # the newest payload of each key
-        self.damaged: dict[str, Record | None] = {}  # the record now in the file of each id, if any
+        # The damaged files, by id: the record that the file has now, None if it has no whole one.
+        self.damaged: dict[str, Record | None] = {}
         self.delivered: Counter[bytes] = Counter()
 
     def payload(self) -> bytes:
@@ -248,7 +253,7 @@ class Contents:
     # Damage
 
     def damage_record(self, path: str) -> None:
-        """Damage the file of a task, in place or as a new content."""
+        """Damage the file of a task. Overwrite the old bytes in place, or empty the file first."""
         with open(path, "rb") as file:
             content = file.read()
         content = self.chance.choice((self.corrupted, self.mislabelled))(content)
@@ -280,8 +285,8 @@ class Contents:
     def mislabelled(self, content: bytes) -> bytes:
         """Return a whole record with a wrong header.
 
-        Either its key is not the key of the id, or is quoted in a way that femtoqueue never uses.
-        Or the checksum or the length is written in another form.
+        Either the key is not the key of the id, or it is quoted in a way that femtoqueue never
+        uses. Or the checksum or the length is written in another form.
         """
         payload = content.partition(b"\n")[2]
         if self.chance.random() < 0.3:
@@ -366,8 +371,7 @@ class Contents:
             self.newest.pop(key, None)
 
     def deliver(self, q: FemtoQueue, task: FemtoTask | None) -> None:
-        """Check that a task has a payload that was pushed, or that a damaged file has; finish
-        it."""
+        """Check that the payload of a task was pushed, or is in a damaged file. Finish the task."""
         if task is None:
             return
         was = task.data, task.key

@@ -10,9 +10,9 @@ bridge joins their networks. Each host stores one of three replicas of a volume 
 directory in memory, and mounts the volume.
 
 Storms. On each host run producers and workers of tasks with and without a key, and a member of a
-TicketQueue. Meanwhile a brick is killed and comes back. In the next storm a host is cut off and
-comes back. In the third storm both happen at once, so that no host has a quorum and may write.
-Processes are killed all the time. Proved (see verdict.py):
+TicketQueue. In the first storm a brick is killed and comes back. In the second storm a host is cut
+off and comes back. In the third storm both happen at once, so that no host has a quorum, and no
+host may write. Processes are killed all the time. Proved (see verdict.py):
 
   - Each task whose push() returned ends in done/ or failed/, once, with its own bytes.
   - No task is delivered during the lease of another delivery. A lease lasts until its deadline,
@@ -22,8 +22,8 @@ Processes are killed all the time. Proved (see verdict.py):
   - While the cluster is calm (nothing is cut off or killed, and all is healed), no call raises an
     error, and no call takes longer than 40 s.
   - Each worker claims the tasks of a producer in the order of their pushes.
-  - For one key in one storm, and for fifty keys in the next, the promises below hold. But peek()
-    and take() may miss the task of a worker that was killed.
+  - For one key in one storm, and for fifty keys in the next, the promises hold that "Keys and
+    tickets" lists below. But peek() and take() may miss the task of a worker that was killed.
   - Turns do not overlap. After each storm each host gets a turn. While a host is cut off, its
     ticket may be passed over.
   - All mounts and, after healing, all bricks show the same files. There are two exceptions. Gluster
@@ -32,29 +32,29 @@ Processes are killed all the time. Proved (see verdict.py):
 
 What healing may do. After a replica was down or cut off, healing may bring back the old name of a
 file that was renamed meanwhile. The queue removes that name if the task has ended, and if Gluster
-shows that both names are the same file. Otherwise one of the following happens. If it happens while
-the cluster is not calm, it is counted and reported, and is no failure:
+shows that both names are the same file. In other cases the following may happen. While the cluster
+is not calm, it is counted and reported, and is no failure:
 
   - A finished task is delivered once more, or two hosts claim one waiting task.
   - A keyed task is delivered after a newer task of its key, becomes a dead letter beside such a
     task, or is delivered with an earlier payload.
-  - A key gets a second task, pushed while a host was cut off, which may lose its locks. One of the
-    two becomes a dead letter.
+  - A key gets a second task, which was pushed while a host was cut off: that host may lose its
+    locks. One of the two tasks becomes a dead letter.
   - A lease is lost before its deadline, because the replicas differ in the lease's name.
 
 Keys and tickets, without faults. On each host two processes push tasks of one key, then of ten
-keys, then of fifty. Two others pop, take, release, fail and finish these tasks. All look them up by
-contains(), peek() and take(). Proved:
+keys, then of fifty. Two others pop, take, release, fail and finish these tasks. All four look up
+keys by contains(), peek() and take(). Proved:
 
   - A key has at most one task that waits or is in flight, and at most one buffered payload.
   - Deliveries of a key do not overlap in time. A delivery has a payload at least as new as the last
-    push that had returned when pop() or take() was called. The last delivery has the last payload;
-    of pushes that overlap in time, any may be the last.
+    push that had returned when pop() or take() was called. The last delivery has the last payload.
+    If pushes overlap in time, any of them may be the last.
   - failed/ holds only tasks that a worker gave to fail().
   - After a push of a key has returned on any host, the key's task can be found until that payload,
-    or a newer one, is delivered and settled. contains() always finds the task. peek() may miss it
-    while a push or a claim moves it, and take() while it is in flight. This holds although a mount
-    may show files as they were a second ago.
+    or a newer one, is delivered and settled. contains() always finds the task. peek() may miss the
+    task while a push or a claim moves it. take() may miss the task while it is in flight. This
+    holds although a mount may show files as they were a second ago.
   - No call raises an error, and no lease is lost before its deadline.
   - Turns of two members on each host do not overlap, and come in the order of their tickets.
 
@@ -63,7 +63,7 @@ A queue on another file system that hosts share needs the following:
   - If two hosts rename() one name, exactly one succeeds.
   - O_EXCL creates a name once.
   - flock() excludes other hosts, and a lock ends when its host dies.
-  - A name that one call made is found by the next call on any host, or within a second.
+  - A name that a call has made is found by the next call on any host, at once or within a second.
 
 To try another file system, mount it where this program mounts the volume, and run the parts one by
 one.
@@ -116,8 +116,8 @@ cat /proc/sys/kernel/random/uuid >/run/boot_id
 mount --bind /run/boot_id /proc/sys/kernel/random/boot_id
 glusterd
 """
-# The first process of a host. It ignores SIGCHLD, so that the kernel reaps dead orphans. It ends
-# when this program closes its standard input.
+# The first process of a host. It ignores SIGCHLD, so that the kernel reaps dead orphans. It ends at
+# the end of its standard input, which is a pipe from this program.
 INIT = """
 import signal, sys
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -125,14 +125,14 @@ print("ready", flush=True)
 sys.stdin.read()
 """
 # A host that does not answer for 10 s counts as cut off, so a busy machine must answer faster. With
-# the defaults, 42 s and 10 minutes, the same would happen later.
+# the defaults, 42 s and 10 minutes, a host that is cut off would be noticed later.
 OPTIONS = {
     "network.ping-timeout": "10",
     "server.tcp-user-timeout": "10",
     "cluster.heal-timeout": "5",
     "cluster.shd-max-threads": "4",
-    # Without this option, a name whose file was replaced on one brick only sometimes stays
-    # unhealed.
+    # Without this option, Gluster sometimes does not heal a name whose file was replaced on a
+    # single brick.
     "cluster.favorite-child-policy": "majority",
 }
 HEAL_S = 240.0  # 54 s were seen, on a busy machine
@@ -261,7 +261,7 @@ class Cluster:
         return [line for line in heal if line.startswith(("/", "<"))]
 
     def count_lost_bricks(self) -> int:
-        """Return how often, by the logs, a mount found that a brick did not answer."""
+        """Return how often a brick did not answer a mount, by the logs of the mounts."""
         count = f"grep -c 'has not responded in the last' {LOG} || true"
         return sum(int(host.run("sh", "-c", count)) for host in self.hosts.values())
 
@@ -285,10 +285,10 @@ class Cluster:
 class Episode:
     """The fault of a storm."""
 
-    fault_s: float  # when `fault` is called, after the begin of the storm
-    text: str  # what the program prints then
+    fault_s: float  # when `fault` is called, in seconds after the begin of the storm
+    text: str  # what the program prints before it calls `fault`
     fault: Callable[[], object]
-    cure_s: float  # when `cure` is called
+    cure_s: float  # when `cure` is called, in the same way
     cure: Callable[[], object]
     cuts_off: bool = False  # the network of a running host is cut
     holder: int = 0  # the host that is cut off while a `hold` actor there has a task; 0: none
@@ -310,7 +310,7 @@ class Stage(Noter):
         self.dying: list[Any] = []  # processes that were killed and have not been waited for
         self.starts = itertools.count(1)  # numbers of the actors
         self.lost = cluster.count_lost_bricks()
-        self.at_rest: list[set[str]] = []  # the queue's files, each time when no actor runs
+        self.at_rest: list[set[str]] = []  # the queue's files, listed each time that no actor runs
         self.over = f"{self.log}.over"
         self.fd = proof.open_log(self.log)
 
@@ -321,7 +321,7 @@ class Stage(Noter):
 
     def launch(self, host: Host, actor: Actor) -> None:
         """Start a process for an actor on a host."""
-        # kill_one() kills nsenter; by setpriv the actor dies with nsenter.
+        # kill_one() kills nsenter. Because of setpriv, the actor dies with nsenter.
         command = ("setpriv", "--pdeathsig", "KILL", sys.executable, __file__)
         process = subprocess.Popen(
             host.command(*command, "--actor", json.dumps(dataclasses.asdict(actor)), self.log),
@@ -357,9 +357,9 @@ class Stage(Noter):
         for process in self.dying:
             try:
                 process.communicate(timeout=max(1, end_s - time.monotonic()))
-            except subprocess.TimeoutExpired:  # GlusterFS may never answer its system call
+            except subprocess.TimeoutExpired:  # GlusterFS may never answer
                 say("a killed process still waits in a system call")
-                hang = Unable  # other processes may wait for its locks: that is no fault of theirs
+                hang = Unable  # the other actors may hang because they wait for its locks
         self.dying.clear()
         for host, actor, process in self.running.values():
             try:
@@ -468,7 +468,7 @@ class Stage(Noter):
         say(f"healed after {time.monotonic() - began_s:.0f} s")
 
     def on_all(self, timeout_s: float, kind: str, **settings: Any) -> None:
-        """Run an actor on each host to its end."""
+        """Run an actor on each host, until all of them have ended."""
         for host in self.cluster.hosts:
             self.start(host, kind, **settings)
         self.finish(timeout_s)
@@ -483,8 +483,8 @@ class Stage(Noter):
         return self.cluster.hosts[1].run("sh", "-c", f"{script} || true").splitlines()
 
     def files(self, host: int, root: str) -> set[str]:
-        """Return the paths of the queue's files that a host finds in `root`, which is on its mount
-        or its brick."""
+        """Return the paths of the files that a host finds in `root`, relative to `root`: the
+        queue's directory on the host's mount or brick."""
         listing = self.cluster.machines[host].run("sh", "-c", f"cd {root} && find . -type f")
         return {line.removeprefix("./") for line in listing.splitlines()}
 

@@ -113,8 +113,8 @@ def used_from_below() -> list[str]:
 def parts_of(node: ast.AST) -> Iterator[Any]:
     """Yield the nodes of a syntax tree, except two kinds.
 
-    Annotations are left out, because they name types of the caller's arguments. So is
-    _Worker.__init__, where a worker makes its parts, which are classes of all rooms.
+    Annotations are left out, because they name types of the caller's arguments. _Worker.__init__ is
+    left out, because it makes the worker's parts, whose classes are in all rooms.
     """
     yield node
     for field, value in ast.iter_fields(node):
@@ -143,8 +143,8 @@ def private_names_of(node: ast.stmt) -> set[str]:
 
 
 def longest_room() -> tuple[int, str]:
-    """Return the lines of code, and the name, of the longest room but FemtoQueue and Command
-    line."""
+    """Return the number of lines of code, and the name, of the longest room. The rooms FemtoQueue
+    and Command line are left out."""
     ends = [start for start, _, _ in BANNERS[1:]] + [len(SOURCE.splitlines()) + 1]
     _, code = code_of()
     lengths = [
@@ -155,7 +155,7 @@ def longest_room() -> tuple[int, str]:
 
 
 def longest_class() -> tuple[int, str]:
-    """Return the lines of code, and the name, of the longest class but FemtoQueue."""
+    """Return the number of lines of code, and the name, of the longest class except FemtoQueue."""
     _, code = code_of()
     spans = [(range(it.lineno, (it.end_lineno or 0) + 1), it.name) for it in CLASSES]
     return max(
@@ -164,10 +164,10 @@ def longest_class() -> tuple[int, str]:
 
 
 def calls_of_own_name() -> list[str]:
-    """Return the calls of a method with the name of the calling function.
+    """Return the calls of a method that has the same name as the calling function.
 
-    Methods of os and of a base class are allowed. The rule: along the way of a task through the
-    code, each name means one function.
+    Methods of os and of a base class are allowed. The rule: in all functions that a task passes
+    through, a name means one function.
     """
     found = []
     for function in ast.walk(TREE):
@@ -260,8 +260,8 @@ def call_of(name: str, function: Callable[..., Any]) -> str:
 
 
 def missing_in_the_reference() -> list[str]:
-    """Return the parameters, methods with their parameters, fields, and errors that its tables do
-    not have."""
+    """Return what the tables of the README's reference lack: parameters, methods with their
+    parameters, fields, and errors."""
     text, queue, line = section("Reference"), femtoqueue.FemtoQueue, femtoqueue.TicketQueue
     missing = []
     for owner in queue, line:
@@ -359,8 +359,8 @@ CHECKS: list[tuple[str, int, Measure]] = [
     ("rooms with a wrong number, or not as the docstring lists them", 0, rooms_not_as_listed),
     ("uses of a name from a room below, or of another room's private name", 0, used_from_below),
     ("functions that call another function of their name", 0, calls_of_own_name),
-    ("lines of code in the longest room, but FemtoQueue and Command line", 300, longest_room),
-    ("lines of code in the longest class, but FemtoQueue", 290, longest_class),
+    ("lines of code in the longest room except FemtoQueue, Command line", 300, longest_room),
+    ("lines of code in the longest class except FemtoQueue", 290, longest_class),
     ("steps of the docstring's table that are not methods", 0, steps_without_a_method),
     ("methods that rename or unlink and are not in that table", 0, moves_without_a_step),
     ("README: sections out of order", 0, sections_out_of_order),

@@ -2,13 +2,13 @@
 
 A Machine boots Debian's kernel in QEMU without KVM, in about ten seconds. The image is an archive
 of this machine's own Python, tools and libraries (build_image()). The image and the disk are files
-in memory. All network packets go through this program (Network). A machine ends with this program,
-however the program ends: no file is left behind, and no packet leaves.
+in memory. All packets between machines go through this program (Network), and none leaves it. A
+machine ends with this program, however the program ends, and leaves no file behind.
 
 The first process in a machine is a Guest. It takes orders from this program, sets the date and
-starts processes. These processes write their log to a port. When such a write() returns, this
-program has the line. A power cut is a SIGKILL of QEMU: it loses no line of the log. Data that the
-machine had not yet written to its disk is lost, and the disk keeps the rest.
+starts processes. These processes write their log to a port. When the write() of a line returns,
+this program has the line. So a power cut, which is a SIGKILL of QEMU, loses no line of the log.
+Data that the machine had not yet written to its disk is lost, and the disk keeps the rest.
 
 A session is a process in a machine that evaluates lines of Python, as an interactive interpreter
 does, and keeps its variables.
@@ -50,8 +50,8 @@ UNNEEDED = shutil.ignore_patterns(  # parts of Python's library that no machine 
 MEMORY_MB = 384
 # How long a boot and a call may take. Three machines share two cores with other work.
 BOOT_S, CALL_S = 120.0, 120.0
-# hpet and no_timer_check: a busy machine disturbs the calibration of other clocks at boot, and the
-# check of the timer.
+# clocksource=hpet and no_timer_check: if this computer is busy, then at boot other clocks are
+# calibrated wrongly, and the check of the timer fails.
 BOOT = "console=ttyS0 quiet panic=-1 clocksource=hpet no_timer_check mitigations=off apparmor=0"
 INIT = """#!/bin/busybox sh
 /bin/busybox mkdir -p /proc /sys /dev /run /tmp /sbin /usr/bin /usr/sbin
@@ -130,7 +130,8 @@ def build_image(
 
 
 def memory_file(name: str, content: bytes = b"") -> int:
-    """Return a descriptor of a file in memory. The file ends with this process."""
+    """Return a descriptor of a file in memory. The file ends with the processes that have it
+    open."""
     fd = os.memfd_create(name, 0)
     view = memoryview(content)
     while view:
@@ -164,7 +165,8 @@ class Network(threading.Thread):
                 self.forward(key.data, self.ports[key.data][0].recv(1 << 16))
 
     def forward(self, source: int, frame: bytes) -> None:
-        """Pass on a frame: to all machines, or to the one in the last byte of its address."""
+        """Pass on a frame: to all other machines if it is a broadcast, else to the machine whose
+        number is the last byte of the target address."""
         if source in self.cut or self.drops(source, frame):
             return
         targets = set(self.ports) - {source} if frame[0] & 1 else {frame[5]} & set(self.ports)
@@ -187,8 +189,8 @@ class Network(threading.Thread):
 
 
 class Call:
-    """An order that a machine was given. If the order starts a process, the call has the methods
-    communicate() and kill() of subprocess.Popen."""
+    """An order that a machine was given. If the order starts a process, communicate() and kill()
+    do the same as those of subprocess.Popen."""
 
     def __init__(self, machine: Machine, number: int) -> None:
         self.machine, self.number = machine, number
@@ -211,16 +213,16 @@ class Call:
         self.machine.ask("kill", process=self.number)
 
     def evaluate(self, code: str) -> Call:
-        """Let this session evaluate an expression or execute a statement; return that call."""
+        """Let this session evaluate an expression or execute a statement; return the new call."""
         return self.machine.ask("evaluate", session=self.number, code=code)
 
 
 class Machine:
     """A virtual machine, which ends with this program. power_off() is a power cut.
 
-    The program in the machine (Guest) has two ports. It gets orders and answers them over one. Its
-    processes write their log to the other. A write to a port returns when this program has the
-    data.
+    The program in the machine (Guest) has two ports. Over the port "control" it gets orders and
+    sends answers. To the port "notes" its processes write their log. A write to a port returns when
+    this program has the data.
     """
 
     def __init__(self, number: int, network: Network, image: int, disk: int = -1):
@@ -300,15 +302,15 @@ class Machine:
         self.calls[number].answers.put(answer)
 
     def read_note(self, line: str) -> None:
-        """Pass on a line of the log. A line that begins with "[" is the answer of a session, whose
-        process writes to this port, too."""
+        """Pass on a line of the log. The process of a session writes its answers to the same port:
+        a line that begins with "[" is an answer."""
         if line.startswith("["):
             self.read_answer(line)
         else:
             self.on_line(line)
 
     def ask(self, what: str, **settings: Any) -> Call:
-        """Send an order to the machine, where the method `what` of Guest carries it out."""
+        """Send an order to the machine. The method `what` of Guest carries out the order."""
         call = Call(self, next(self.numbers))
         self.calls[call.number] = call
         line = json.dumps({"what": what, "number": call.number, **settings})
@@ -390,7 +392,7 @@ class Guest:
             line = line[os.write(self.control, line) :]
 
     def reap(self) -> None:
-        """Answer the orders whose processes have ended, by exit status and output."""
+        """Answer the orders whose processes have ended, with the exit status and the output."""
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 number, output = self.children.pop(ended[0], (0, -1))

@@ -1,4 +1,4 @@
-"""Use one queue over NFS, by two clients and a server in virtual machines whose power is cut.
+"""Use one queue over NFS. Two clients and a server are virtual machines, whose power is cut.
 
     python .ci/nfs.py [--seed S] [--only PHASE] [--full] [--self-check]
 
@@ -7,12 +7,12 @@ busybox-static; installs them if they are missing. Downloads nfs-kernel-server a
 so that no server starts on this machine. Takes five minutes without KVM; --full takes half an hour.
 
 There are three machines (machines.py) with Debian's kernel. The server exports its ext4 disk with
-the option sync. Two clients mount it with default options (hard). The server's leases and its grace
-time are 10 s. The processes in the machines are actors.py's. Their log comes through a port that a
-power cut does not affect, and is checked as in hosts.py. The phases:
+the option sync. Two clients mount the disk with default options (hard). The server's leases and its
+grace time are 10 s. The processes in the machines are actors (actors.py). They write their log to a
+port, so that a power cut loses no line of it. The log is checked as in hosts.py. The phases:
 
-  - basic: A client sees what the other client does. This covers schedule(), the fence,
-    processing(), waiting and a pause; the phases keys, storm and replay cover the rest.
+  - basic: A client sees what the other client does by schedule(), the fence, processing(), waiting
+    and a pause. The phases keys, storm and replay cover the other methods.
   - calm: Both clients push tasks, and then drain them in order, each task once.
   - keys: As in hosts.py, for one key and for ten. Meanwhile the queue is listed on the server's own
     disk.
@@ -20,11 +20,12 @@ power cut does not affect, and is checked as in hosts.py. The phases:
     a TicketQueue, which are killed all the time. The power of a client is cut and comes back. The
     power of the server is cut twice. A client is cut off for longer than the server keeps its
     locks. Proved is what hosts.py proves in storms, and more. No call raises an OSError, because
-    hard mounts wait. (A ticket may be passed over.) No push that raised an error is delivered.
-    Nobody gets LeaseLost before the deadline, or after settling the task. Both clients see the
-    files that are on the server's disk. A client that is cut off, or that comes back after the
-    grace time, loses its locks without being told. Then a key may have two tasks. One of them
-    becomes a dead letter, which is reported and is no failure.
+    hard mounts wait. (A ticket may be passed over, which raises a FemtoQueueError.) No payload is
+    delivered if its push raised an error. No worker gets LeaseLost before the deadline of its
+    lease, or from a call that settled the task. Both clients see the files that are on the server's
+    disk. A client that is cut off, or that comes back after the grace time, loses its locks without
+    being told. Then a key may have two tasks. One of the two tasks becomes a dead letter, which is
+    reported and is no failure.
   - replay: The server carries out one request, and its power is cut before the client gets the
     reply. The client sends the request again. The server has forgotten the first request and
     answers that the file does not exist. Each call must return as if nothing had happened.
@@ -33,9 +34,9 @@ power cut does not affect, and is checked as in hosts.py. The phases:
     clock. Each acknowledged task exists, no finished task comes back, and ids have the order of the
     pushes.
 
-Without options the program runs keys, a storm with one power cut of each kind, and three replays,
-on NFS 4.2. --only runs one whole phase. --full runs all phases, or the one of --only, on NFS 4.2
-and 3.
+Without options the program runs keys, a short storm and three replays, on NFS 4.2. In the short
+storm, the power of each kind of machine is cut once. --only runs one whole phase. --full runs all
+phases, or the phase of --only, on NFS 4.2 and 3.
 """
 
 from __future__ import annotations
@@ -179,8 +180,8 @@ class Lab:
     def keep_statd(self, number: int) -> None:
         """Save the files of a client's rpc.statd, for the next boot.
 
-        rpc.statd keeps these files on disk, and a client here has no disk. After a reboot rpc.statd
-        reads them and tells the NFS 3 server to drop the locks of this client.
+        Other clients have these files on a disk, but a client here has no disk. After a reboot
+        rpc.statd reads the files and tells the NFS 3 server to drop the locks of this client.
         """
         if self.version == "3":
             command = "tar -c -C /var/lib/nfs sm state | base64 | tr -d '\n'"
@@ -208,8 +209,8 @@ class Lab:
 
 
 class Trap:
-    """Passes on one call from a client to the server, and from then on drops the server's
-    frames."""
+    """Passes on all frames until a client has made a certain call to the server. From then on, the
+    server's frames are dropped."""
 
     def __init__(self, call: str) -> None:
         self.pattern = re.compile(call)  # matches the call, in the form of nfs_call()
@@ -541,7 +542,7 @@ class Stage(hosts.Stage):
         log = f"/proc/self/fd/{machines.memory_file(phase)}"
         super().__init__(lab, log, seed, phase)  # type: ignore[arg-type]
         self.off: list[Actor] = []  # the actors that ran on a host whose power was cut
-        self.lost_locks = dict.fromkeys(CLIENTS, 0)  # how often a client did, since its boot
+        self.lost_locks = dict.fromkeys(CLIENTS, 0)  # how often, since the client's boot
         for machine in lab.machines.values():
             machine.on_line = lambda line: os.write(self.fd, line.encode())
 
@@ -583,8 +584,10 @@ class Stage(hosts.Stage):
         say(f"all clients reach the server after {time.monotonic() - began_s:.0f} s")
 
     def note_lost_locks(self, number: int) -> None:
-        """Log it if the kernel of a client says that the client has lost its locks: it was cut off,
-        or came back after the server's grace time."""
+        """Ask the kernel of a client whether the client has lost its locks, and log that.
+
+        A client loses its locks if it was cut off, or came back after the server's grace time.
+        """
         found = "dmesg | grep -c 'lost .* locks' || true"
         count = int(self.cluster.machines[number].run("sh", "-c", found))
         if count > self.lost_locks[number]:

@@ -7,18 +7,18 @@ Needs root, on Linux, with loop devices, e2fsprogs, xfsprogs and btrfs-progs.
 A life, as in faults.py, uses a queue on a file system in an image. It pushes, schedules, pops,
 finishes, fails and releases tasks, and replaces keyed tasks. It writes a note outside the image
 before each step and after the step has returned. The life takes half a second. In this time the
-kernel writes only what it must, because it keeps dirty pages for 30 s.
+kernel writes only what an fsync() demands, because it keeps other dirty pages for 30 s.
 
-At a random moment the image is cloned at once, by FICLONE on the xfs that holds the image. Data
-that was not written by then is lost. The clone is mounted, which replays its journal, and the queue
-is opened as after a reboot.
+At a random moment the image is cloned in one step, by the ioctl FICLONE of the xfs that holds the
+image. Data that was not in the image by then is lost. The clone is mounted, and the mount replays
+the journal. Then the queue is opened as after a reboot.
 
 Proved, by the Ledger of faults.py:
   - Each acknowledged task exists once, with its own bytes, in the state that was acknowledged, or
     in the next state if a step was under way.
   - No torn task is delivered.
   - The queue works until it is drained.
-Without sync_after_write the last two points are proved.
+Without sync_after_write only the last two points are proved.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ SIZES = (0, 50, 5000, 100_000)
 
 @contextlib.contextmanager
 def xfs_in_memory() -> Iterator[str]:
-    """Make an xfs in memory, which can clone an image at once; yield its mount point."""
+    """Make an xfs in memory, which can clone a file in one step; yield its mount point."""
     with small_disk("tmpfs", 4 << 10) as memory:
         image, store = os.path.join(memory, "image"), os.path.join(memory, "store")
         os.mkdir(store)
@@ -81,8 +81,8 @@ def clone(source: str, target: str) -> None:
 
 
 class Work:
-    """The life on the file system whose power is cut. When it pushes a payload of a key, no task of
-    that key is in flight."""
+    """The life on the file system whose power is cut. When the life pushes a payload of a key, no
+    task of that key is in flight."""
 
     def __init__(self, path: str, seed: int, sync: bool) -> None:
         self.path, self.seed, self.sync = path, seed, sync
@@ -116,8 +116,8 @@ class Work:
     def check(self, notes: list[faults.Note], certain: int) -> int:
         """Open the queue after the cut, drain it and check it. Return how many tasks it had.
 
-        The first `certain` notes were written before the cut. The notes after them were written
-        during the clone, so that the cut may be between any two of these.
+        The first `certain` notes were written before the cut. The other notes were written during
+        the clone, so that the cut may be between any two of them.
         """
         with on_boot("the next boot"), faults.made_up("next") as clock:
             clock.advance(faults.AN_HOUR_S + faults.LATER_S)
@@ -141,8 +141,11 @@ class Work:
     def agreeing(
         self, notes: list[faults.Note], certain: int, found: dict[str, str]
     ) -> faults.Ledger:
-        """Return the first ledger, of those with `certain` notes, one more, and so on, that agrees
-        with the tasks that were found. Raises Violation if no ledger does."""
+        """Return a ledger that agrees with the tasks that were found.
+
+        The ledger of the first `certain` notes is tried first, then the ledger with one more note,
+        and so on. Raises Violation if no ledger agrees.
+        """
         for cut in range(certain, len(notes) + 1):
             ledger = faults.Ledger(notes[:cut], self.done)
             with contextlib.suppress(Violation):

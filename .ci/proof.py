@@ -1,7 +1,8 @@
 """Functions that several proofs use: options, messages, commands, mounts, payloads, files.
 
 A proof is a program in .ci/ that tests promises of femtoqueue on real processes, disks or networks.
-Its exit status is 0 if they hold, 1 if one is broken, 3 if this machine cannot run the proof.
+The exit status is 0 if the promises hold, 1 if a promise is broken, 3 if this machine cannot run
+the proof.
 """
 
 from __future__ import annotations
@@ -79,7 +80,8 @@ def need_root() -> None:
 def run(*command: str, timeout_s: float = 60) -> str:
     """Run a command and return its standard output.
 
-    Raises Unable if the command does not exist or fails, and subprocess.TimeoutExpired.
+    Raises Unable if the command does not exist or fails, and subprocess.TimeoutExpired after
+    `timeout_s`.
     """
     try:
         result = subprocess.run(
@@ -112,8 +114,8 @@ def install(wanted: Iterable[str], *packages: str) -> None:
 
 @contextlib.contextmanager
 def mounted(*what: str) -> Iterator[None]:
-    """Run mount(8) with these arguments, of which the last is the mount point. Unmount at the end
-    of the block."""
+    """Run mount(8) with these arguments. The last argument is the mount point, which is unmounted
+    at the end of the block."""
     run("mount", *what)
     try:
         yield

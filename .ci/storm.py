@@ -1,4 +1,4 @@
-"""Use one queue by many processes that are killed and stopped, on a full disk, with a set clock.
+"""Use one queue in many processes that are killed and stopped; fill the disk and set the clock.
 
     python .ci/storm.py [--seconds N] [--seed S] [--self-check]
 
@@ -9,7 +9,7 @@ The processes are producers, schedulers, producers of keyed tasks, workers, and 
 only reads. Workers call pop() in a loop, call work(), or run the command line. During the storm the
 program disturbs the processes:
 
-  - It sends SIGKILL, SIGINT, and SIGSTOP for longer than the lease.
+  - It sends SIGKILL, SIGINT and SIGSTOP. Half of the stops are longer than a lease.
   - It fills the file system for a second.
   - It sets the wall clock back and forth (by libfaketime).
   - It puts foreign files ("rubbish") into the queue's directories.
@@ -21,13 +21,13 @@ After the storm, workers drain the queue undisturbed. Then this must hold:
                there: none that was never pushed, and none whose push() raised an error.
     settled    Each task ends once. A task whose done() or fail() returned is in done/ or failed/
                and was not delivered again. No worker got LeaseLost before its deadline.
-    held       Two workers never had the same task, or the same key, during the first one's lease.
+    held       During a lease no other worker had the same task, or another task of its key.
     first      First deliveries are in the order of push(), across all processes.
     due        No task was delivered before its due time, by the wall clock at that moment.
     keys       The values of a key were delivered in order, and the last acknowledged value last.
     left over  No task is in pending/, scheduled/, inflight-*/ or keys/. creating/ has at most one
                file for each killed process. The rubbish is unchanged.
-    crashed    No exception was raised but LeaseLost, KeyInFlight, and ENOSPC while the disk was
+    crashed    No exception was raised, except LeaseLost, KeyInFlight, and ENOSPC while the disk was
                full.
 
 A listing may miss one of two tasks that are pushed during the listing. So the check "first" accepts
@@ -109,11 +109,11 @@ sys.exit(random.random() < 0.05)
 
 # The processes in the storm
 
-REMOVED = "is done, and removed"  # the library logs that of a task if done/ has no room for it
+REMOVED = "is done, and removed"  # the library logs this if done/ has no room for a task
 
 
 def log_removals() -> None:
-    """Write the library's log to standard error, but only what it says of removed tasks."""
+    """Write the library's log messages about removed tasks to standard error, and no others."""
     logger, handler = logging.getLogger("femtoqueue"), logging.StreamHandler()
     handler.addFilter(lambda record: REMOVED in record.getMessage())
     logger.addHandler(handler)
@@ -472,8 +472,8 @@ class Storm(Noter):
             time.sleep(self.chance.uniform(0.0, 0.1))
 
     def end(self) -> None:
-        """End all processes: half of them by SIGTERM, which lets a process finish its task, the
-        other half by SIGKILL."""
+        """End all processes. Half of them get SIGTERM, and may finish their tasks. The other half
+        get SIGKILL."""
         self.make_room()
         for process in self.processes:
             self.continue_process(process)
@@ -482,8 +482,8 @@ class Storm(Noter):
         self.wait_for_all(15)
 
     def wait_for_all(self, seconds: float) -> None:
-        """Wait for all processes, then kill them. A process that did not end in time is logged as
-        crashed."""
+        """Wait until all processes have ended, or the seconds are over. Then kill what is left of
+        their process groups. A process that did not end in time is logged as crashed."""
         end_s = time.monotonic() + seconds
         groups = [process.pid for process in self.processes]
         while self.processes and time.monotonic() < end_s:
@@ -588,8 +588,8 @@ class History(verdict.Events):
         self.found["crashed"].append(f"{actor}: {' '.join(map(str, text))}")
 
     def read_torn(self, at: float, actor: str, ident: str) -> None:
-        """Read that a CMD got a torn payload. That is allowed if its worker was killed: the worker
-        may have died while it wrote the payload to the CMD."""
+        """Read that a CMD got a torn payload. This is allowed if the worker of the CMD was killed
+        or interrupted: it may have ended while it wrote the payload to the CMD."""
         if actor not in self.gone:
             self.found["torn"].append(f"{ident}, of {actor}")
 
@@ -623,13 +623,13 @@ class History(verdict.Events):
         return order_of(it.name) < order_of(by.name)
 
     def must_be_seen(self, push: Push) -> bool:
-        """Return False for a push with "update": it may replace the payload of a task in flight,
-        which done() then ends without a delivery of the new payload."""
+        """Return False for a push with the policy "update". Such a push may replace the payload of
+        a task in flight. If done() then ends the task, the new payload is not delivered."""
         return f"/{SLOTS.index('update')}:" not in push.key
 
     def is_doubled(self, first: Delivery, second: Delivery) -> bool:
-        """Return whether the second delivery was logged only after its lease had ended, or after
-        its worker had died: a CMD may start after its worker was killed."""
+        """Return whether the second delivery was logged only after its own lease had ended, or
+        after its worker had died. A CMD may start after its worker was killed."""
         return second.got_s >= self.held_until_s(second)
 
     def read_wall(self, at: float, _: str, wall_s: float) -> None:
@@ -656,8 +656,8 @@ class History(verdict.Events):
             self.interrupts.append(at)
 
     def awake_since(self, who: str, from_s: float, to_s: float) -> float:
-        """Return `from_s`. If the process was stopped between the two times, return the begin of
-        that stop, less SLACK_S, if it is earlier."""
+        """Return `from_s`; or, if the process was stopped between the two times, the begin of the
+        stop less SLACK_S, if that is earlier."""
         spans = [stop for stop in self.stops[who] if stop[0] < to_s and stop[1] > from_s]
         return min([from_s, *(stop[0] - SLACK_S for stop in spans)])
 
@@ -712,16 +712,16 @@ def check_first(history: History) -> Iterator[str]:
 
 
 def may_have_put_back(history: History, early: Delivery) -> bool:
-    """Return whether a SIGINT explains that a task was delivered before an older one. The
-    interrupted worker may have had the older task and put it back, and other workers see that only
-    at their next listing."""
+    """Return whether a SIGINT explains that a task was delivered before an older task. The
+    interrupted worker may have had the older task and put it back, and other workers find the older
+    task only at their next listing."""
     from_s = history.awake_since(early.actor, early.began_s - 2 * SLACK_S, early.got_s)
     return any(from_s < at_s < early.got_s + SLACK_S / 5 for at_s in history.interrupts)
 
 
 def may_have_missed(history: History, older: Push, younger: Push, who: str) -> bool:
-    """Return whether one pop() of that process ran while both tasks were pushed, so that its
-    listing may have missed the older task."""
+    """Return whether one pop() of the process `who` ran during both pushes. Then the listing of
+    this pop() may have missed the older task."""
     looks = history.pops.get(who)
     if looks is None:
         return older.ended_s > history.awake_since(who, younger.began_s - SLACK_S, younger.began_s)
@@ -775,7 +775,8 @@ def check_found(
             if name in found or task.id in states:
                 yield f"{name} is there twice, as {task.id} and {found.get(name)}"
             found[name], states[task.id] = task.id, state
-            # Without a reason: the worker was killed before it wrote the reason, or ENOSPC.
+            # A task without a reason is right: the worker was killed before it wrote the reason,
+            # or the disk was full.
             if task.error and not any(reason in task.error for reason in REASONS):
                 yield f"{task.id} failed: {task.error}"
     for name in found:
@@ -811,7 +812,7 @@ def check_left(storm: Storm) -> Iterator[str]:
 
 
 def check(storm: Storm) -> History:
-    """Check the log and the queue. Return the history, which has in `found` what is wrong."""
+    """Check the log and the queue. Return the history; its attribute `found` has what is wrong."""
     history = History(storm.logs)
     found: dict[str, str] = {}
     states: dict[str, str] = {}

@@ -25,9 +25,9 @@ import femtoqueue
 
 LEASE_MS = 5000  # timeout_stale_ms of all workers
 SKEW_S = 0.1  # the largest difference between the clocks of two hosts
-# The longest time that a call may take while the cluster is calm. On NFS, calls of 23 s were seen.
-# There, eight processes on emulated processors wait for the lock of one key. When a process unlocks
-# it, the other processes on the same host notice that first.
+# The longest time that a call may take while the cluster is calm. In nfs.py, calls of 23 s were
+# seen: eight processes on emulated processors wait for the lock of one key. When a process unlocks
+# the key, waiting processes on the same host notice that first.
 LONGEST_CALL_S = 40.0
 LOOK_UPS = ("contains", "peek", "take")
 
@@ -47,22 +47,22 @@ class Delivery:
     deadline_s: float
     attempts: int
     name: str
-    tried_s: float = float("inf")  # the first call that was to settle the task began
-    ended_s: float = float("inf")  # the last such call returned
+    tried_s: float = float("inf")  # when the first call that was to settle the task began
+    ended_s: float = float("inf")  # when the last call that was to settle the task returned
     how: str = ""  # "done", "fail", "release", or "lost" after LeaseLost
-    called_s: float = float("inf")  # the last such call began
+    called_s: float = float("inf")  # when that last call began
     is_troubled: bool = False  # a call on the task raised an error
 
     def may_have_ended(self, *how: str) -> bool:
-        """Return whether the delivery ended in one of these ways, or may have ended so because its
-        worker was killed in the call that was to settle the task."""
+        """Return whether the delivery ended in one of these ways. Also return True if the worker
+        was killed in the call that was to settle the task."""
         return self.how in how or (not self.how and self.tried_s < float("inf"))
 
 
 @dataclass
 class Claim:
-    """A call of pop() that claimed a task. Between began_s and ended_s others may not find the
-    task.
+    """A call of pop() that claimed a task. Between began_s and ended_s the look-ups of other actors
+    may miss the task.
 
     The call may have put the task back undelivered, for example because the lease ended before the
     lock of the task's key was free.
@@ -133,7 +133,7 @@ class Events:
         self.tried: dict[str, Push] = {}  # by "<producer>:<number>"
         self.deliveries: dict[str, list[Delivery]] = collections.defaultdict(list)
         self.gone: dict[str, float] = {}  # actor: when it was killed or began to close its queue
-        # How many events broke a promise because of the file system, which excuses them.
+        # How many events broke a promise, but are excused: the file system may be the reason.
         self.excused: collections.Counter[str] = collections.Counter()
         self.errors: list[tuple[float, float, str, int]] = []  # begin, end, functions, errno
         self.refused: set[str] = set()  # payloads whose push() raised an error
@@ -242,8 +242,9 @@ class Events:
         return self.may_come_back and any(d.ended_s < until_s for d in troubled)
 
     def may_be_two(self, ident: str) -> bool:
-        """Return whether a key may have a second task beside this one. Healing may have brought the
-        task back, or a host may have pushed it without the lock that the server had dropped."""
+        """Return whether a key may have a second task beside this task. Healing may have brought
+        the task back. Or a host may have pushed the task after the NFS server had dropped the
+        host's locks."""
         return self.may_have_come_back(ident) or self.lost_locks(ident)
 
     def is_outdated_by_healing(self, it: Delivery) -> bool:
@@ -291,8 +292,9 @@ class Events:
         """Return the time until which a worker surely held the lease of a delivery.
 
         The lease ends at the deadline, with the worker, or when the task is settled. The log does
-        not tell when exactly the task was settled, so the begin of that call counts. `skew_s` is
-        subtracted from the deadline because the hosts' queue clocks differ a little.
+        not tell when exactly the task was settled, so the begin of the first call that was to
+        settle the task counts. `skew_s` is subtracted from the deadline because the hosts' queue
+        clocks differ a little.
         """
         return min(it.deadline_s - self.skew_s, it.tried_s, self.gone_s(it.actor))
 
@@ -354,7 +356,7 @@ def host_of(actor: str) -> str:
 
 
 def leased_twice(events: Events) -> Iterator[str]:
-    """Yield each pair of deliveries of a task of which the second began during the lease of the
+    """Yield each pair of deliveries of a task if the second delivery began during the lease of the
     first. Pairs that Events.is_doubled() explains are excused."""
     for ident, deliveries in events.deliveries.items():
         for first, second in itertools.combinations(deliveries, 2):
@@ -371,8 +373,8 @@ def not_fenced(events: Events) -> Iterator[str]:
     """Yield each call that settled a task after another delivery had begun, and each delivery of a
     task after a done() or fail() of the task.
 
-    The latter is excused on GlusterFS, unless all earlier deliveries of the task ended while the
-    cluster was calm.
+    Such a delivery is excused on GlusterFS, unless all earlier deliveries of the task ended while
+    the cluster was calm.
     """
     for ident, deliveries in events.deliveries.items():
         for first, second in itertools.combinations(deliveries, 2):
@@ -405,7 +407,7 @@ def failed_or_slow_calls(events: Events, hard: bool) -> Iterator[str]:
 
 
 def misplaced(events: Events, files: set[str]) -> Iterator[str]:
-    """Yield each acknowledged task that is missing, unfinished or there twice, and each task
+    """Yield each acknowledged task that is missing, is unfinished or exists twice, and each task
     without a push. `files` are the paths of the queue's files after all tasks were finished."""
     places: dict[str, list[str]] = collections.defaultdict(list)
     for path in files:
@@ -506,13 +508,14 @@ def crowded(places: Iterable[set[str]]) -> Iterator[str]:
 
 
 def crowded_at_rest(events: Events, files: set[str]) -> Iterator[str]:
-    """Yield the same for the queue's files when no actor runs, without the excused tasks."""
+    """Yield what crowded() yields, for the queue's files when no actor runs. Tasks that
+    Events.may_be_two() explains are left out."""
     alone = ({it for it in ids if not events.may_be_two(it)} for ids in places_of_keys(files))
     return crowded(alone)
 
 
 def by_key(events: Events) -> Iterator[tuple[list[Delivery], list[Push]]]:
-    """Yield the deliveries of each key, and the pushes that returned, both sorted by time."""
+    """For each key, yield its deliveries and its pushes that returned, both sorted by time."""
     deliveries: dict[str, list[Delivery]] = collections.defaultdict(list)
     pushes: dict[str, list[Push]] = collections.defaultdict(list)
     for delivery in events.all_deliveries():
@@ -555,7 +558,7 @@ def outdated(events: Events, deliveries: list[Delivery], pushes: list[Push]) -> 
 def never_delivered(
     events: Events, deliveries: list[Delivery], pushes: list[Push]
 ) -> Iterator[str]:
-    """Yield the pushes of a key whose payload was not delivered, nor any newer payload."""
+    """Yield the pushes of a key after which neither their payload nor a newer one was delivered."""
     for push in filter(events.must_be_seen, pushes):
         later = (it for it in reversed(deliveries) if it.got_s > push.began_s)
         if all(events.is_replaced(it, push) for it in later):
@@ -650,9 +653,9 @@ def lost_early(events: Events) -> Iterator[str]:
 
 
 def not_refused(events: Events) -> Iterator[str]:
-    """Yield the calls of done() by a `hold` actor, whose host was cut off, that took effect though
-    others had got the task. If the actor's call hung so long that nobody else got the task, a late
-    done() is right."""
+    """Yield the calls of done() by `hold` actors that took effect though other actors had got the
+    task. The host of a `hold` actor was cut off. If the actor's call hung so long that no other
+    actor got the task, a late done() is right."""
     for it in events.all_deliveries():
         if it.actor.startswith("hold"):
             others = [d for d in events.deliveries[it.id] if it.got_s < d.got_s < it.ended_s]
@@ -681,7 +684,7 @@ def key_faults(events: Events) -> dict[str, list[str]]:
 
 
 def turns_at_once(events: Events) -> Iterator[str]:
-    """Yield each pair of turns of which the second began before the first had ended."""
+    """Yield each pair of turns if the second turn began before the first had ended."""
     turns = sorted(events.turns, key=lambda it: it.got_s)
     for first, second in itertools.pairwise(turns):
         if second.got_s < min(first.ended_s, events.gone_s(first.actor)):
@@ -727,8 +730,8 @@ def judge(
 
 
 def raise_any(events: Events, found: Mapping[str, Iterable[str]]) -> None:
-    """Print how often each promise was broken, with an example and the log's lines about it; and
-    how many events were excused. Raises Violation if a promise was broken."""
+    """Print how many events were excused, and how often each promise was broken, with an example
+    and the log's lines about the example. Raises Violation if a promise was broken."""
     faults = {what: wrong for what, texts in found.items() if (wrong := [*texts])}
     if events.excused:
         say(f"excused: {dict(events.excused)}")
