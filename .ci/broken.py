@@ -516,8 +516,8 @@ a buffered payload starts with attempt 1 | Model
 -                target = _fresh_path(target, _later(newer))
 +                target = _fresh_path(target, _later(newer)) if _later(newer) else target
 a child closes its parent's locks, even if Ctrl-C came during the fork | Liveness
--    with suppress(RuntimeError):  # the lock is not held
-+    with suppress():  # the lock is not held
+-    with suppress(RuntimeError):  # _fork_lock is
++    with suppress():  # _fork_lock is
 a task is delivered again if Ctrl-C ends the block of processing() | Work
 -        except BaseException:  # trouble with the disk, or
 +        except Exception:  # trouble with the disk, or
@@ -655,8 +655,8 @@ a TicketQueue directory that is removed while it is opened is made again | Ticke
 -_despite_cleanup(open_dir, path)
 +open_dir()
 a member whose ticket was removed gets no turn with another member's number | Tickets
--            is_first = member == first  # not
-+            is_first |= member == first  # not
+-            is_first = member == first
++            is_first |= member == first
 a task whose payload does not fit in TMPDIR is not put back to the front | CommandLine
 -            self._queue.release(task, counted=False)
              with suppress(OSError):

@@ -299,7 +299,7 @@ class Stage(Noter):
 
     name = "storm"
     bricks: Iterable[int] = HOSTS  # the hosts on which a brick can be listed, past all caches
-    is_hard = False  # True: no call may raise an OSError, however long the hosts are cut off
+    no_errors = False  # True: no call may raise an OSError, however long the hosts are cut off
     tail_s = 6.0  # how long a storm lasts after the cure
 
     def __init__(self, cluster: Cluster, log: str, seed: int, part: str) -> None:
@@ -488,14 +488,14 @@ class Stage(Noter):
         listing = self.cluster.machines[host].run("sh", "-c", f"cd {root} && find . -type f")
         return {line.removeprefix("./") for line in listing.splitlines()}
 
-    def judge(self, events: verdict.Events, found: Found, hard: bool = False) -> None:
+    def judge(self, events: verdict.Events, found: Found, no_errors: bool = False) -> None:
         """Check the log and the files that are left; see verdict.judge(). `found` adds what is
         wrong by other checks. Raises Violation if a promise is broken."""
         for number, files in enumerate(self.at_rest, 1):
             wrong = verdict.crowded_at_rest(events, files)
             events.crowds += (f"at rest {number}: {it}" for it in wrong)
         left = without_creating(self.files(1, self.queue))
-        verdict.judge(events, left, self.reasons(), found, hard)
+        verdict.judge(events, left, self.reasons(), found, no_errors)
 
 
 def episodes(stage: Stage) -> dict[str, Episode]:
@@ -547,7 +547,7 @@ def keyed(stage: Stage, keys: int, watcher: int, seconds: float = KEYS_S) -> Non
     stage.play(seconds, ("push_keys", "take_keys") * 2, watcher, keys=keys)
     stage.on_all(60, "drain", idle_s=2)
     stage.check_machine()
-    stage.judge(verdict.Events(stage.log), {}, hard=True)
+    stage.judge(verdict.Events(stage.log), {}, no_errors=True)
 
 
 def tickets(stage: Stage) -> None:
@@ -567,7 +567,7 @@ def storms(stage: Stage, episodes: Iterable[Episode]) -> None:
     for episode, keys in zip(episodes, itertools.cycle(STORM_KEYS)):
         stage.storm(episode, keys)
     stage.drain()
-    events, hosts = verdict.Events(stage.log, not stage.is_hard), [*stage.cluster.hosts]
+    events, hosts = verdict.Events(stage.log, not stage.no_errors), [*stage.cluster.hosts]
     there, brick = without_creating(stage.files(1, stage.queue)), stage.queue.replace(MOUNT, BRICK)
     found = {"hosts have no turn": verdict.without_turn(events, hosts), "views differ": []}
     for host, root in (*((it, stage.queue) for it in hosts), *((it, brick) for it in stage.bricks)):
@@ -575,7 +575,7 @@ def storms(stage: Stage, episodes: Iterable[Episode]) -> None:
         is_forgotten = root == brick and all(path.startswith("inflight-") for path in stray)
         if stray and not (is_forgotten and events.may_come_back):
             found["views differ"].append(f"{root} of host {host}: {stray}")
-    stage.judge(events, found, hard=stage.is_hard)
+    stage.judge(events, found, no_errors=stage.no_errors)
 
 
 def play(hosts: Cluster, work: str, seed: int, part: str) -> None:

@@ -328,9 +328,9 @@ def code_of() -> tuple[int, set[int]]:
     code: set[int] = set()
     tokens = 0
     no_code = ("COMMENT", "NL", "NEWLINE", "ENDMARKER", "INDENT", "DEDENT")
-    depth = (
-        0  # of f-strings: Python 3.12 and later splits them into tokens; here each counts as one
-    )
+    # How many f-strings are open. Python 3.12 and later splits an f-string into tokens. Here each
+    # f-string counts as one token.
+    depth = 0
     for token in tokenize.generate_tokens(io.StringIO(SOURCE).readline):
         name = tokenize.tok_name[token.type]
         if name not in no_code and token.start[0] not in documented:

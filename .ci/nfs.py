@@ -535,7 +535,7 @@ class Stage(hosts.Stage):
 
     cluster: Any  # a Lab
     bricks = (SERVER,)
-    is_hard = True
+    no_errors = True
     tail_s = GRACE_S + 5.0  # the server grants no new lock during its grace time
 
     def __init__(self, lab: Lab, seed: int, phase: str) -> None:

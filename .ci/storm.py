@@ -627,7 +627,7 @@ class History(verdict.Events):
         a task in flight. If done() then ends the task, the new payload is not delivered."""
         return f"/{SLOTS.index('update')}:" not in push.key
 
-    def is_doubled(self, first: Delivery, second: Delivery) -> bool:
+    def is_excused_pair(self, first: Delivery, second: Delivery) -> bool:
         """Return whether the second delivery was logged only after its own lease had ended, or
         after its worker had died. A CMD may start after its worker was killed."""
         return second.got_s >= self.held_until_s(second)

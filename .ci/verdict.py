@@ -223,7 +223,7 @@ class Events:
         turn = next(it for it in reversed(self.turns) if it.actor == actor)
         turn.ended_s = at
 
-    def is_doubled(self, first: Delivery, second: Delivery) -> bool:
+    def is_excused_pair(self, first: Delivery, second: Delivery) -> bool:
         """Return whether GlusterFS let two claims of one file succeed.
 
         Then both deliveries have the same id, attempts and payload, on different hosts, while the
@@ -357,11 +357,11 @@ def host_of(actor: str) -> str:
 
 def leased_twice(events: Events) -> Iterator[str]:
     """Yield each pair of deliveries of a task if the second delivery began during the lease of the
-    first. Pairs that Events.is_doubled() explains are excused."""
+    first. Pairs that Events.is_excused_pair() explains are excused."""
     for ident, deliveries in events.deliveries.items():
         for first, second in itertools.combinations(deliveries, 2):
             until_s = events.held_until_s(first)
-            if second.got_s < until_s and events.is_doubled(first, second):
+            if second.got_s < until_s and events.is_excused_pair(first, second):
                 events.excused["leased twice"] += 1
             elif second.got_s < until_s:
                 yield f"{ident} is leased twice: {first.actor} has it until {until_s:.3f}, " + (
@@ -379,7 +379,7 @@ def not_fenced(events: Events) -> Iterator[str]:
     for ident, deliveries in events.deliveries.items():
         for first, second in itertools.combinations(deliveries, 2):
             late = first.how in ("done", "fail", "release") and second.got_s < first.called_s
-            if late and not events.is_doubled(first, second):
+            if late and not events.is_excused_pair(first, second):
                 yield f"{first.how}() by {first.actor}, when {second.actor} had {ident}"
             if first.how in ("done", "fail") and second.began_s > first.ended_s:
                 before = deliveries[: deliveries.index(second)]
@@ -390,23 +390,23 @@ def not_fenced(events: Events) -> Iterator[str]:
                     events.excused["delivered once more after they had ended"] += 1
 
 
-def failed_or_slow_calls(events: Events, hard: bool) -> Iterator[str]:
+def failed_or_slow_calls(events: Events, no_errors: bool) -> Iterator[str]:
     """Yield the calls that raised an error or took too long while the cluster was calm, and the
     waits for a turn that timed out at any time.
 
-    With `hard`, also yield the calls that raised an OSError while the cluster was not calm. A
+    With `no_errors`, also yield the calls that raised an OSError while the cluster was not calm. A
     FemtoQueueError (code 0) is allowed then: it says that the member's ticket was passed over.
     """
     for began_s, ended_s, what, code in events.errors:
         is_timeout = "turn" in what and code == errno.ETIMEDOUT
-        if is_timeout or events.is_calm(began_s, ended_s) or (hard and code):
+        if is_timeout or events.is_calm(began_s, ended_s) or (no_errors and code):
             yield f"{what} raised {error_name(code)}, at {began_s:.3f}"
     for began_s, ended_s, what in events.calls:
         if ended_s - began_s > LONGEST_CALL_S and events.is_calm(began_s, ended_s):
             yield f"{what} took {ended_s - began_s:.1f} s while all was well"
 
 
-def misplaced(events: Events, files: set[str]) -> Iterator[str]:
+def wrong_places(events: Events, files: set[str]) -> Iterator[str]:
     """Yield each acknowledged task that is missing, is unfinished or exists twice, and each task
     without a push. `files` are the paths of the queue's files after all tasks were finished."""
     places: dict[str, list[str]] = collections.defaultdict(list)
@@ -531,7 +531,7 @@ def overlapping(events: Events, deliveries: list[Delivery]) -> Iterator[str]:
     """Yield the deliveries of a key that began while another task of the key was leased."""
     held_until_s, holder = 0.0, None
     for it in deliveries:
-        if holder and it.got_s < held_until_s and not events.is_doubled(holder, it):
+        if holder and it.got_s < held_until_s and not events.is_excused_pair(holder, it):
             yield f"{it.actor} got {it.id} at {it.got_s:.3f}, {holder.actor} had {holder.id} " + (
                 f"until {held_until_s:.3f}"
             )
@@ -704,12 +704,12 @@ def judge(
     files: set[str],
     reasons: Iterable[str] = (),
     found: Mapping[str, Iterable[str]] | None = None,
-    hard: bool = False,
+    no_errors: bool = False,
 ) -> None:
     """Check the log, the files that are left, and the reasons of dead letters.
 
-    `found` adds what is wrong by other checks, by broken promise. With `hard`, no call may raise an
-    OSError, even while the cluster is not calm. Raises Violation if a promise is broken.
+    `found` adds what is wrong by other checks, by broken promise. With `no_errors`, no call may
+    raise an OSError, even while the cluster is not calm. Raises Violation if a promise is broken.
     """
     report(events)
     faults = {
@@ -720,10 +720,10 @@ def judge(
         "double leases": leased_twice(events),
         "settled without a lease": not_fenced(events),
         "done() after a lost lease": not_refused(events),
-        "errors of calls that took effect": wrong_answers(events, files) if hard else (),
+        "errors of calls that took effect": wrong_answers(events, files) if no_errors else (),
         "turns overlap": turns_at_once(events),
-        "failed or slow calls": failed_or_slow_calls(events, hard),
-        "misplaced": misplaced(events, files),
+        "failed or slow calls": failed_or_slow_calls(events, no_errors),
+        "misplaced": wrong_places(events, files),
         **(found or {}),
     }
     raise_any(events, faults)
