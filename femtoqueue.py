@@ -2189,7 +2189,8 @@ class _Backlog:
 
 # ==================================================================================================
 # 9. Lease directory: this worker's inflight-<node>/. A shared flock on the directory shows that the
-#    worker lives. Invariant: a claim moves a task into the locked directory, by the descriptor.
+#    worker lives. Invariant: a claim moves a task into the directory whose lock this worker holds.
+#    So the rename uses the descriptor of the directory: its path may name another directory by now.
 # ==================================================================================================
 
 
@@ -2197,11 +2198,10 @@ class _LeaseDir:
     """The lease directory of one worker. The first listing of pending/ opens the directory. Later
     listings open it again if it was removed or given up.
 
-    RACE: another thread calls close() during a pop(). A claim holds the worker's lock, so its
-    descriptor stays open. Each claimed task has an entry in `undelivered` until the caller gets the
-    task. The caller and the reclaim job both remove the entry, and the first to do so has the task.
-    If the reclaim job is first, the delivery is not counted. `closes` counts the calls of close().
-    A wait compares the count after each look, and so notices a close()."""
+    RACE: another thread calls close() during a pop(). A claim and close() both hold the worker's
+    lock, so the descriptor of the directory stays open during the claim. `undelivered`, `closes`
+    and `orphans` tell the two threads which thread has the task. The comment before
+    _Worker.take_oldest() (room 10) explains them."""
 
     def __init__(self, worker: _Worker) -> None:
         self._worker, self._files, self._clock = worker, worker.files, worker.clock
@@ -2213,15 +2213,15 @@ class _LeaseDir:
         # By the path of the lease, the path to move the task back to. None: the place of its push.
         self.orphans: dict[str, str | None] = {}
         self.closes = 0
-        # The lock while the directory is open. If this is None at an opening, the leases in the
-        # directory were left by an earlier process.
+        # The lock of the directory, if the directory is open. If it is None at an opening, the
+        # directory may have leases that an earlier process left.
         self._held: _FileLock | None = None
 
     # Opening
 
     def ensure_open(self) -> None:
-        """Open and lock the directory, unless its lock is held. Then reclaim the orphans, such as
-        the leases of an earlier process."""
+        """Open and lock the directory, unless it is open and still at its path. After an opening,
+        reclaim the orphans, such as the leases of an earlier process."""
         with self._lock:
             if self._held is None or not self._held.is_at_path():
                 self._open()
@@ -2229,27 +2229,29 @@ class _LeaseDir:
                     self._worker.house.reclaiming.run()
 
     def _open(self) -> None:
-        self._worker.backlog.names = []  # no claim before the directory is open, even after a raise
+        self._worker.backlog.names = []  # no claim until the directory is open, even if this raises
         for _ in range(_MAX_REPLACED):
             self._make()
             lock = self._files.open_dir(self.directory)
             if lock is None:
-                # RACE: another worker looks for signs of life after our _make(). There is no lock,
-                # so the other worker removes the directory. The next round makes it again.
+                # RACE: after our _make(), another process finds the directory empty and not locked,
+                # and removes the directory. The next round makes it again.
                 continue
             try:
-                # This waits while another worker holds the exclusive lock to look for signs of
-                # life. The test below must not take the other worker for one of our node_id.
+                # Another worker may hold the exclusive lock for a moment, to see whether we live.
+                # This call waits for that moment to end. Otherwise try_exclusive() below would take
+                # the other worker for a living worker of our node_id.
                 if lock.acquire_shared() is None:
-                    # Without flock, leases end by their deadlines only. So give them a boot tag
-                    # that no other process has.
+                    # Without flock, leases end by their deadlines only. So give our leases a boot
+                    # tag that no other process has.
                     self._clock.boot = os.urandom(4).hex()
-                # The leases are listed only if the directory was not open before. Otherwise another
-                # thread may just have claimed a task into the directory. If we get the exclusive
-                # lock, no worker of our node_id uses the directory that we opened. Its leases are
-                # orphans then, except detached leases, which outlive their worker.
-                # RACE: another process removes that directory as empty, and a worker of our node_id
-                # makes a new one. The leases at the path are then in use, so is_at_path() is asked.
+                # If this object had the directory open before, the leases are not listed: another
+                # thread may just have claimed a task. Otherwise try the exclusive lock. If we get
+                # the lock, no other worker of our node_id uses the directory that we opened. Then
+                # the leases in it are orphans, except detached leases, which outlive their worker.
+                # RACE: after our open_dir(), another process removes the empty directory, and
+                # another worker of our node_id makes a new directory at the path. The leases at the
+                # path are then in use. So is_at_path() looks whether our directory is at the path.
                 elif self._held is None and lock.try_exclusive() and lock.is_at_path():
                     with suppress(OSError):  # the next reclaim job meets and raises the error
                         leases = self._files.entries(self.directory)
@@ -2259,14 +2261,15 @@ class _LeaseDir:
                 # RACE: another worker removes the directory between our open() and our lock. Then
                 # the next round makes the directory again.
                 if lock.is_at_path():
-                    # This assignment closes the old lock, by dropping the last reference to it. The
-                    # old lock is kept until now, because a person may move the old directory back
-                    # to its path, with the leases that we hold in it.
+                    # This assignment drops the last reference to the old lock, and so closes the
+                    # old lock. It is kept until now, because our leases may be in an old directory
+                    # that a person moved away. If the person moves that directory back, the lock
+                    # shows other workers that the leases are in use.
                     self._held = lock
                     return
             finally:
-                # Don't rely on the last reference: an exception that is kept somewhere keeps this
-                # frame alive, and with the frame the lock.
+                # The last reference to the lock may be lost late: an exception that is kept
+                # somewhere keeps this frame alive. So close the lock here.
                 if lock is not self._held:
                     lock.close()
         raise _os_error(_MISSING_ERRNOS[-1], self.path)
@@ -2278,8 +2281,8 @@ class _LeaseDir:
             self._files.make_dir(self.directory)
         except OSError as error:
             spare = f"{self._root}spare"
-            with suppress(OSError):  # the first error is raised, which is the cause
-                # With foreign files in it, spare/ is not renamed, because they must not move.
+            with suppress(OSError):  # make_dir()'s error is raised below: it is the cause
+                # If foreign files are in spare/, it is not renamed: foreign files must not move.
                 if error.errno in _OUT_OF_SPACE_ERRNOS and not os.listdir(spare):
                     os.utime(spare)  # other workers remove an empty lease directory that is old
                     os.rename(spare, self.path)
@@ -2329,12 +2332,13 @@ class _LeaseDir:
         return all(os.access(path, os.W_OK | os.X_OK) for path in directories)
 
     def undo_claim(self, lease: _Lease, target: str) -> None:
-        """Move a claimed task that no caller will get to `target`. The delivery is not counted. If
-        the rename fails, the lease becomes an orphan, and the reclaim job moves the task.
+        """Move a claimed task to `target`, because no caller will get the task. The name in
+        `target` has the attempts: usually the delivery is not counted. If the rename fails, the
+        lease becomes an orphan, and the reclaim job moves the task.
 
-        The rename uses the descriptor. If a person has moved the whole directory away, the task
-        must still come back. CRASH: if the process dies before the rename, the task is leased. The
-        lease ends like any other, and the delivery is counted."""
+        The rename uses the descriptor of the lease directory. So the task comes back even if a
+        person has moved the whole directory away. CRASH: if the process dies before the rename, the
+        task is still leased. The lease ends like any other, and the delivery is counted."""
         with self._lock:
             try:
                 if (held := self._held) is None:  # closed: close() may have reclaimed the lease
@@ -2349,11 +2353,11 @@ class _LeaseDir:
     # Closing
 
     def give_up(self) -> None:
-        """Close the lease directory. If no other object holds its lock, reclaim its leases and
-        remove the directory."""
+        """Close the lease directory. If no other object holds the lock of the directory, reclaim
+        its leases, and remove it if it is empty then. Without flock, the leases stay."""
         self._worker.house.look_again()
         lock, self._held = self._held, None
-        # If this object is garbage in a cycle, the finalizer of the lock may have run before.
+        # If this object is garbage in a cycle, the finalizer of the lock may have closed the lock.
         if lock is not None and lock.fd == -1:
             lock = self._files.open_dir(self.directory)
         if lock is None:
