@@ -2376,13 +2376,15 @@ class _LeaseDir:
 # ==================================================================================================
 # 10. Worker: the state machine. It makes each change of a task's state, except pushes (rooms 6
 #     and 14) and purges (rooms 11 and 12).
-#     Invariant: the rename commits a change, and is its fence. The reason in failed/ and the
-#     checkpoint of a task are put in place or removed after the rename. So a worker that lost its
-#     lease changes none of these files. Only retry, which has no lease, removes the reason first.
+#     Invariant: a change is committed by a rename (or an unlink), which fails if the lease is lost.
+#     The reason in failed/ and the checkpoint of a task are put in place or removed after the
+#     rename. So a worker that lost its lease changes none of these files. Only retry, which has no
+#     lease, removes the reason first.
 #     Lock: a thread holds the worker's lock while it claims, renews, settles or reclaims a task.
-#     So a renewal and a done() in two threads cannot cross. No thread holds the lock while it reads
-#     a payload for a caller or writes one. A quarantine and a take along (room 14) need at most the
-#     lock of the key, because the task has no caller at that time.
+#     So a renewal and a done() in two threads cannot run at the same time. No thread holds the lock
+#     while it reads a payload for a caller or writes one. A quarantine and a take along (room 14)
+#     do not need the worker's lock, because the task has no caller at that time. If the task has a
+#     key, they hold the lock of the key.
 #     Order of locks: the lock of a key first, then the worker's lock. A thread that holds the
 #     worker's lock already does not wait for the lock of a key, but only tries it (wait=False).
 # ==================================================================================================
@@ -2409,8 +2411,8 @@ class _Worker:
         self.renewer = _LeaseRenewer(self)
 
     def note_arrival(self, path: str) -> None:
-        # This process has put a task at `path`. If that is in pending/, tell the backlog. If it is
-        # in scheduled/, tell the job that enqueues due tasks. Otherwise do nothing.
+        # This process has put a task at `path`. If the path is in pending/, tell the backlog. If
+        # the path is in scheduled/, tell the job that enqueues due tasks. Otherwise do nothing.
         if path.startswith("pending/"):
             self.backlog.add(path)
         elif path.startswith("scheduled/"):
@@ -2432,11 +2434,11 @@ class _Worker:
     # From in flight, by the holder of the lease
 
     def move_leased(self, lease: _Lease, target: str, outcome: str = "") -> str:
-        """Rename the file of a leased task, for the holder of the lease, and return its new path.
+        """Rename the file of a leased task, for the holder of the lease, and return the new path.
 
-        target: the new path: a place to end or to wait, or the lease with a new deadline. "" means
-        to remove the file.
-        outcome: the WorkCounts field to count, or "" if the delivery goes on.
+        target: the new path, in a directory where tasks end or wait. For a renewal, it is the path
+        of the lease with a new deadline. "" means to remove the file.
+        outcome: the field of WorkCounts that counts the delivery, or "" if the delivery goes on.
 
         Raises LeaseLost if the file of the lease is gone: the rename is the fence. Raises
         FileNotFoundError if data_dir, or the target's directory, is missing. After an OSError of
@@ -2461,8 +2463,8 @@ class _Worker:
         return gone_to
 
     def lease_lost(self, lease: _Lease) -> LeaseLost:
-        """Return the LeaseLost for a lease. Its text says how long ago the lease ran out, or why
-        the lease ended before its deadline."""
+        """Return the LeaseLost to raise for a lease. The text of the error says how long ago the
+        deadline passed, or why the lease ended before the deadline."""
         late_ns = -self.left_ns(lease.path)
         if lease.outcome:
             why = f"this delivery has ended before; its outcome was: {lease.outcome}"
@@ -2475,9 +2477,9 @@ class _Worker:
     def finish(self, task: FemtoTask) -> None:
         """Move a leased task to done/; with keep_done=False, remove it. Raises LeaseLost.
 
-        On a full disk, done/ may have no room for another name. Then the task is removed: to keep
-        a record of finished tasks is the weaker promise. Otherwise the task would run again and
-        again until a person purges done/."""
+        On a full disk, done/ may have no room for another name. Then the task is removed instead.
+        Otherwise the task would run again and again, until a person purges done/. The promise not
+        to deliver a finished task again is the stronger of the two."""
         lease = _lease_of(task)
         if self.keep_done:
             try:
@@ -2497,25 +2499,27 @@ class _Worker:
         # unlink were synced, the task could be in pending/ again after power loss. Both steps are
         # under the locks, so that no renewal comes between them.
         with self.keys.lock_of(lease.path), self.lock:
-            # If the lease directory is gone, move_leased() raises LeaseLost.
+            # If the lease or its directory is gone, move_leased() raises LeaseLost.
             with suppress(FileNotFoundError):
                 self.files.commit(lease.path)
             self.move_leased(lease, "", "done")
         self.files.commit_dir(os.path.dirname(lease.path))
 
     def end_failed(self, task: FemtoTask, error: str | BaseException | None) -> None:
-        """Move a leased task to failed/, and put its reason beside it. Raises LeaseLost.
+        """Move a leased task to failed/, and put the reason into failed/<id>.error. Raises
+        LeaseLost.
 
         The rename comes before the reason, because the rename checks the lease: a worker that lost
         its lease never writes a reason for the delivery of another worker.
 
-        CRASH: if the process dies after the rename, the task is in failed/ without a reason. If a
-        person retried an earlier failure by hand, the reason of that failure may be there."""
+        CRASH: if the process dies after the rename, the task is in failed/ without a reason. Or it
+        has the reason of an earlier failure, if a person moved the task out of failed/ by hand, and
+        left that reason."""
         lease = _lease_of(task)
         target = f"failed/{_id_of(lease.path)}"
         with nullcontext("") if error is None else self._new_reason(error) as path:
             self.move_leased(lease, target, "failed")
-            # A person who retried an earlier failure by hand may have left its reason.
+            # After an earlier failure, a person may have moved the task without its reason.
             _unlink_if_exists(f"{self.files.root}{target}.error")
             if path:
                 self.files.move_over(path, f"{target}.error")
@@ -2544,12 +2548,13 @@ class _Worker:
         self.files.commit(gone_to)
 
     def renew(self, task: FemtoTask, length_ns: int | None = None, wait: bool = True) -> None:
-        """Rename a lease to a new deadline, and put the new path into the lease. Raises LeaseLost.
+        """Give a lease a new deadline: rename its file, and store the new path in the task's
+        _Lease. Raises LeaseLost.
 
-        length_ns: the time from now to the deadline, in nanoseconds. In the block of processing(),
-        the lease's own length is the minimum. None: the lease's own length. Then a deadline that is
-        already later stays as it is.
-        wait: as in lock()."""
+        length_ns: the time from now to the new deadline, in nanoseconds. In a block of
+        processing(), the lease's own length is the minimum. None: the lease's own length; if the
+        deadline is later than that already, it stays as it is.
+        wait: as in _KeyStates.lock()."""
         lease = _lease_of(task)
         with self.keys.lock_of(lease.path, wait), self.lock:
             if length_ns is None:
@@ -2576,22 +2581,22 @@ class _Worker:
     def reclaim(self, lease: str) -> None:
         """Put back a task whose lease is over, is an orphan, or belongs to a dead worker.
 
-        The task returns to the place of its push, and its attempts count the delivery. A task that
-        no caller has got returns to the place where it was claimed, uncounted. Raises OSError for
-        trouble with the disk.
+        The task returns to the place of its push, and its attempts count the delivery. If no caller
+        has got the task, it returns to the place where it was claimed, uncounted. If `orphans` has
+        a place for the task, it goes there. Raises OSError for trouble with the disk.
 
-        If the move fails, the lease stays in `orphans`, and the next reclaim tries again. Nothing
-        but this entry ends a lease of our own before the deadline."""
+        If the move fails, the lease stays in `orphans`, and the next reclaim tries again. The entry
+        is needed: without it, a lease in our own directory would end only at its deadline."""
         orphans = self.lease_dir.orphans
         orphans[lease] = source = self.lease_dir.undelivered.pop(lease, None) or orphans.get(lease)
         target = source or _front_path(_id_of(lease), _attempts_of(lease))
         try:
             self.note_arrival(self.move_task(lease, target, wait=False))
         except BlockingIOError:
-            return  # RACE: the lock of the key is busy. The next reclaim tries again.
+            return  # RACE: another process holds the key's lock. The next reclaim tries again.
         except FileNotFoundError:
-            # RACE: usually the holder settled the task first, or another worker reclaimed it; then
-            # nothing is left to do. If the lease is still there, pending/ was missing.
+            # RACE: the holder settled the task first, or another worker reclaimed the task. Then
+            # nothing is left to do. But if the lease is still there, pending/ was missing.
             if self.files.exists(lease):
                 return
         orphans.pop(lease, None)
@@ -2609,14 +2614,14 @@ class _Worker:
     def quarantine(self, source: str, reason: str) -> None:
         """Make a dead letter of a task that cannot be delivered, and log the reason.
 
-        Raises OSError if the task cannot be moved to failed/; for a task that was just claimed,
-        _take_back() then moves it to the back. An error while the reason is written is ignored:
-        the log has the reason, and the task must not block the queue."""
+        Raises OSError if the task cannot be moved to failed/. If the task was just claimed,
+        _take_back() then moves it to the back of pending/. An error while the reason is written is
+        ignored: the log has the reason, and the task must not block the queue."""
         ident = _id_of(source)
         target = f"failed/{ident}"
         if is_taken := self.files.exists(target):
-            # A person put a task of the same id there. That task and the reason stay as they are.
-            # Our task gets a name with a new order in failed/, and no reason.
+            # A person has put another task with this id into failed/. That task and its reason stay
+            # as they are. Our task gets a name with a new order in failed/, and no reason.
             target = self.back_path(source, _attempts_of(source)).replace("pending", "failed")
         try:
             self.move_task(source, target)
@@ -2626,7 +2631,7 @@ class _Worker:
             return  # RACE: another worker took the task, or quarantined it first
         with suppress(OSError):
             if not is_taken:
-                # A person who retried an earlier failure by hand may have left its reason.
+                # As in end_failed(), there may be a reason of an earlier failure.
                 self.files.remove(f"{target}.error")
                 with self._new_reason(reason) as path:
                     self.files.move_over(path, f"{target}.error")
@@ -2642,9 +2647,9 @@ class _Worker:
             with self.keys.lock_of(ident) as held:
                 if held is not None:
                     self.keys.reserve(held, source, target)
-                # Remove the reason before the rename. After it, another worker may claim the task
-                # and write a new reason, which must stay. CRASH: if the process dies before the
-                # rename, the task is still in failed/, without a reason.
+                # Remove the reason before the rename. After the rename, another worker may claim
+                # the task and write a new reason, which must stay. CRASH: if the process dies
+                # before the rename, the task is still in failed/, without a reason.
                 _unlink_if_exists(f"{self.files.root}failed/{ident}.error")
                 self.move_task(source, target)
         except FileNotFoundError:
@@ -2659,8 +2664,8 @@ class _Worker:
     def enqueue_scheduled(self, source: str) -> None:
         """Move a task that is due to the back of pending/.
 
-        The move is synced. Without its own sync, btrfs showed the task in scheduled/ as well after
-        power loss, because a later push had synced pending/ alone."""
+        In a durable queue, the move is synced. Without this sync, btrfs showed the task in
+        scheduled/ as well after power loss, because a later push had synced pending/ alone."""
         target = self.back_path(source, _attempts_of(source))
         try:
             self.files.commit(self.move_task(source, target, wait=False))
