@@ -2376,8 +2376,8 @@ class _LeaseDir:
 # ==================================================================================================
 # 10. Worker: the state machine. It makes each change of a task's state, except pushes (rooms 6
 #     and 14) and purges (rooms 11 and 12).
-#     Invariant: a change is committed by a rename (or an unlink), which fails if the lease is lost.
-#     The reason in failed/ and the checkpoint of a task are put in place or removed after the
+#     Invariant: a rename (or an unlink) commits each change. It is also the fence: it fails if the
+#     lease is lost. The reason in failed/ and the checkpoint of a task are put in place or removed after the
 #     rename. So a worker that lost its lease changes none of these files. Only retry, which has no
 #     lease, removes the reason first.
 #     Lock: a thread holds the worker's lock while it claims, renews, settles or reclaims a task.
@@ -2620,7 +2620,7 @@ class _Worker:
         ident = _id_of(source)
         target = f"failed/{ident}"
         if is_taken := self.files.exists(target):
-            # A person has put another task with this id into failed/. That task and its reason stay
+            # A person has put a file of this id into failed/ before. That file and its reason stay
             # as they are. Our task gets a name with a new order in failed/, and no reason.
             target = self.back_path(source, _attempts_of(source)).replace("pending", "failed")
         try:
@@ -2685,37 +2685,39 @@ class _Worker:
     # without flock, or if another object holds the same directory, the leases stay until their
     # deadlines. Three attributes of _LeaseDir tell the two threads which thread has a task.
     #
-    #   - `undelivered` has the leases that no caller has got, each with the place of the claim.
+    #   - `undelivered` has the leases that no caller has got, each with the path before the claim.
     #     claim() adds a lease before the rename. A thread removes a lease with dict.pop(), and only
     #     one thread can succeed. If the waiting thread succeeds, the task goes to the caller. If
     #     the reclaim of close() succeeds, the task goes back, uncounted.
     #   - `closes` is the number of calls of close(). A wait notes the number when the wait begins.
-    #   - `orphans` has the leases that must be put back, each with the place to go to. A reclaim
-    #     may fail because a key is busy, or because of disk trouble. Then the lease stays in
-    #     `orphans`. The next opening of the lease directory tries again, and each reclaim job.
+    #   - `orphans` has the leases that must be put back, each with the path to which its task goes.
+    #     A reclaim may fail because a key is busy, or because of disk trouble. Then the lease stays
+    #     in `orphans`. Each run of the reclaim job, and the next opening of the lease directory,
+    #     tries again.
     #
     # The waiting thread notices close() at three spots, because close() may come at three times.
     #
     #   1. Before the claim: _LeaseDir.claim() finds that the directory is not open, and takes no
     #      task.
     #   2. During a look, which is a call of take_oldest() or take_named(): _Waits._look() compares
-    #      `closes` after each look. `undelivered` is not enough here. If the look found no task,
-    #      there is no entry in `undelivered`. If the look opened the directory again after close(),
-    #      and then claimed a task, the entry is there as usual. In this case _look() puts the task
-    #      back, and gives up the directory again.
+    #      `closes` after each look. `undelivered` is not enough here, for two reasons. If the look
+    #      found no task, there is no entry in `undelivered`. If the look opened the directory again
+    #      after close(), and then claimed a task, the entry is there as usual. So _look() puts such
+    #      a task back, and gives up the directory again.
     #   3. After that comparison: _Waits.hand_over() removes the lease from `undelivered`, as the
     #      last step before the caller gets the task. If the lease is missing, the reclaim of
-    #      close() removed it first. hand_over() makes sure that the task is put back, and returns
-    #      None.
+    #      close() removed it first. Then hand_over() makes sure that the task is put back, and
+    #      returns None.
     #
-    # pop() with timeout 0 is not a wait, and compares nothing: take_oldest() does step 3. If this
-    # pop() opens the directory again after close(), that is a new use of the object.
+    # pop() with timeout 0, and without lease_ms, is not a wait. It does not compare `closes`, and
+    # take_oldest() itself does step 3. If this pop() opens the directory again after close(), that
+    # is a new use of the object.
     #
     # close() may also put a task back while _deliver() reads the file. Then _deliver() finds that
     # the lease is gone, undoes the claim, and returns None.
 
     def take_oldest(self, length_ns: int, in_wait: bool = False) -> FemtoTask | None:
-        """Run the jobs that are due, and lease the oldest task.
+        """Run the jobs that are due, lease the oldest task, and return the task.
 
         Returns None if no task waits, if the queue is paused, or if other workers won all claims of
         _MAX_LISTINGS listings. Raises the OSError of a job if no task waits. in_wait: True if the
@@ -2754,11 +2756,13 @@ class _Worker:
                 backlog.correct_after_loss(waiting)
 
     def take_named(self, key: str, ident: str, length_ns: int, wait: bool) -> FemtoTask | None:
-        """Run the jobs that are due, and lease the waiting task of a key or of an id.
+        """Run the jobs that are due, lease the waiting task of a key or of an id, and return it.
 
-        key: encoded; "" if `ident` is given. Returns None if the task cannot be claimed now, or if
-        the queue is paused. With wait=False, the result is also None if another process holds the
-        lock of the key. (That process may be stopped, and may hold the lock for ever.)"""
+        key: the encoded key, or "" if `ident` is given.
+        wait: True: wait for the lock of the key. False: return None if another process holds the
+        lock, because that process may be stopped, and may hold the lock for ever.
+
+        Returns None if the task cannot be claimed now, or if the queue is paused."""
         if time.monotonic() >= self.house.wake_s:
             self.house.run_due()
         if (key and not self.keys.may_have_task(key)) or self.files.exists("PAUSED"):
@@ -2777,14 +2781,14 @@ class _Worker:
                     task = self._deliver(path, lease) if is_claimed else None
                 if task is not None or not path:
                     return task
-                # RACE: a pop() claimed the task first. The next round sees it in flight.
+                # RACE: a pop() claimed the task first. The next round sees the task in flight.
             except BaseException as error:
                 self._take_back(lease, path, error)
                 if not isinstance(error, BlockingIOError):
                     raise
-                # RACE: the file of a push in another process woke this wait, but the push still
-                # holds the lock. When the push releases the lock, no event wakes this wait. So the
-                # next look is in 10 ms.
+                # RACE: a push in another process moved its file into pending/, which woke this
+                # wait, and the push still holds the key's lock. When the push releases the lock, no
+                # event wakes this wait. So the next look is in 10 ms.
                 self.house.wake_s = min(self.house.wake_s, time.monotonic() + 0.01)
                 return None
         return None
@@ -2800,15 +2804,16 @@ class _Worker:
         return "" if is_later or path.startswith("inflight-") else path
 
     def _deliver(self, waiting: str, lease: _Lease) -> FemtoTask | None:
-        """Read a task that was just claimed at `waiting`, and return it for delivery.
+        """Read a task that was just claimed from the path `waiting`, and return it for delivery.
+        The task is still in `undelivered` then, because the caller has not got the task.
 
-        Returns None if there is nothing to deliver: the lease is gone and the claim is undone, or
-        the task became a dead letter, or the task waits again. A task that has had max_attempts
-        deliveries is not read, and becomes a dead letter. (_Processing looks at max_attempts, too.)
-        A task that is returned is still in `undelivered`: the caller has not got the task.
+        Returns None if there is nothing to deliver: the task became a dead letter, the task waits
+        again, or the lease is gone. If the lease is gone, the claim is undone. A task that has had
+        max_attempts deliveries is not read, and becomes a dead letter. (_Processing looks at
+        max_attempts, too.)
 
         CRASH: if the process dies in here, the task is in flight, and its attempts count this
-        delivery. A reclaim() puts it back."""
+        delivery. A reclaim() puts the task back."""
         path = lease.path
         ident = path[-_ID_LENGTH:]
         before = _attempts_of(waiting) if "~" in waiting else 0
@@ -2845,7 +2850,8 @@ class _Worker:
         """Set the attribute task_id of a read error if this one task causes the error. For example,
         this user may not read the file, or the payload does not fit into memory. Other errors stay
         as they are: a missing file, a lack of descriptors, an error from a signal handler."""
-        # A MemoryError has no errno. For an error that a signal handler raised, errno is None.
+        # A MemoryError has no errno, and counts as EFBIG. For an error that a signal handler
+        # raised, errno is None.
         code = getattr(error, "errno", errno.EFBIG)
         if code not in (None, errno.EINTR, *_MISSING_ERRNOS, *_TRANSIENT_ERRNOS):
             error.task_id = ident  # type: ignore[union-attr]
@@ -2853,15 +2859,16 @@ class _Worker:
     def _take_back(self, lease: _Lease, waiting: str, error: BaseException) -> None:
         """Undo a claim after an exception: the task returns to its place, uncounted.
 
-        Two cases differ. In the first case, the task itself caused the error, and the error has a
-        task_id. Then the task must not block the tasks behind it. So the task goes to the back of
-        pending/, counted. This worker passes the task over for a while: see _Backlog.pass_over().
-        After the last attempt (max_attempts), the task becomes a dead letter instead. If take()
-        claimed the task in scheduled/, the task returns there, uncounted. If the claim itself
-        failed, the task stays in its place.
+        Two cases differ, because the task must not block the tasks behind it. In the first case,
+        the task itself caused the error, and the error has a task_id. Then the task goes to the
+        back of pending/, and its attempts count the delivery. This worker passes the task over for
+        a while: see _Backlog.pass_over(). After the last attempt (max_attempts), the task becomes a
+        dead letter instead. If take() claimed the task in scheduled/, the task returns there,
+        uncounted. If the claim itself failed, the task stays in its place.
 
-        In the second case, something else could not be read, for example the state of the key. Then
-        a task from pending/ goes to the back, uncounted.
+        In the second case, another OSError came, for example when the state of the key was read, or
+        when the task was quarantined. Then a task from pending/ goes to the back, uncounted. But
+        for a lack of descriptors or memory (_TRANSIENT_ERRNOS), the task returns to its place.
 
         pop() and take() then raise the error. If the error has a task_id, work() and the command
         `work` log the error and go on (_WorkerPool._take_untroubled() in room 17). The command
@@ -2903,8 +2910,9 @@ class _Worker:
 # ==================================================================================================
 # 11. Housekeeping: the periodic jobs of pop(). They list pending/ and enqueue due tasks. They
 #     reclaim the leases of late and dead workers, and repair keys. They remove stale files, and
-#     purge done/ if keep_done is a number. Only pop(), take() and the calls that wait through them
-#     run jobs. If no process makes such calls, no lease is reclaimed.
+#     purge done/ if keep_done is a number. Only pop(), take() and the calls that use them, such as
+#     work(), run the jobs. check(repair=True) reclaims, repairs and removes stale files, too. If no
+#     process makes any of these calls, no lease of a dead worker is reclaimed.
 #     Invariant: an OSError of a job never stops deliveries. pop() raises it when no task waits.
 # ==================================================================================================
 
@@ -2926,7 +2934,8 @@ class _Job:
     last run, or None."""
 
     # All times are of the monotonic clock. The job runs next at _next_s, or at _sooner_s if an
-    # event asks for an earlier run. No caller should bring a run forward to a time before rested_s.
+    # event asks for an earlier run. rested_s is the end of the pause after a long run. If an event
+    # may come again and again, the caller should not bring a run forward to a time before rested_s.
     _next_s = _sooner_s = 0.0
     rested_s = 0.0
     error: OSError | None = None
@@ -2950,7 +2959,8 @@ class _Job:
         """Run the job now, set the time of the next run, and store an OSError in `error`."""
         started_s, self.error = time.monotonic(), None
         self._next_s = started_s + _BASE_INTERVAL_S  # holds if Ctrl-C ends this run
-        # RACE: this comes before the run, so that a call of sooner() during the run is not lost.
+        # This comes before the run. So a call of sooner() during the run, by the job itself or
+        # (RACE) by another thread, is not lost.
         self._sooner_s = float("inf")
         try:
             self._run()
@@ -2976,7 +2986,7 @@ class _Housekeeper:
         self.wake_s = 0.0  # the time of the next job or listing
         # The difference between the wall clock and the monotonic clock, when last read.
         self._date_s = time.time() - time.monotonic()
-        # The times of the last look at PAUSED and at our lease directory, and of the next one.
+        # The times of the last and of the next look at PAUSED and at our lease directory.
         self._looked_s = self._look_s = 0.0
         reclaim_s = min(_BASE_INTERVAL_S, worker.length_ns / 4e9)
         self.enqueuing = _Job(self, self._enqueue_due, _BASE_INTERVAL_S)
@@ -2991,7 +3001,8 @@ class _Housekeeper:
     # What runs when
 
     def run_due(self) -> None:
-        """Run the jobs that are due. Do nothing if another thread holds the worker's lock."""
+        """Run the jobs that are due, and list pending/ if the listing is due. Do nothing if another
+        thread holds the worker's lock."""
         if not self._lock.acquire(blocking=False):
             return
         try:
@@ -3012,7 +3023,7 @@ class _Housekeeper:
         Each job whose last run failed runs again. The job for due tasks also runs if scheduled/ or
         the date has changed. Raises the OSError of a job that fails."""
         with self._lock:
-            if not self._backlog.names:  # RACE: else another thread has listed it
+            if not self._backlog.names:  # RACE: otherwise another thread has listed pending/
                 self._list_pending()
             if self._backlog.names:
                 return True
@@ -3026,7 +3037,7 @@ class _Housekeeper:
                 job.run()
                 if job.error is not None:
                     raise job.error
-            return bool(jobs)  # True: the caller lists pending/ again for the tasks that they moved
+            return bool(jobs)  # True: the caller lists pending/ again, as the jobs may move tasks
 
     def _date_was_set(self) -> bool:
         """Return whether the wall clock was set since the last call. Then other tasks may be due
@@ -3040,8 +3051,8 @@ class _Housekeeper:
     def _list_pending(self) -> None:
         """List the oldest names in pending/, unless the queue is paused.
 
-        On an almost empty queue, each pop() comes here. So this looks at PAUSED and at our lease
-        directory only every _LOOK_INTERVAL_S seconds."""
+        On an almost empty queue, each pop() calls this method. So the method looks at PAUSED and at
+        our lease directory only every _LOOK_INTERVAL_S seconds."""
         now_s, is_paused = time.monotonic(), False
         if not self._looked_s <= now_s < self._look_s:
             if now_s < self._looked_s:  # the program replaced the clock, and the new one is behind
@@ -3060,7 +3071,8 @@ class _Housekeeper:
             self._backlog.relist(now_s)
 
     def _begin_anew(self) -> None:
-        """Run all jobs now, and set their times anew: the old times are far ahead of the clock."""
+        """Run all jobs now, and set their times by the new clock, which is far behind the old
+        times."""
         for job in self._jobs:
             job.reset()
             job.run()
@@ -3081,8 +3093,9 @@ class _Housekeeper:
     def _enqueue_due(self) -> None:
         """Move the due tasks to the back of pending/, in the order of their due times.
 
-        Stop after _BASE_INTERVAL_S seconds, and go on in the next run, which comes at once. The
-        worker's lock is held in here, so that no thread can renew a lease meanwhile."""
+        Stop after _BASE_INTERVAL_S seconds, and go on in the next run, which comes at once. A run
+        must not be longer, because it holds the worker's lock, and no thread can renew a lease
+        without this lock."""
         now_ns = _due_ns()
         self._due_seen_ns = self._scheduled_mtime_ns()
         due, names = [], sorted(self._files.names("scheduled"))
@@ -3114,7 +3127,8 @@ class _Housekeeper:
         """Reclaim the ended leases of one worker. If the worker is dead, reclaim all its leases.
 
         The lock on the directory shows whether the worker is dead. The lock is tried only if the
-        directory has leases of this boot, or if all leases in the directory have ended."""
+        directory has leases of this boot, or if all deadlines in the directory have passed.
+        Otherwise the lock would change nothing: leases of another boot end by their deadlines."""
         now_ns, leases = self._clock.now_ns(), self._files.entries(directory)
         ended, running = [], []
         for entry in leases:
@@ -3136,17 +3150,18 @@ class _Housekeeper:
         our queue clock.
 
         The queue clocks of hosts drift apart: after a suspend, or an NTP step after the boot. But
-        the wall clocks of hosts agree. rename() sets st_ctime, which is therefore the time of the
-        claim or of the last renewal. The lease still runs if st_ctime is less than our own lease
-        length ago.
+        the wall clocks of hosts agree. rename() sets st_ctime to the wall-clock time of the claim
+        or of the last renewal. The lease still runs if st_ctime is less than our own lease length
+        ago.
 
         Only the deadline counts if st_ctime is in the future. The same is true for a lease of our
-        clock, for a detached lease, and for all leases if ours have no end.
+        clock, for a detached lease, and for all leases if our own leases have no end.
 
-        A lease of our boot is usually of our clock. There are two exceptions. Processes that can't
-        see the boot id have a clock each. And on a file system of several hosts, the clock file may
-        have been made anew after this host was suspended (_went_back). Workers that lived before
-        keep the old clock. A lease of theirs seems to be over for longer than it exists."""
+        A lease of our boot is usually of our clock. There are two exceptions. First, each process
+        that can't see the boot id has a clock of its own. Second, on a file system of several
+        hosts, the clock file may have been made anew after this host was suspended (_went_back).
+        Workers that lived before keep the old clock. A lease of such a worker is known by its
+        deadline: by our clock, the deadline is longer ago than the claim or renewal that set it."""
         length_ns, clock = self._worker.length_ns, self._clock
         if length_ns >= _FOREVER_NS or entry.boot == _DETACHED:
             return False
@@ -3169,16 +3184,17 @@ class _Housekeeper:
         leases of this boot. Without such leases, a directory that was changed in the last minute
         stays.
         RACE: on some mounts (FUSE), a flock on a directory is not seen by other hosts. An idle
-        worker of another host then looks dead. Without the minute, that worker would have to make
-        its directory again each second."""
+        worker of another host then looks dead. If its directory did not stay for the minute, that
+        worker would have to make the directory again each second."""
         lock = self._files.open_dir(directory)
         if lock is None:
             return
         with closing(lock):
             if lock.try_exclusive() and lock.is_at_path():
                 self._worker.reclaim_all(directory, self._clock.boots)
-                # The worker may have died before it promoted a payload (room 14). But if a foreign
-                # file keeps the directory here, the repair must not run each time.
+                # The worker may have died before it promoted a payload (room 14), so run the repair
+                # job. But a foreign file may keep the directory here for long. So wait until the
+                # job has rested.
                 if time.monotonic() >= self.repairing.rested_s:
                     self.repairing.sooner(0)
                 if has_own_boot or not 0 <= _wall_ns() - os.fstat(lock.fd).st_mtime_ns < _IDLE_NS:
@@ -3200,8 +3216,8 @@ class _Housekeeper:
         return NodeStats(node, len(leases), expired, liveness)
 
     def _purge_done(self) -> None:
-        """Delete tasks that were done more than keep_done seconds ago. One run takes the next slice
-        of the listing of done/, for _PURGE_SLICE_S seconds."""
+        """Delete tasks that were done more than keep_done seconds ago. Each run goes on with one
+        listing of done/, for _PURGE_SLICE_S seconds."""
         keep_s, began_s = self._worker.keep_done, time.monotonic()
         end_s, before_s = began_s + _PURGE_SLICE_S, time.time() - keep_s
         if self._done_scan is None:
@@ -3211,8 +3227,8 @@ class _Housekeeper:
             if _FORMS["done"](entry.name):
                 was_old |= _unlink_if_older(entry.path, before_s)
             if time.monotonic() >= end_s:
-                # A slice with old tasks is followed soon: a slice per _BASE_INTERVAL_S might purge
-                # fewer tasks than are finished.
+                # If this run met old tasks, the next run comes soon. One run per _BASE_INTERVAL_S
+                # might delete fewer tasks than the workers finish in that time.
                 took_s = time.monotonic() - began_s
                 self._purging.sooner(5 * took_s if was_old else _BASE_INTERVAL_S)
                 return
@@ -3221,9 +3237,9 @@ class _Housekeeper:
         self._purging.every_s = min(max(_BASE_INTERVAL_S, keep_s / 10), 600.0)
 
     def remove_stale_files(self) -> None:
-        """Remove the files that killed processes left. A file in creating/ was not acknowledged, or
-        has an older payload that was replaced. The task of a checkpoint has ended. Also replace
-        large empty directories, and restore the clock file."""
+        """Remove the files that killed processes left: see stale_files(). No task is lost. Such a
+        file in creating/ is of a call that did not return, or has an older payload that was
+        replaced. Also replace large empty directories, and restore the clock file."""
         before_s = time.time() - _LEFTOVER_NS / 1e9
         for path in self.stale_files():
             if path.endswith(".pending"):
@@ -3235,13 +3251,13 @@ class _Housekeeper:
         self._clock.restore()
 
     def stale_files(self) -> list[str]:
-        """Return the stale files: files in creating/ and checkpoints without a task, which are an
-        hour old.
+        """Return the paths of the stale files: files in creating/ that are more than an hour old,
+        and checkpoints of that age without a task.
 
-        A checkpoint has no task if a person ended the task. Or the worker was killed after the end
-        of the task, before the checkpoint was removed. In creating/, the file and the time in the
-        name must both be an hour old. Neither is enough: wall clocks can be set, and the queue
-        clocks of hosts drift apart."""
+        A checkpoint has no task if a person ended the task by hand. It also has no task if a worker
+        was killed after it ended the task, and before it removed the checkpoint. In creating/, both
+        the time in the name and st_ctime must be more than an hour ago. One alone is not enough:
+        wall clocks can be set, and the queue clocks of hosts drift apart."""
         old = {it.id for it in self._files.entries("checkpoints") if self._is_stale(it)}
         for _ in range(2 if old else 0):  # RACE: one look may miss a task that moves meanwhile
             old -= {it.id for it in self._files.find(*_LIVE)}
