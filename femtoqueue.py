@@ -3273,7 +3273,7 @@ class _Housekeeper:
 
 
 # ==================================================================================================
-# 12. FemtoQueue: the public face. Its methods stand in the order of a task's life.
+# 12. FemtoQueue: the public interface. The methods stand in the order of a task's life.
 #     Invariant: a method checks its arguments before it changes anything. Room 10 says which locks
 #     are held, and in what order they are taken.
 # ==================================================================================================
@@ -3284,11 +3284,11 @@ class FemtoQueue:
 
     data_dir:  the directory. It is made with mode 0700 if it is missing.
     node_id:  the name of this worker: 1 to 100 of the characters A-Z a-z 0-9 . _ -. None: a new
-        name. A worker that restarts under an old name takes back, at the first pop(), the tasks of
-        the earlier process. Where there is no flock(2), a restart takes nothing back. Living
+        name. If a worker restarts under an old name, its first pop() takes back the tasks that the
+        earlier process had leased. Where there is no flock(2), a restart takes nothing back. Living
         objects may share a name, and do not take each other's leases. If a process is killed while
-        other objects of the same name live, the leases of the process end at their deadlines. Or
-        they end with the last object of that name, if that comes first.
+        other objects of the same name live, the leases of that process end at their deadlines, or
+        earlier, with the last object of the name.
     timeout_stale_ms:  the length of the lease (visibility timeout) that pop() takes, in
         milliseconds. None: the lease lasts as long as its worker lives. After a reboot such a lease
         ends only when a worker starts under the same node_id. A person can end the lease, too, by
@@ -3305,8 +3305,9 @@ class FemtoQueue:
         task. The pause doubles before each further attempt, up to an hour. A random part of up to
         half is subtracted.
     poll_interval_s:  the longest pause, in seconds, between two looks at the directories in a call
-        that waits. The pause matters only where inotify(7) does not report all changes: not on
-        Linux, or on a file system that other hosts write to.
+        that waits. drain() and join() always look that often. Other calls do so only where
+        inotify(7) does not report all changes: on systems other than Linux, and on file systems
+        that other hosts write to.
     detached:  True: the leases outlive this object and its process. Only the deadlines end the
         leases, and attach() finds the tasks again. False: a lease also ends with its worker.
 
@@ -3317,8 +3318,9 @@ class FemtoQueue:
 
     The order of tasks and the deadlines of leases follow the queue clock. The queue clock is the
     monotonic clock plus an anchor that all processes of one boot share. Setting the date therefore
-    does not move the queue clock. Where there is no boot id (not on Linux), each process sets its
-    own anchor: to the wall clock, or to the newest task if that is later.
+    does not move the queue clock. Where there is no boot id (on systems other than Linux), each
+    process has its own anchor. Its queue clock starts at the time of the wall clock, or of the
+    newest task if that time is later.
 
     Threads may share an object. A forked child's copy of the object is another worker. An unpickled
     object is made anew from the settings. A signal handler may call push() and schedule(), without
@@ -3358,7 +3360,8 @@ class FemtoQueue:
         self.poll_interval_s = poll_interval_s
         self.detached = bool(detached)
         self._files = _open_files(path, self.sync_after_write)
-        # A push writes to shorter paths than a pop(): it would be accepted and never delivered.
+        # A push uses shorter paths than a pop(). Without this check, data_dir could have a path
+        # that lets tasks be pushed, but never delivered.
         node_bytes = len(self._given_node_id or "1234567-0a1b2c3d")
         if len(os.fsencode(self._files.root)) + node_bytes + _LEASE_BYTES > _PATH_MAX:
             raise _os_error(errno.ENAMETOOLONG, path)
@@ -3389,22 +3392,23 @@ class FemtoQueue:
     ) -> str:
         """Add a task to the back of the queue and return the id of the task.
 
-        A task with a key follows other rules. At most one task of a key waits in the queue. If
-        there is such a task, `data` replaces its payload. The task keeps its place or its due time.
-        The id of that task is returned. The task counts as never attempted, and its checkpoint is
-        removed. If a worker has leased the task of the key, `if_in_flight` says what happens. If
-        the key has no task, push() adds one.
+        With a key, other rules hold, because a key has at most one task that waits or is leased. If
+        the key has no task, push() adds one. If the task of the key waits, `data` replaces the
+        payload of this task, and push() returns the id of this task. The task keeps its place or
+        its due time. It counts as never attempted, and its checkpoint is removed. If the task of
+        the key is leased, `if_in_flight` says what happens.
 
         data:  the payload: bytes, bytearray or memoryview.
         key:  a text of 1 to 200 bytes in UTF-8. None: a task without a key.
         if_in_flight:  what to do if the task of the key is leased. Only with a key.
-            "buffer": `data` waits in keys/, and a later push replaces it there. When the delivery
-                ends, `data` becomes a task with an id of its own, which is returned. If the leased
-                task comes back instead, its next delivery carries `data`, as a first attempt.
-            "update": `data` replaces the payload of the leased task. The running delivery keeps the
-                old payload, and only a later delivery carries `data`. The id of the leased task is
-                returned. done() ends the task together with `data`. If a payload already waits
-                behind the task, `data` replaces that payload instead.
+            "buffer": `data` waits in keys/, and a later push replaces it there. push() returns a
+                new id. When done() or fail() ends the leased task, `data` becomes a task with this
+                id. If the leased task comes back instead, its next delivery carries `data`, as a
+                first attempt.
+            "update": `data` replaces the payload of the leased task, and push() returns the id of
+                this task. The running delivery keeps the old payload, and only a later delivery
+                carries `data`. done() ends the task together with `data`. But if a payload already
+                waits behind the task, `data` replaces that payload, as with "buffer".
             "reject": raise KeyInFlight.
 
         Raises TypeError if `data` is not bytes-like, if `key` is not a str, or if `if_in_flight` is
@@ -3416,16 +3420,17 @@ class FemtoQueue:
         If push() raises, `data` is not in the queue, except in two cases. First, a worker may have
         claimed the task before the sync of the task failed. The last paragraph has the second case.
 
-        On disk: when push() returns, the file of the task is in pending/, or a buffered payload is
-        in keys/. The file is written in creating/, and then moved by rename(2). A rename is atomic
-        (POSIX): no worker sees half a task. With sync_after_write, fsync(2) of the file and of the
-        directory follows.
+        On disk: when push() returns, the file of the task is in pending/. With a key, `data` may
+        also be in keys/, or where the task of the key is. The file is written in creating/, and
+        then moved by rename(2). A rename is atomic (POSIX): no worker sees half a task. With
+        sync_after_write, fsync(2) of the file and of the directory follows.
 
-        A payload is replaced by renameat2(2) with RENAME_EXCHANGE. Names can't be exchanged on NFS,
-        on FUSE, and where the system is not Linux. There, rename(2) replaces the payload. But if
-        the task is in pending/, a worker may claim the task at the same time. So the new payload
-        waits in keys/, and the claim of the task takes the payload along. If only the sync after
-        such a rename(2) failed, push() raises although the payload has been replaced.
+        The payload of a task is replaced by renameat2(2) with RENAME_EXCHANGE. On NFS, on FUSE, and
+        on systems other than Linux, names can't be exchanged, and rename(2) replaces the payload
+        there. But if the task is in pending/, a worker may claim the task at the same time. So the
+        new payload waits in keys/ instead, and the claim of the task takes the payload along. If
+        only the sync after a replacement by rename(2) failed, push() raises although the payload
+        has been replaced.
         """
         if key is not None or if_in_flight != "buffer":
             return self._push_keyed(data, key, if_in_flight, None)
@@ -3443,13 +3448,14 @@ class FemtoQueue:
         Raises TypeError if `iterable` is a single payload, or if one of the payloads is not
         bytes-like. Raises OSError if the disk did not take a task, and any exception that
         `iterable` raises. The tasks before the error are in the queue. The attribute `pushed_ids`
-        of the exception has their ids, and the message of an OSError says how many they are. If the
-        sync failed, the tasks are removed again: then `pushed_ids` has the ids of the tasks that
-        could not be removed, because a worker took them before.
+        of the exception has the ids of these tasks, and the message of an OSError has their number.
+        If the sync failed, the tasks are removed again. Then `pushed_ids` has only the ids of the
+        tasks that could not be removed, because a worker took them before.
 
         On disk: when push_many() returns, the files of the tasks are in pending/. With
         sync_after_write, one syncfs(2) makes the whole batch durable. Where syncfs(2) can't be
-        relied on (FUSE, or not Linux), each file is synced by fsync(2), and then pending/ once.
+        relied on (on FUSE, and on systems other than Linux), each file is synced by fsync(2), and
+        then pending/ once.
         """
         if isinstance(iterable, (_BytesLike, str)):
             raise TypeError("push_many takes an iterable of payloads; for one payload use push")
@@ -3497,12 +3503,13 @@ class FemtoQueue:
             that updates the leased task itself ("update") has no due time: time_us is ignored.
 
         Raises ValueError if the time is not before the year 2255, or if a datetime has no time
-        zone. Raises ValueError for a time from one second after the epoch to the end of 1972: the
-        caller gave such a time in seconds or milliseconds. Raises any error that push() raises.
+        zone. Raises ValueError for a time from one second after the epoch to the end of 1972,
+        because such a number is most likely a time in seconds or milliseconds. Raises any error
+        that push() raises.
 
         On disk: when schedule() returns, the file of the task is in scheduled/, under a name that
         begins with the due time. After that time, the next pop() of any worker moves the task to
-        pending/, by rename(2).
+        pending/, by rename(2). With a key, `data` may also be elsewhere, as after push().
         """
         if key is not None or if_in_flight != "buffer":
             return self._push_keyed(data, key, if_in_flight, time_us)
@@ -3526,7 +3533,7 @@ class FemtoQueue:
         name, payload = _encode_key(key), _as_bytes(data)
         due_ns = None if time_us is None else _due_time_ns(time_us)
         # RACE: another worker's pop() claims the waiting task before put() replaces the payload, or
-        # a person moves the file. Then "" is returned, and the next round finds the task where it
+        # a person moves the file. Then put() returns "", and the next round finds the task where it
         # is now: in flight, for example.
         while True:
             if ident := self._worker.keys.put(name, payload, if_in_flight, due_ns):
@@ -3537,9 +3544,9 @@ class FemtoQueue:
     def pop(self, timeout: float | None = 0, *, lease_ms: float | None = None) -> FemtoTask | None:
         """Lease the oldest task and return the task, or return None if there is no task to deliver.
 
-        The worker holds the lease until it calls done(), fail() or release(), or until the lease
-        ends. After the lease has ended, another worker may deliver the task again. A corrupt task
-        is moved to failed/, logged and passed over.
+        done(), fail() or release() ends the lease. If the lease ends otherwise, by its deadline or
+        by the death of this worker, another worker may deliver the task again. A corrupt task is
+        moved to failed/, logged and passed over.
 
         timeout:  the seconds to wait for a task. 0: do not wait. None: wait without a limit. During
             the wait, signal handlers run at once.
@@ -3555,20 +3562,20 @@ class FemtoQueue:
 
         If the trouble is with one task, the attribute `task_id` of the OSError or MemoryError has
         the id of the task. This happens if this user may not read or move the file, or if the
-        payload does not fit into memory. The next pop(), in this process or another, takes the next
-        task. A task that can't be read goes to the back of the queue. This delivery counts as an
-        attempt: after max_attempts deliveries, the task goes to failed/. A task that can't be moved
-        stays in its place. If a task makes trouble for the second time, this object passes the task
-        over for a second. Each further trouble doubles that time, up to an hour.
+        payload does not fit into memory. A task that can't be read goes to the back of the queue,
+        and the next pop(), in this process or another, takes the next task. The delivery counts as
+        an attempt: after max_attempts deliveries, the task goes to failed/. A task that can't be
+        moved stays in its place. If a task makes trouble for the second time, this object passes
+        the task over for a second. Each further trouble doubles that time, up to an hour.
 
-        A wait ends when inotify(7) reports a task, or else at the next look, at most
-        poll_interval_s later. A wait also ends when a task comes due, when a lease ends, and within
-        half a second after a worker died.
+        A wait ends when inotify(7) reports a task. Where inotify does not report all changes, the
+        wait ends at the next look, at most poll_interval_s later. A wait also ends when a task
+        comes due, when a lease ends, and within half a second after a worker died.
 
         On disk: when pop() returns, the file of the task is in inflight-<node>/. Its name begins
         with the deadline. If several workers call rename(2) for the same file, one succeeds and the
         others get ENOENT (POSIX). The rename is not synced: after power loss the task may wait in
-        its old place.
+        its old place again.
         """
         if timeout == 0 and lease_ms is None:
             return self._worker.take_oldest(self._length_ns)
@@ -3605,17 +3612,17 @@ class FemtoQueue:
         """Lease the task of a key, or the task with an id, out of turn, and return the task.
 
         key:  the key of the task. None is returned if the key has no task, or if the task is in
-            flight or not yet due, or if the queue is paused. The cost does not depend on the number
-            of waiting tasks (on file systems that other hosts write to, it does). But take() also
-            runs the housekeeping jobs of pop().
+            flight or not yet due, or if the queue is paused. The search for the task costs the same
+            whatever the number of waiting tasks is, except on file systems that other hosts write
+            to. But take() also runs the housekeeping jobs of pop().
         timeout:  the seconds to wait for the task, as in pop().
         id:  the id of the task. The task may be in pending/ or in scheduled/, due or not; else None
-            is returned. done() then cancels the task. If the task comes back instead, it is due at
-            once.
+            is returned. To cancel the task, call done() then. If the task is given back or
+            reclaimed instead, its old due time no longer counts.
         lease_ms:  the length of the lease in milliseconds, as in pop().
 
-        Raises TypeError unless either `key` or `id` is given. Raises ValueError if the key or the
-        id is invalid, and any error that pop() raises.
+        Raises TypeError unless exactly one of `key` and `id` is given. Raises ValueError if the key
+        or the id is invalid, and any error that pop() raises.
 
         On disk: as after pop().
         """
@@ -3632,9 +3639,10 @@ class FemtoQueue:
     ) -> FemtoTask | None:
         """Do what take() does, without blocking the event loop.
 
-        The parameters are as in take(), but the default timeout is None: wait without a limit. The
-        order of coroutines and the effect of cancelling are as in pop_async(). Only the coroutines
-        that wait for the same key or id stand in one line.
+        The parameters are as in take(), but the default timeout is None: wait without a limit.
+
+        Coroutines that wait for the same key or id get the task in the order of their calls.
+        Cancelling the call has the same effect as in pop_async().
         """
         look = self._finder_of(key, id, lease_ms, wait=False)
         return await self._worker.waits.wait_for_async(look, _end_s(timeout), repr((key, id)))
@@ -3679,8 +3687,8 @@ class FemtoQueue:
     def join(self, timeout: float | None = None) -> bool:
         """Wait until no task is pending, scheduled or in flight, and return True.
 
-        join() only looks: due tasks and the tasks of dead workers move when some worker calls
-        pop().
+        join() only looks. Due tasks, and the tasks of dead workers, move only when some worker
+        calls pop().
 
         timeout:  the seconds to wait. None: no limit.
 
@@ -3710,8 +3718,8 @@ class FemtoQueue:
         or unlink(2) is the commit. The system call fails with ENOENT if the lease is gone (POSIX),
         and then LeaseLost is raised. The checkpoint of the task is removed. With sync_after_write,
         fsync(2) of the file and of the directory follows. A task to be deleted is also synced
-        before: power loss must not bring it back to pending/. A payload that is buffered behind the
-        task becomes a task.
+        before the unlink(2): power loss must not bring the task back to pending/. A payload that is
+        buffered behind the task becomes a task.
         """
         self._worker.finish(task)
 
@@ -3726,8 +3734,8 @@ class FemtoQueue:
 
         On disk: when fail() returns, the file of the task is in failed/, and the reason is in
         failed/<id>.error. The rename(2) of the task comes first: a worker that lost its lease never
-        writes a reason for another delivery. If the process dies between the two, the task has no
-        reason. The rest is as in done().
+        writes a reason for another delivery. If the process dies before the reason is written, the
+        task has no reason. The rest is as in done().
         """
         if not isinstance(error, (str, BaseException, type(None))):
             raise TypeError(f"error must be a text or an exception, not {error!r}")
@@ -3750,8 +3758,8 @@ class FemtoQueue:
 
         On disk: when release() returns, the file of the task is in pending/ or scheduled/, moved by
         rename(2). With sync_after_write, fsync(2) of the file and of the directory follows. The
-        checkpoint stays for the next delivery. If a newer payload of the key is buffered, the task
-        comes back with that payload and its due time, and as never attempted.
+        checkpoint stays for the next delivery. But if a newer payload of the key is buffered, the
+        next delivery carries that payload, at the payload's due time, and as a first attempt.
         """
         path = _lease_of(task).path
         ident, attempts = _id_of(path), _attempts_of(path) - (not counted)
@@ -3796,10 +3804,10 @@ class FemtoQueue:
 
         Raises LeaseLost if there is no such lease, and TypeError if `lease` is not a str.
 
-        A lease that is not detached still ends with the worker that took the lease. Without another
-        length, extend() renews the lease for timeout_stale_ms of this object. If timeout_stale_ms
-        is None, extend() renews a detached lease for the time that is left now, and at least a
-        second.
+        A lease that is not detached still ends with the worker that took the lease. Without `ms`,
+        extend() renews the lease for timeout_stale_ms of this object. If timeout_stale_ms is None,
+        extend() renews a detached lease for the time that was left when attach() was called, and
+        for at least a second.
 
         On disk: nothing changes.
         """
@@ -3817,7 +3825,7 @@ class FemtoQueue:
             length_ns = max(self._worker.left_ns(entry.path), 10**9)
         held = _Lease()
         held.path, held.length_ns = entry.path, length_ns
-        held.has_checkpoint = True  # not known: so done() and fail() remove one if it exists
+        held.has_checkpoint = True  # not known here: done() and fail() remove a checkpoint, if any
         task = FemtoTask(entry.id, b"", entry.attempts, None, held, self._clock.anchor_ns)
         task.size_bytes = None
         return task
@@ -3825,7 +3833,7 @@ class FemtoQueue:
     # Working
 
     def processing(self, task: FemtoTask) -> _Processing:
-        """Return a context manager that keeps the lease in its block, and then ends the delivery.
+        """Return a context manager that renews the lease during its block, then ends the delivery.
 
         task:  the task that pop() or another method leased. The `as` clause of the `with` statement
             gets the same object.
@@ -3841,7 +3849,8 @@ class FemtoQueue:
         The delivery is not counted then.
 
         Raises LeaseLost at the beginning or the end of the block if the lease is lost. Raises
-        OSError if the end can't be written to the disk; then the task is delivered again soon.
+        OSError if the end of the delivery can't be written to the disk. Then the task is delivered
+        again soon.
 
         On disk: after the block, as after done(), release() or fail().
         """
@@ -3859,12 +3868,12 @@ class FemtoQueue:
 
         Raises LeaseLost, and saves nothing, if this delivery no longer holds the lease. Raises
         TypeError if `data` is not bytes-like, and the OSError of the system call if the disk did
-        not take it.
+        not take the bytes.
 
         On disk: when checkpoint() returns, checkpoints/<id> has the new bytes. One rename(2)
-        replaces the old file. After a crash, the old or the new file is there, and whole. With
-        sync_after_write, fsync(2) of the file comes before the rename, and of the directory after
-        it.
+        replaces the old file. After a crash, either the old or the new file is there, and is whole.
+        With sync_after_write, fsync(2) of the file comes before the rename, and fsync(2) of the
+        directory comes after the rename.
         """
         _save_checkpoint(self._worker, task, bytes(_as_bytes(data)))
 
@@ -3896,14 +3905,14 @@ class FemtoQueue:
         other threads then get LeaseLost. Two signals within 0.3 seconds count as one. close() in
         another thread stops the loop, too.
 
-        Raises TypeError or ValueError if an argument is invalid. SystemExit, KeyboardInterrupt and
-        the like, raised by a handler, end the loop and propagate. The handler's task is given back,
-        and the delivery is not counted. An OSError of pop() or of the end of a delivery also ends
-        the loop, and is raised when the running handlers have finished. If a signal came, too, the
-        OSError is only logged.
+        Raises TypeError or ValueError if an argument is invalid. If a handler raises SystemExit,
+        KeyboardInterrupt or another exception that is not an Exception, the loop ends, and the
+        exception propagates. The handler's task is given back, and the delivery is not counted. An
+        OSError of pop() or of the end of a delivery also ends the loop, and is raised when the
+        running handlers have finished. If a signal came, too, the OSError is only logged.
 
-        Trouble with a single task (see pop()) is logged, and the other tasks go on. An error of
-        this kind is raised only if nothing but such trouble came for 30 seconds.
+        Trouble with a single task (see pop()) is logged, and work() takes the next task. An error
+        of this kind is raised only if nothing but such trouble came for 30 seconds.
 
         On disk: each task is where done(), fail() or release() put it.
         """
@@ -3986,8 +3995,9 @@ class FemtoQueue:
     def retry_failed(self) -> int:
         """Put every failed task at the back of the queue, oldest first, and return their number.
 
-        A task stays in failed/, uncounted, if its key has another task now. Raises the OSError of
-        the system call if there is trouble with the disk; the tasks before it are put back.
+        If the key of a task has another task now, the task stays in failed/, and the returned
+        number does not include it. Raises the OSError of the system call if there is trouble with
+        the disk. The tasks that were put back before the error stay in pending/.
 
         On disk: as after retry(), for each task.
         """
@@ -4033,12 +4043,12 @@ class FemtoQueue:
 
         repair:  True: repair what can be repaired safely while workers run. Corrupt tasks that wait
             go to failed/. The tasks of dead workers and ended leases return to pending/. Payloads
-            that wait behind a task that is gone become tasks. Records of keys without a task, and
-            leftovers, are removed. False: change nothing.
+            that wait behind a task that is gone become tasks. The files in keys/ of keys without a
+            task, and leftovers, are removed. False: change nothing.
 
         The findings are:
         - a network file system, or a directory on another file system than data_dir
-        - a queue clock ahead of the wall clock
+        - a queue clock that is ahead of the wall clock, or whose file this object made anew
         - foreign names
         - records that are not whole, and files or directories that can't be read
         - an id in two places
@@ -4101,7 +4111,7 @@ class FemtoQueue:
 
         Raises CorruptTask if the file is not a whole record, and the OSError of the system call if
         the file can't be read. Raises ValueError if the id or key is invalid, and TypeError unless
-        one of the two is given.
+        exactly one of the two is given.
         """
         if (id is None) == (key is None):
             raise TypeError("peek needs either an id or a key")
@@ -4116,15 +4126,18 @@ class FemtoQueue:
     def contains(self, key: str) -> bool:
         """Return True if a task of the key waits or is in flight.
 
-        key:  a text of 1 to 200 bytes in UTF-8, as in push(). Raises TypeError if the key is not a
-            str, and ValueError if the key is another text.
+        key:  the key, as in push().
+
+        Raises TypeError if the key is not a str, and ValueError if the key is too long or empty.
         """
         return self._worker.keys.path_of(_encode_key(key)) != ""
 
     def keys(self, state: str) -> Iterator[str]:
         """Iterate over the keys of the tasks in a state. Tasks without a key are left out.
 
-        state:  one of STATES, as in tasks(). Raises ValueError if `state` is invalid.
+        state:  one of STATES, as in tasks().
+
+        Raises ValueError if `state` is invalid.
         """
         entries = self._files.find(_check_state(state))
         keyed = (entry for entry in entries if _is_keyed(entry.id))
@@ -4152,7 +4165,7 @@ class FemtoQueue:
         task = FemtoTask(entry.id, payload, attempts, key, lease, self._clock.anchor_ns)
         task.size_bytes = size_bytes
         if entry.directory == "failed":
-            # Show the task even if the reason is missing or may not be read (another user's).
+            # Show the task even if the reason is missing, or if another user's file can't be read.
             with suppress(FileNotFoundError, PermissionError):
                 task.error = self._files.text(f"failed/{entry.id}.error").removesuffix("\n")
         return task
@@ -4172,10 +4185,11 @@ class FemtoQueue:
     # Closing
 
     def close(self) -> None:
-        """Give up the lease directory of this worker. Its tasks return to pending/ at once.
+        """Give up the leases of this worker: their tasks return to pending/ at once.
 
-        Some leases stay, and end at their deadlines. These are detached leases, all leases where
-        there is no flock(2), and all leases while another object lives under the same node_id.
+        The lease directory is removed if it is empty then. Some leases stay, and end at their
+        deadlines. These are detached leases, all leases where there is no flock(2), and all leases
+        while another object lives under the same node_id.
 
         Calls of this object that wait in other threads and coroutines return at once. pop() and
         take() return None, join() returns False, and drain() and work() stop.
@@ -4220,7 +4234,8 @@ class FemtoQueue:
         return functools.partial(type(self), **settings), ()
 
 
-# They are fixed when an object is made. An unpickled object is made anew from them.
+# The names of the settings. The settings are fixed when an object is made. An unpickled object is
+# made anew from them.
 _SETTINGS = FemtoQueue.__init__.__annotations__.keys() - {"return"}
 
 
