@@ -2377,9 +2377,9 @@ class _LeaseDir:
 # 10. Worker: the state machine. It makes each change of a task's state, except pushes (rooms 6
 #     and 14) and purges (rooms 11 and 12).
 #     Invariant: a rename (or an unlink) commits each change. It is also the fence: it fails if the
-#     lease is lost. The reason in failed/ and the checkpoint of a task are put in place or removed after the
-#     rename. So a worker that lost its lease changes none of these files. Only retry, which has no
-#     lease, removes the reason first.
+#     lease is lost. The reason in failed/ and the checkpoint of a task are put in place or removed
+#     after the rename. So a worker that lost its lease changes none of these files. Only retry,
+#     which has no lease, removes the reason first.
 #     Lock: a thread holds the worker's lock while it claims, renews, settles or reclaims a task.
 #     So a renewal and a done() in two threads cannot run at the same time. No thread holds the lock
 #     while it reads a payload for a caller or writes one. A quarantine and a take along (room 14)
@@ -3401,10 +3401,10 @@ class FemtoQueue:
         data:  the payload: bytes, bytearray or memoryview.
         key:  a text of 1 to 200 bytes in UTF-8. None: a task without a key.
         if_in_flight:  what to do if the task of the key is leased. Only with a key.
-            "buffer": `data` waits in keys/, and a later push replaces it there. push() returns a
-                new id. When done() or fail() ends the leased task, `data` becomes a task with this
-                id. If the leased task comes back instead, its next delivery carries `data`, as a
-                first attempt.
+            "buffer": `data` waits in keys/, and a later push replaces it there. When done() or
+                fail() ends the leased task, `data` becomes a task with an id of its own, which
+                push() has returned. If the leased task comes back instead, its next delivery
+                carries `data`, as a first attempt.
             "update": `data` replaces the payload of the leased task, and push() returns the id of
                 this task. The running delivery keeps the old payload, and only a later delivery
                 carries `data`. done() ends the task together with `data`. But if a payload already
@@ -3714,9 +3714,10 @@ class FemtoQueue:
         is still leased, and the next call tries again. If only a later step failed, such as the
         sync, the task has moved all the same, and the next call raises LeaseLost.
 
-        On disk: when done() returns, the file of the task is in done/, or is deleted. The rename(2)
-        or unlink(2) is the commit. The system call fails with ENOENT if the lease is gone (POSIX),
-        and then LeaseLost is raised. The checkpoint of the task is removed. With sync_after_write,
+        On disk: when done() returns, the file of the task is in done/. With keep_done=False, or if
+        a full disk has no room for the name in done/, the file is deleted. The rename(2) or
+        unlink(2) is the commit. The system call fails with ENOENT if the lease is gone (POSIX), and
+        then LeaseLost is raised. The checkpoint of the task is removed. With sync_after_write,
         fsync(2) of the file and of the directory follows. A task to be deleted is also synced
         before the unlink(2): power loss must not bring the task back to pending/. A payload that is
         buffered behind the task becomes a task.
@@ -3732,7 +3733,7 @@ class FemtoQueue:
         Raises LeaseLost, TypeError and OSError as done() does. Also raises TypeError if `error` is
         of another type.
 
-        On disk: when fail() returns, the file of the task is in failed/, and the reason is in
+        On disk: when fail() returns, the file of the task is in failed/, and a given reason is in
         failed/<id>.error. The rename(2) of the task comes first: a worker that lost its lease never
         writes a reason for another delivery. If the process dies before the reason is written, the
         task has no reason. The rest is as in done().
@@ -4012,8 +4013,8 @@ class FemtoQueue:
 
         older_than_s:  the least age in seconds, by the wall clock. The age counts from the move to
             the directory: every common file system sets st_ctime on rename(2).
-        states:  "done", "failed" or both, as a text or an iterable. With "failed", a reason whose
-            task is gone is deleted, too.
+        states:  "done", "failed" or both, as a text or an iterable. With "failed", old reasons
+            whose task is gone are deleted, too.
 
         Raises ValueError or TypeError if an argument is invalid, and OSError if there is trouble
         with the disk.
