@@ -2478,8 +2478,8 @@ class _Worker:
         """Move a leased task to done/; with keep_done=False, remove it. Raises LeaseLost.
 
         On a full disk, done/ may have no room for another name. Then the task is removed instead.
-        Otherwise the task would run again and again, until a person purges done/. The promise not
-        to deliver a finished task again is the stronger of the two."""
+        Otherwise the task would run again and again, until a person purges done/. To keep a record
+        of finished tasks is the weaker promise."""
         lease = _lease_of(task)
         if self.keep_done:
             try:
