@@ -2519,7 +2519,7 @@ class _Worker:
         target = f"failed/{_id_of(lease.path)}"
         with nullcontext("") if error is None else self._new_reason(error) as path:
             self.move_leased(lease, target, "failed")
-            # After an earlier failure, a person may have moved the task without its reason.
+            # A person who retried an earlier failure by hand may have left its reason.
             _unlink_if_exists(f"{self.files.root}{target}.error")
             if path:
                 self.files.move_over(path, f"{target}.error")
@@ -2593,7 +2593,7 @@ class _Worker:
         try:
             self.note_arrival(self.move_task(lease, target, wait=False))
         except BlockingIOError:
-            return  # RACE: another process holds the key's lock. The next reclaim tries again.
+            return  # RACE: the lock of the key is busy. The next reclaim tries again.
         except FileNotFoundError:
             # RACE: the holder settled the task first, or another worker reclaimed the task. Then
             # nothing is left to do. But if the lease is still there, pending/ was missing.
