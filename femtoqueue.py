@@ -2354,7 +2354,7 @@ class _LeaseDir:
 
     def give_up(self) -> None:
         """Close the lease directory. If no other object holds the lock of the directory, reclaim
-        its leases, and remove it if it is empty then. Without flock, the leases stay."""
+        the leases in it, and then remove an empty directory. Without flock, the leases stay."""
         self._worker.house.look_again()
         lock, self._held = self._held, None
         # If this object is garbage in a cycle, the finalizer of the lock may have closed the lock.
@@ -2786,8 +2786,8 @@ class _Worker:
                 self._take_back(lease, path, error)
                 if not isinstance(error, BlockingIOError):
                     raise
-                # RACE: a push in another process moved its file into pending/, which woke this
-                # wait, and the push still holds the key's lock. When the push releases the lock, no
+                # RACE: a push in another process renamed a file into pending/. That woke this wait,
+                # but the push still holds the lock of the key. When the push releases the lock, no
                 # event wakes this wait. So the next look is in 10 ms.
                 self.house.wake_s = min(self.house.wake_s, time.monotonic() + 0.01)
                 return None
@@ -3254,10 +3254,10 @@ class _Housekeeper:
         """Return the paths of the stale files: files in creating/ that are more than an hour old,
         and checkpoints of that age without a task.
 
-        A checkpoint has no task if a person ended the task by hand. It also has no task if a worker
-        was killed after it ended the task, and before it removed the checkpoint. In creating/, both
-        the time in the name and st_ctime must be more than an hour ago. One alone is not enough:
-        wall clocks can be set, and the queue clocks of hosts drift apart."""
+        A checkpoint has no task if a person ended the task by hand, or if a worker was killed after
+        the end of the task and before the removal of the checkpoint. In creating/, both the time
+        in the name and st_ctime must be more than an hour ago. One alone is not enough: wall clocks
+        can be set, and the queue clocks of hosts drift apart."""
         old = {it.id for it in self._files.entries("checkpoints") if self._is_stale(it)}
         for _ in range(2 if old else 0):  # RACE: one look may miss a task that moves meanwhile
             old -= {it.id for it in self._files.find(*_LIVE)}
