@@ -2353,9 +2353,9 @@ class _LeaseDir:
     # Closing
 
     def give_up(self) -> None:
-        """Close the lease directory. If no other object holds the lock of the directory, reclaim
-        the leases in it. Without flock, the leases stay. Then remove the directory if it is empty.
-        """
+        """Close the lease directory. Unless another object holds the lock of the directory, reclaim
+        the leases in it, and then remove the directory if it is empty. Without flock, the leases
+        stay."""
         self._worker.house.look_again()
         lock, self._held = self._held, None
         # If this object is garbage in a cycle, the finalizer of the lock may have closed the lock.
