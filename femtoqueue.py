@@ -2189,7 +2189,8 @@ class _Backlog:
 
 # ==================================================================================================
 # 9. Lease directory: this worker's inflight-<node>/. A shared flock on the directory shows that the
-#    worker lives. Invariant: a claim moves a task into the locked directory, by the descriptor.
+#    worker lives. Invariant: a claim moves a task into the directory whose lock this worker holds.
+#    So the rename uses the descriptor of the directory: its path may name another directory by now.
 # ==================================================================================================
 
 
@@ -2197,11 +2198,10 @@ class _LeaseDir:
     """The lease directory of one worker. The first listing of pending/ opens the directory. Later
     listings open it again if it was removed or given up.
 
-    RACE: another thread calls close() during a pop(). A claim holds the worker's lock, so its
-    descriptor stays open. Each claimed task has an entry in `undelivered` until the caller gets the
-    task. The caller and the reclaim job both remove the entry, and the first to do so has the task.
-    If the reclaim job is first, the delivery is not counted. `closes` counts the calls of close().
-    A wait compares the count after each look, and so notices a close()."""
+    RACE: another thread calls close() during a pop(). A claim and close() both hold the worker's
+    lock, so the descriptor of the directory stays open during the claim. `undelivered`, `closes`
+    and `orphans` tell the two threads which thread has the task. The comment before
+    _Worker.take_oldest() (room 10) explains them."""
 
     def __init__(self, worker: _Worker) -> None:
         self._worker, self._files, self._clock = worker, worker.files, worker.clock
@@ -2213,15 +2213,15 @@ class _LeaseDir:
         # By the path of the lease, the path to move the task back to. None: the place of its push.
         self.orphans: dict[str, str | None] = {}
         self.closes = 0
-        # The lock while the directory is open. If this is None at an opening, the leases in the
-        # directory were left by an earlier process.
+        # The lock of the directory, if the directory is open. If it is None at an opening, the
+        # directory may have leases that an earlier process left.
         self._held: _FileLock | None = None
 
     # Opening
 
     def ensure_open(self) -> None:
-        """Open and lock the directory, unless its lock is held. Then reclaim the orphans, such as
-        the leases of an earlier process."""
+        """Open and lock the directory, unless it is open and still at its path. After an opening,
+        reclaim the orphans, such as the leases of an earlier process."""
         with self._lock:
             if self._held is None or not self._held.is_at_path():
                 self._open()
@@ -2229,27 +2229,29 @@ class _LeaseDir:
                     self._worker.house.reclaiming.run()
 
     def _open(self) -> None:
-        self._worker.backlog.names = []  # no claim before the directory is open, even after a raise
+        self._worker.backlog.names = []  # no claim until the directory is open, even if this raises
         for _ in range(_MAX_REPLACED):
             self._make()
             lock = self._files.open_dir(self.directory)
             if lock is None:
-                # RACE: another worker looks for signs of life after our _make(). There is no lock,
-                # so the other worker removes the directory. The next round makes it again.
+                # RACE: after our _make(), another process finds the directory empty and not locked,
+                # and removes the directory. The next round makes it again.
                 continue
             try:
-                # This waits while another worker holds the exclusive lock to look for signs of
-                # life. The test below must not take the other worker for one of our node_id.
+                # Another worker may hold the exclusive lock for a moment, to see whether we live.
+                # This call waits for that moment to end. Otherwise try_exclusive() below would take
+                # the other worker for a living worker of our node_id.
                 if lock.acquire_shared() is None:
-                    # Without flock, leases end by their deadlines only. So give them a boot tag
-                    # that no other process has.
+                    # Without flock, leases end by their deadlines only. So give our leases a boot
+                    # tag that no other process has.
                     self._clock.boot = os.urandom(4).hex()
-                # The leases are listed only if the directory was not open before. Otherwise another
-                # thread may just have claimed a task into the directory. If we get the exclusive
-                # lock, no worker of our node_id uses the directory that we opened. Its leases are
-                # orphans then, except detached leases, which outlive their worker.
-                # RACE: another process removes that directory as empty, and a worker of our node_id
-                # makes a new one. The leases at the path are then in use, so is_at_path() is asked.
+                # If this object had the directory open before, the leases are not listed: another
+                # thread may just have claimed a task. Otherwise try the exclusive lock. If we get
+                # the lock, no other worker of our node_id uses the directory that we opened. Then
+                # the leases in it are orphans, except detached leases, which outlive their worker.
+                # RACE: after our open_dir(), another process removes the empty directory, and
+                # another worker of our node_id makes a new directory at the path. The leases at the
+                # path are then in use. So is_at_path() looks whether our directory is at the path.
                 elif self._held is None and lock.try_exclusive() and lock.is_at_path():
                     with suppress(OSError):  # the next reclaim job meets and raises the error
                         leases = self._files.entries(self.directory)
@@ -2259,14 +2261,15 @@ class _LeaseDir:
                 # RACE: another worker removes the directory between our open() and our lock. Then
                 # the next round makes the directory again.
                 if lock.is_at_path():
-                    # This assignment closes the old lock, by dropping the last reference to it. The
-                    # old lock is kept until now, because a person may move the old directory back
-                    # to its path, with the leases that we hold in it.
+                    # This assignment drops the last reference to the old lock, and so closes the
+                    # old lock. It is kept until now, because our leases may be in an old directory
+                    # that a person moved away. If the person moves that directory back, the lock
+                    # shows other workers that the leases are in use.
                     self._held = lock
                     return
             finally:
-                # Don't rely on the last reference: an exception that is kept somewhere keeps this
-                # frame alive, and with the frame the lock.
+                # The last reference to the lock may be lost late: an exception that is kept
+                # somewhere keeps this frame alive. So close the lock here.
                 if lock is not self._held:
                     lock.close()
         raise _os_error(_MISSING_ERRNOS[-1], self.path)
@@ -2278,8 +2281,8 @@ class _LeaseDir:
             self._files.make_dir(self.directory)
         except OSError as error:
             spare = f"{self._root}spare"
-            with suppress(OSError):  # the first error is raised, which is the cause
-                # With foreign files in it, spare/ is not renamed, because they must not move.
+            with suppress(OSError):  # make_dir()'s error is raised below: it is the cause
+                # If foreign files are in spare/, it is not renamed: foreign files must not move.
                 if error.errno in _OUT_OF_SPACE_ERRNOS and not os.listdir(spare):
                     os.utime(spare)  # other workers remove an empty lease directory that is old
                     os.rename(spare, self.path)
@@ -2329,12 +2332,13 @@ class _LeaseDir:
         return all(os.access(path, os.W_OK | os.X_OK) for path in directories)
 
     def undo_claim(self, lease: _Lease, target: str) -> None:
-        """Move a claimed task that no caller will get to `target`. The delivery is not counted. If
-        the rename fails, the lease becomes an orphan, and the reclaim job moves the task.
+        """Move a claimed task to `target`, because no caller will get the task. The name in
+        `target` has the attempts: usually the delivery is not counted. If the rename fails, the
+        lease becomes an orphan, and the reclaim job moves the task.
 
-        The rename uses the descriptor. If a person has moved the whole directory away, the task
-        must still come back. CRASH: if the process dies before the rename, the task is leased. The
-        lease ends like any other, and the delivery is counted."""
+        The rename uses the descriptor of the lease directory. So the task comes back even if a
+        person has moved the whole directory away. CRASH: if the process dies before the rename, the
+        task is still leased. The lease ends like any other, and the delivery is counted."""
         with self._lock:
             try:
                 if (held := self._held) is None:  # closed: close() may have reclaimed the lease
@@ -2349,11 +2353,12 @@ class _LeaseDir:
     # Closing
 
     def give_up(self) -> None:
-        """Close the lease directory. If no other object holds its lock, reclaim its leases and
-        remove the directory."""
+        """Close the lease directory. Unless another object holds the lock of the directory, reclaim
+        the leases in it, and then remove the directory if it is empty. Without flock, the leases
+        stay."""
         self._worker.house.look_again()
         lock, self._held = self._held, None
-        # If this object is garbage in a cycle, the finalizer of the lock may have run before.
+        # If this object is garbage in a cycle, the finalizer of the lock may have closed the lock.
         if lock is not None and lock.fd == -1:
             lock = self._files.open_dir(self.directory)
         if lock is None:
@@ -2372,13 +2377,15 @@ class _LeaseDir:
 # ==================================================================================================
 # 10. Worker: the state machine. It makes each change of a task's state, except pushes (rooms 6
 #     and 14) and purges (rooms 11 and 12).
-#     Invariant: the rename commits a change, and is its fence. The reason in failed/ and the
-#     checkpoint of a task are put in place or removed after the rename. So a worker that lost its
-#     lease changes none of these files. Only retry, which has no lease, removes the reason first.
+#     Invariant: a rename (or an unlink) commits each change. It is also the fence: it fails if the
+#     lease is lost. The reason in failed/ and the checkpoint of a task are put in place or removed
+#     after the rename. So a worker that lost its lease changes none of these files. Only retry,
+#     which has no lease, removes the reason first.
 #     Lock: a thread holds the worker's lock while it claims, renews, settles or reclaims a task.
-#     So a renewal and a done() in two threads cannot cross. No thread holds the lock while it reads
-#     a payload for a caller or writes one. A quarantine and a take along (room 14) need at most the
-#     lock of the key, because the task has no caller at that time.
+#     So a renewal and a done() in two threads cannot run at the same time. No thread holds the lock
+#     while it reads a payload for a caller or writes one. A quarantine and a take along (room 14)
+#     do not need the worker's lock, because the task has no caller at that time. If the task has a
+#     key, they hold the lock of the key.
 #     Order of locks: the lock of a key first, then the worker's lock. A thread that holds the
 #     worker's lock already does not wait for the lock of a key, but only tries it (wait=False).
 # ==================================================================================================
@@ -2405,8 +2412,8 @@ class _Worker:
         self.renewer = _LeaseRenewer(self)
 
     def note_arrival(self, path: str) -> None:
-        # This process has put a task at `path`. If that is in pending/, tell the backlog. If it is
-        # in scheduled/, tell the job that enqueues due tasks. Otherwise do nothing.
+        # This process has put a task at `path`. If the path is in pending/, tell the backlog. If
+        # the path is in scheduled/, tell the job that enqueues due tasks. Otherwise do nothing.
         if path.startswith("pending/"):
             self.backlog.add(path)
         elif path.startswith("scheduled/"):
@@ -2428,11 +2435,11 @@ class _Worker:
     # From in flight, by the holder of the lease
 
     def move_leased(self, lease: _Lease, target: str, outcome: str = "") -> str:
-        """Rename the file of a leased task, for the holder of the lease, and return its new path.
+        """Rename the file of a leased task, for the holder of the lease, and return the new path.
 
-        target: the new path: a place to end or to wait, or the lease with a new deadline. "" means
-        to remove the file.
-        outcome: the WorkCounts field to count, or "" if the delivery goes on.
+        target: the new path, in a directory where tasks end or wait. For a renewal, it is the path
+        of the lease with a new deadline. "" means to remove the file.
+        outcome: the field of WorkCounts that counts the delivery, or "" if the delivery goes on.
 
         Raises LeaseLost if the file of the lease is gone: the rename is the fence. Raises
         FileNotFoundError if data_dir, or the target's directory, is missing. After an OSError of
@@ -2457,8 +2464,8 @@ class _Worker:
         return gone_to
 
     def lease_lost(self, lease: _Lease) -> LeaseLost:
-        """Return the LeaseLost for a lease. Its text says how long ago the lease ran out, or why
-        the lease ended before its deadline."""
+        """Return the LeaseLost to raise for a lease. The text of the error says how long ago the
+        deadline passed, or why the lease ended before the deadline."""
         late_ns = -self.left_ns(lease.path)
         if lease.outcome:
             why = f"this delivery has ended before; its outcome was: {lease.outcome}"
@@ -2471,9 +2478,9 @@ class _Worker:
     def finish(self, task: FemtoTask) -> None:
         """Move a leased task to done/; with keep_done=False, remove it. Raises LeaseLost.
 
-        On a full disk, done/ may have no room for another name. Then the task is removed: to keep
-        a record of finished tasks is the weaker promise. Otherwise the task would run again and
-        again until a person purges done/."""
+        On a full disk, done/ may have no room for another name. Then the task is removed instead.
+        Otherwise the task would run again and again, until a person purges done/. To keep a record
+        of finished tasks is the weaker promise."""
         lease = _lease_of(task)
         if self.keep_done:
             try:
@@ -2493,20 +2500,22 @@ class _Worker:
         # unlink were synced, the task could be in pending/ again after power loss. Both steps are
         # under the locks, so that no renewal comes between them.
         with self.keys.lock_of(lease.path), self.lock:
-            # If the lease directory is gone, move_leased() raises LeaseLost.
+            # If the lease or its directory is gone, move_leased() raises LeaseLost.
             with suppress(FileNotFoundError):
                 self.files.commit(lease.path)
             self.move_leased(lease, "", "done")
         self.files.commit_dir(os.path.dirname(lease.path))
 
     def end_failed(self, task: FemtoTask, error: str | BaseException | None) -> None:
-        """Move a leased task to failed/, and put its reason beside it. Raises LeaseLost.
+        """Move a leased task to failed/, and put the reason into failed/<id>.error. Raises
+        LeaseLost.
 
         The rename comes before the reason, because the rename checks the lease: a worker that lost
         its lease never writes a reason for the delivery of another worker.
 
-        CRASH: if the process dies after the rename, the task is in failed/ without a reason. If a
-        person retried an earlier failure by hand, the reason of that failure may be there."""
+        CRASH: if the process dies after the rename, the task is in failed/ without a reason. Or it
+        has the reason of an earlier failure, if a person moved the task out of failed/ by hand, and
+        left that reason."""
         lease = _lease_of(task)
         target = f"failed/{_id_of(lease.path)}"
         with nullcontext("") if error is None else self._new_reason(error) as path:
@@ -2540,12 +2549,13 @@ class _Worker:
         self.files.commit(gone_to)
 
     def renew(self, task: FemtoTask, length_ns: int | None = None, wait: bool = True) -> None:
-        """Rename a lease to a new deadline, and put the new path into the lease. Raises LeaseLost.
+        """Give a lease a new deadline: rename its file, and store the new path in the task's
+        _Lease. Raises LeaseLost.
 
-        length_ns: the time from now to the deadline, in nanoseconds. In the block of processing(),
-        the lease's own length is the minimum. None: the lease's own length. Then a deadline that is
-        already later stays as it is.
-        wait: as in lock()."""
+        length_ns: the time from now to the new deadline, in nanoseconds. In a block of
+        processing(), the lease's own length is the minimum. None: the lease's own length; if the
+        deadline is later than that already, it stays as it is.
+        wait: as in _KeyStates.lock()."""
         lease = _lease_of(task)
         with self.keys.lock_of(lease.path, wait), self.lock:
             if length_ns is None:
@@ -2572,12 +2582,12 @@ class _Worker:
     def reclaim(self, lease: str) -> None:
         """Put back a task whose lease is over, is an orphan, or belongs to a dead worker.
 
-        The task returns to the place of its push, and its attempts count the delivery. A task that
-        no caller has got returns to the place where it was claimed, uncounted. Raises OSError for
-        trouble with the disk.
+        The task returns to the place of its push, and its attempts count the delivery. If no caller
+        has got the task, it returns to the place where it was claimed, uncounted. If `orphans` has
+        a place for the task, it goes there. Raises OSError for trouble with the disk.
 
-        If the move fails, the lease stays in `orphans`, and the next reclaim tries again. Nothing
-        but this entry ends a lease of our own before the deadline."""
+        If the move fails, the lease stays in `orphans`, and the next reclaim tries again. The entry
+        is needed: without it, a lease in our own directory would end only at its deadline."""
         orphans = self.lease_dir.orphans
         orphans[lease] = source = self.lease_dir.undelivered.pop(lease, None) or orphans.get(lease)
         target = source or _front_path(_id_of(lease), _attempts_of(lease))
@@ -2586,8 +2596,8 @@ class _Worker:
         except BlockingIOError:
             return  # RACE: the lock of the key is busy. The next reclaim tries again.
         except FileNotFoundError:
-            # RACE: usually the holder settled the task first, or another worker reclaimed it; then
-            # nothing is left to do. If the lease is still there, pending/ was missing.
+            # RACE: the holder settled the task first, or another worker reclaimed the task. Then
+            # nothing is left to do. But if the lease is still there, pending/ was missing.
             if self.files.exists(lease):
                 return
         orphans.pop(lease, None)
@@ -2605,14 +2615,14 @@ class _Worker:
     def quarantine(self, source: str, reason: str) -> None:
         """Make a dead letter of a task that cannot be delivered, and log the reason.
 
-        Raises OSError if the task cannot be moved to failed/; for a task that was just claimed,
-        _take_back() then moves it to the back. An error while the reason is written is ignored:
-        the log has the reason, and the task must not block the queue."""
+        Raises OSError if the task cannot be moved to failed/. If the task was just claimed,
+        _take_back() then moves it to the back of pending/. An error while the reason is written is
+        ignored: the log has the reason, and the task must not block the queue."""
         ident = _id_of(source)
         target = f"failed/{ident}"
         if is_taken := self.files.exists(target):
-            # A person put a task of the same id there. That task and the reason stay as they are.
-            # Our task gets a name with a new order in failed/, and no reason.
+            # A person has put a file of this id into failed/ before. That file and its reason stay
+            # as they are. Our task gets a name with a new order in failed/, and no reason.
             target = self.back_path(source, _attempts_of(source)).replace("pending", "failed")
         try:
             self.move_task(source, target)
@@ -2622,7 +2632,7 @@ class _Worker:
             return  # RACE: another worker took the task, or quarantined it first
         with suppress(OSError):
             if not is_taken:
-                # A person who retried an earlier failure by hand may have left its reason.
+                # As in end_failed(), there may be a reason of an earlier failure.
                 self.files.remove(f"{target}.error")
                 with self._new_reason(reason) as path:
                     self.files.move_over(path, f"{target}.error")
@@ -2638,9 +2648,9 @@ class _Worker:
             with self.keys.lock_of(ident) as held:
                 if held is not None:
                     self.keys.reserve(held, source, target)
-                # Remove the reason before the rename. After it, another worker may claim the task
-                # and write a new reason, which must stay. CRASH: if the process dies before the
-                # rename, the task is still in failed/, without a reason.
+                # Remove the reason before the rename. After the rename, another worker may claim
+                # the task and write a new reason, which must stay. CRASH: if the process dies
+                # before the rename, the task is still in failed/, without a reason.
                 _unlink_if_exists(f"{self.files.root}failed/{ident}.error")
                 self.move_task(source, target)
         except FileNotFoundError:
@@ -2655,8 +2665,8 @@ class _Worker:
     def enqueue_scheduled(self, source: str) -> None:
         """Move a task that is due to the back of pending/.
 
-        The move is synced. Without its own sync, btrfs showed the task in scheduled/ as well after
-        power loss, because a later push had synced pending/ alone."""
+        In a durable queue, the move is synced. Without this sync, btrfs showed the task in
+        scheduled/ as well after power loss, because a later push had synced pending/ alone."""
         target = self.back_path(source, _attempts_of(source))
         try:
             self.files.commit(self.move_task(source, target, wait=False))
@@ -2676,37 +2686,39 @@ class _Worker:
     # without flock, or if another object holds the same directory, the leases stay until their
     # deadlines. Three attributes of _LeaseDir tell the two threads which thread has a task.
     #
-    #   - `undelivered` has the leases that no caller has got, each with the place of the claim.
+    #   - `undelivered` has the leases that no caller has got, each with the path before the claim.
     #     claim() adds a lease before the rename. A thread removes a lease with dict.pop(), and only
     #     one thread can succeed. If the waiting thread succeeds, the task goes to the caller. If
     #     the reclaim of close() succeeds, the task goes back, uncounted.
     #   - `closes` is the number of calls of close(). A wait notes the number when the wait begins.
-    #   - `orphans` has the leases that must be put back, each with the place to go to. A reclaim
-    #     may fail because a key is busy, or because of disk trouble. Then the lease stays in
-    #     `orphans`. The next opening of the lease directory tries again, and each reclaim job.
+    #   - `orphans` has the leases that must be put back, each with the path to which its task goes.
+    #     A reclaim may fail because a key is busy, or because of disk trouble. Then the lease stays
+    #     in `orphans`. Each run of the reclaim job, and the next opening of the lease directory,
+    #     tries again.
     #
     # The waiting thread notices close() at three spots, because close() may come at three times.
     #
     #   1. Before the claim: _LeaseDir.claim() finds that the directory is not open, and takes no
     #      task.
     #   2. During a look, which is a call of take_oldest() or take_named(): _Waits._look() compares
-    #      `closes` after each look. `undelivered` is not enough here. If the look found no task,
-    #      there is no entry in `undelivered`. If the look opened the directory again after close(),
-    #      and then claimed a task, the entry is there as usual. In this case _look() puts the task
-    #      back, and gives up the directory again.
+    #      `closes` after each look. `undelivered` is not enough here, for two reasons. If the look
+    #      found no task, there is no entry in `undelivered`. If the look opened the directory again
+    #      after close(), and then claimed a task, the entry is there as usual. So _look() puts such
+    #      a task back, and gives up the directory again.
     #   3. After that comparison: _Waits.hand_over() removes the lease from `undelivered`, as the
     #      last step before the caller gets the task. If the lease is missing, the reclaim of
-    #      close() removed it first. hand_over() makes sure that the task is put back, and returns
-    #      None.
+    #      close() removed it first. Then hand_over() makes sure that the task is put back, and
+    #      returns None.
     #
-    # pop() with timeout 0 is not a wait, and compares nothing: take_oldest() does step 3. If this
-    # pop() opens the directory again after close(), that is a new use of the object.
+    # pop() with timeout 0, and without lease_ms, is not a wait. It does not compare `closes`, and
+    # take_oldest() itself does step 3. If this pop() opens the directory again after close(), that
+    # is a new use of the object.
     #
     # close() may also put a task back while _deliver() reads the file. Then _deliver() finds that
     # the lease is gone, undoes the claim, and returns None.
 
     def take_oldest(self, length_ns: int, in_wait: bool = False) -> FemtoTask | None:
-        """Run the jobs that are due, and lease the oldest task.
+        """Run the jobs that are due, lease the oldest task, and return the task.
 
         Returns None if no task waits, if the queue is paused, or if other workers won all claims of
         _MAX_LISTINGS listings. Raises the OSError of a job if no task waits. in_wait: True if the
@@ -2745,11 +2757,13 @@ class _Worker:
                 backlog.correct_after_loss(waiting)
 
     def take_named(self, key: str, ident: str, length_ns: int, wait: bool) -> FemtoTask | None:
-        """Run the jobs that are due, and lease the waiting task of a key or of an id.
+        """Run the jobs that are due, lease the waiting task of a key or of an id, and return it.
 
-        key: encoded; "" if `ident` is given. Returns None if the task cannot be claimed now, or if
-        the queue is paused. With wait=False, the result is also None if another process holds the
-        lock of the key. (That process may be stopped, and may hold the lock for ever.)"""
+        key: the encoded key, or "" if `ident` is given.
+        wait: True: wait for the lock of the key. False: return None if another process holds the
+        lock, because that process may be stopped, and may hold the lock for ever.
+
+        Returns None if the task cannot be claimed now, or if the queue is paused."""
         if time.monotonic() >= self.house.wake_s:
             self.house.run_due()
         if (key and not self.keys.may_have_task(key)) or self.files.exists("PAUSED"):
@@ -2768,14 +2782,14 @@ class _Worker:
                     task = self._deliver(path, lease) if is_claimed else None
                 if task is not None or not path:
                     return task
-                # RACE: a pop() claimed the task first. The next round sees it in flight.
+                # RACE: a pop() claimed the task first. The next round sees the task in flight.
             except BaseException as error:
                 self._take_back(lease, path, error)
                 if not isinstance(error, BlockingIOError):
                     raise
-                # RACE: the file of a push in another process woke this wait, but the push still
-                # holds the lock. When the push releases the lock, no event wakes this wait. So the
-                # next look is in 10 ms.
+                # RACE: a push in another process renamed a file into pending/. That woke this wait,
+                # but the push still holds the lock of the key. When the push releases the lock, no
+                # event wakes this wait. So the next look is in 10 ms.
                 self.house.wake_s = min(self.house.wake_s, time.monotonic() + 0.01)
                 return None
         return None
@@ -2791,15 +2805,16 @@ class _Worker:
         return "" if is_later or path.startswith("inflight-") else path
 
     def _deliver(self, waiting: str, lease: _Lease) -> FemtoTask | None:
-        """Read a task that was just claimed at `waiting`, and return it for delivery.
+        """Read a task that was just claimed from the path `waiting`, and return it for delivery.
+        The task is still in `undelivered` then, because the caller has not got the task.
 
-        Returns None if there is nothing to deliver: the lease is gone and the claim is undone, or
-        the task became a dead letter, or the task waits again. A task that has had max_attempts
-        deliveries is not read, and becomes a dead letter. (_Processing looks at max_attempts, too.)
-        A task that is returned is still in `undelivered`: the caller has not got the task.
+        Returns None if there is nothing to deliver: the task became a dead letter, the task waits
+        again, or the lease is gone. If the lease is gone, the claim is undone. A task that has had
+        max_attempts deliveries is not read, and becomes a dead letter. (_Processing looks at
+        max_attempts, too.)
 
         CRASH: if the process dies in here, the task is in flight, and its attempts count this
-        delivery. A reclaim() puts it back."""
+        delivery. A reclaim() puts the task back."""
         path = lease.path
         ident = path[-_ID_LENGTH:]
         before = _attempts_of(waiting) if "~" in waiting else 0
@@ -2836,7 +2851,8 @@ class _Worker:
         """Set the attribute task_id of a read error if this one task causes the error. For example,
         this user may not read the file, or the payload does not fit into memory. Other errors stay
         as they are: a missing file, a lack of descriptors, an error from a signal handler."""
-        # A MemoryError has no errno. For an error that a signal handler raised, errno is None.
+        # A MemoryError has no errno, and counts as EFBIG. For an error that a signal handler
+        # raised, errno is None.
         code = getattr(error, "errno", errno.EFBIG)
         if code not in (None, errno.EINTR, *_MISSING_ERRNOS, *_TRANSIENT_ERRNOS):
             error.task_id = ident  # type: ignore[union-attr]
@@ -2844,15 +2860,16 @@ class _Worker:
     def _take_back(self, lease: _Lease, waiting: str, error: BaseException) -> None:
         """Undo a claim after an exception: the task returns to its place, uncounted.
 
-        Two cases differ. In the first case, the task itself caused the error, and the error has a
-        task_id. Then the task must not block the tasks behind it. So the task goes to the back of
-        pending/, counted. This worker passes the task over for a while: see _Backlog.pass_over().
-        After the last attempt (max_attempts), the task becomes a dead letter instead. If take()
-        claimed the task in scheduled/, the task returns there, uncounted. If the claim itself
-        failed, the task stays in its place.
+        Two cases differ, because the task must not block the tasks behind it. In the first case,
+        the task itself caused the error, and the error has a task_id. Then the task goes to the
+        back of pending/, and its attempts count the delivery. This worker passes the task over for
+        a while: see _Backlog.pass_over(). After the last attempt (max_attempts), the task becomes a
+        dead letter instead. If take() claimed the task in scheduled/, the task returns there,
+        uncounted. If the claim itself failed, the task stays in its place.
 
-        In the second case, something else could not be read, for example the state of the key. Then
-        a task from pending/ goes to the back, uncounted.
+        In the second case, another OSError came, for example when the state of the key was read, or
+        when the task was quarantined. Then a task from pending/ goes to the back, uncounted. But
+        for a lack of descriptors or memory (_TRANSIENT_ERRNOS), the task returns to its place.
 
         pop() and take() then raise the error. If the error has a task_id, work() and the command
         `work` log the error and go on (_WorkerPool._take_untroubled() in room 17). The command
@@ -2894,8 +2911,9 @@ class _Worker:
 # ==================================================================================================
 # 11. Housekeeping: the periodic jobs of pop(). They list pending/ and enqueue due tasks. They
 #     reclaim the leases of late and dead workers, and repair keys. They remove stale files, and
-#     purge done/ if keep_done is a number. Only pop(), take() and the calls that wait through them
-#     run jobs. If no process makes such calls, no lease is reclaimed.
+#     purge done/ if keep_done is a number. Only pop(), take() and the calls that use them, such as
+#     work(), run the jobs. check(repair=True) reclaims, repairs and removes stale files, too. If no
+#     process makes any of these calls, no lease of a dead worker is reclaimed.
 #     Invariant: an OSError of a job never stops deliveries. pop() raises it when no task waits.
 # ==================================================================================================
 
@@ -2917,7 +2935,8 @@ class _Job:
     last run, or None."""
 
     # All times are of the monotonic clock. The job runs next at _next_s, or at _sooner_s if an
-    # event asks for an earlier run. No caller should bring a run forward to a time before rested_s.
+    # event asks for an earlier run. rested_s is the end of the pause after a long run. If an event
+    # may come again and again, the caller should not bring a run forward to a time before rested_s.
     _next_s = _sooner_s = 0.0
     rested_s = 0.0
     error: OSError | None = None
@@ -2941,7 +2960,8 @@ class _Job:
         """Run the job now, set the time of the next run, and store an OSError in `error`."""
         started_s, self.error = time.monotonic(), None
         self._next_s = started_s + _BASE_INTERVAL_S  # holds if Ctrl-C ends this run
-        # RACE: this comes before the run, so that a call of sooner() during the run is not lost.
+        # This comes before the run. So a call of sooner() during the run, by the job itself or
+        # (RACE) by another thread, is not lost.
         self._sooner_s = float("inf")
         try:
             self._run()
@@ -2967,7 +2987,7 @@ class _Housekeeper:
         self.wake_s = 0.0  # the time of the next job or listing
         # The difference between the wall clock and the monotonic clock, when last read.
         self._date_s = time.time() - time.monotonic()
-        # The times of the last look at PAUSED and at our lease directory, and of the next one.
+        # The times of the last and of the next look at PAUSED and at our lease directory.
         self._looked_s = self._look_s = 0.0
         reclaim_s = min(_BASE_INTERVAL_S, worker.length_ns / 4e9)
         self.enqueuing = _Job(self, self._enqueue_due, _BASE_INTERVAL_S)
@@ -2982,7 +3002,8 @@ class _Housekeeper:
     # What runs when
 
     def run_due(self) -> None:
-        """Run the jobs that are due. Do nothing if another thread holds the worker's lock."""
+        """Run the jobs that are due, and list pending/ if the listing is due. Do nothing if another
+        thread holds the worker's lock."""
         if not self._lock.acquire(blocking=False):
             return
         try:
@@ -3003,7 +3024,7 @@ class _Housekeeper:
         Each job whose last run failed runs again. The job for due tasks also runs if scheduled/ or
         the date has changed. Raises the OSError of a job that fails."""
         with self._lock:
-            if not self._backlog.names:  # RACE: else another thread has listed it
+            if not self._backlog.names:  # RACE: otherwise another thread has listed pending/
                 self._list_pending()
             if self._backlog.names:
                 return True
@@ -3017,7 +3038,7 @@ class _Housekeeper:
                 job.run()
                 if job.error is not None:
                     raise job.error
-            return bool(jobs)  # True: the caller lists pending/ again for the tasks that they moved
+            return bool(jobs)  # True: the caller lists pending/ again, as the jobs may move tasks
 
     def _date_was_set(self) -> bool:
         """Return whether the wall clock was set since the last call. Then other tasks may be due
@@ -3031,8 +3052,8 @@ class _Housekeeper:
     def _list_pending(self) -> None:
         """List the oldest names in pending/, unless the queue is paused.
 
-        On an almost empty queue, each pop() comes here. So this looks at PAUSED and at our lease
-        directory only every _LOOK_INTERVAL_S seconds."""
+        On an almost empty queue, each pop() calls this method. So the method looks at PAUSED and at
+        our lease directory only every _LOOK_INTERVAL_S seconds."""
         now_s, is_paused = time.monotonic(), False
         if not self._looked_s <= now_s < self._look_s:
             if now_s < self._looked_s:  # the program replaced the clock, and the new one is behind
@@ -3051,7 +3072,8 @@ class _Housekeeper:
             self._backlog.relist(now_s)
 
     def _begin_anew(self) -> None:
-        """Run all jobs now, and set their times anew: the old times are far ahead of the clock."""
+        """Run all jobs now, and set their times by the new clock, which is far behind the old
+        times."""
         for job in self._jobs:
             job.reset()
             job.run()
@@ -3072,8 +3094,9 @@ class _Housekeeper:
     def _enqueue_due(self) -> None:
         """Move the due tasks to the back of pending/, in the order of their due times.
 
-        Stop after _BASE_INTERVAL_S seconds, and go on in the next run, which comes at once. The
-        worker's lock is held in here, so that no thread can renew a lease meanwhile."""
+        Stop after _BASE_INTERVAL_S seconds, and go on in the next run, which comes at once. A run
+        must not be longer, because it holds the worker's lock, and no thread can renew a lease
+        without this lock."""
         now_ns = _due_ns()
         self._due_seen_ns = self._scheduled_mtime_ns()
         due, names = [], sorted(self._files.names("scheduled"))
@@ -3105,7 +3128,8 @@ class _Housekeeper:
         """Reclaim the ended leases of one worker. If the worker is dead, reclaim all its leases.
 
         The lock on the directory shows whether the worker is dead. The lock is tried only if the
-        directory has leases of this boot, or if all leases in the directory have ended."""
+        directory has leases of this boot, or if all deadlines in the directory have passed.
+        Otherwise the lock would change nothing: leases of another boot end by their deadlines."""
         now_ns, leases = self._clock.now_ns(), self._files.entries(directory)
         ended, running = [], []
         for entry in leases:
@@ -3127,17 +3151,18 @@ class _Housekeeper:
         our queue clock.
 
         The queue clocks of hosts drift apart: after a suspend, or an NTP step after the boot. But
-        the wall clocks of hosts agree. rename() sets st_ctime, which is therefore the time of the
-        claim or of the last renewal. The lease still runs if st_ctime is less than our own lease
-        length ago.
+        the wall clocks of hosts agree. rename() sets st_ctime to the wall-clock time of the claim
+        or of the last renewal. The lease still runs if st_ctime is less than our own lease length
+        ago.
 
         Only the deadline counts if st_ctime is in the future. The same is true for a lease of our
-        clock, for a detached lease, and for all leases if ours have no end.
+        clock, for a detached lease, and for all leases if our own leases have no end.
 
-        A lease of our boot is usually of our clock. There are two exceptions. Processes that can't
-        see the boot id have a clock each. And on a file system of several hosts, the clock file may
-        have been made anew after this host was suspended (_went_back). Workers that lived before
-        keep the old clock. A lease of theirs seems to be over for longer than it exists."""
+        A lease of our boot is usually of our clock. There are two exceptions. First, each process
+        that can't see the boot id has a clock of its own. Second, on a file system of several
+        hosts, the clock file may have been made anew after this host was suspended (_went_back).
+        Workers that lived before keep the old clock. A lease of such a worker is known by its
+        deadline: by our clock, the deadline is longer ago than the claim or renewal that set it."""
         length_ns, clock = self._worker.length_ns, self._clock
         if length_ns >= _FOREVER_NS or entry.boot == _DETACHED:
             return False
@@ -3160,16 +3185,17 @@ class _Housekeeper:
         leases of this boot. Without such leases, a directory that was changed in the last minute
         stays.
         RACE: on some mounts (FUSE), a flock on a directory is not seen by other hosts. An idle
-        worker of another host then looks dead. Without the minute, that worker would have to make
-        its directory again each second."""
+        worker of another host then looks dead. If its directory did not stay for the minute, that
+        worker would have to make the directory again each second."""
         lock = self._files.open_dir(directory)
         if lock is None:
             return
         with closing(lock):
             if lock.try_exclusive() and lock.is_at_path():
                 self._worker.reclaim_all(directory, self._clock.boots)
-                # The worker may have died before it promoted a payload (room 14). But if a foreign
-                # file keeps the directory here, the repair must not run each time.
+                # The worker may have died before it promoted a payload (room 14), so run the repair
+                # job. But a foreign file may keep the directory here for long. So wait until the
+                # job has rested.
                 if time.monotonic() >= self.repairing.rested_s:
                     self.repairing.sooner(0)
                 if has_own_boot or not 0 <= _wall_ns() - os.fstat(lock.fd).st_mtime_ns < _IDLE_NS:
@@ -3191,8 +3217,8 @@ class _Housekeeper:
         return NodeStats(node, len(leases), expired, liveness)
 
     def _purge_done(self) -> None:
-        """Delete tasks that were done more than keep_done seconds ago. One run takes the next slice
-        of the listing of done/, for _PURGE_SLICE_S seconds."""
+        """Delete tasks that were done more than keep_done seconds ago. Each run goes on with one
+        listing of done/, for _PURGE_SLICE_S seconds."""
         keep_s, began_s = self._worker.keep_done, time.monotonic()
         end_s, before_s = began_s + _PURGE_SLICE_S, time.time() - keep_s
         if self._done_scan is None:
@@ -3202,8 +3228,8 @@ class _Housekeeper:
             if _FORMS["done"](entry.name):
                 was_old |= _unlink_if_older(entry.path, before_s)
             if time.monotonic() >= end_s:
-                # A slice with old tasks is followed soon: a slice per _BASE_INTERVAL_S might purge
-                # fewer tasks than are finished.
+                # If this run met old tasks, the next run comes soon. One run per _BASE_INTERVAL_S
+                # might delete fewer tasks than the workers finish in that time.
                 took_s = time.monotonic() - began_s
                 self._purging.sooner(5 * took_s if was_old else _BASE_INTERVAL_S)
                 return
@@ -3212,9 +3238,9 @@ class _Housekeeper:
         self._purging.every_s = min(max(_BASE_INTERVAL_S, keep_s / 10), 600.0)
 
     def remove_stale_files(self) -> None:
-        """Remove the files that killed processes left. A file in creating/ was not acknowledged, or
-        has an older payload that was replaced. The task of a checkpoint has ended. Also replace
-        large empty directories, and restore the clock file."""
+        """Remove the files that killed processes left: see stale_files(). No task is lost. Such a
+        file in creating/ is of a call that did not return, or has an older payload that was
+        replaced. Also replace large empty directories, and restore the clock file."""
         before_s = time.time() - _LEFTOVER_NS / 1e9
         for path in self.stale_files():
             if path.endswith(".pending"):
@@ -3226,13 +3252,13 @@ class _Housekeeper:
         self._clock.restore()
 
     def stale_files(self) -> list[str]:
-        """Return the stale files: files in creating/ and checkpoints without a task, which are an
-        hour old.
+        """Return the paths of the stale files: files in creating/ that are more than an hour old,
+        and checkpoints of that age without a task.
 
-        A checkpoint has no task if a person ended the task. Or the worker was killed after the end
-        of the task, before the checkpoint was removed. In creating/, the file and the time in the
-        name must both be an hour old. Neither is enough: wall clocks can be set, and the queue
-        clocks of hosts drift apart."""
+        A checkpoint has no task if a person ended the task by hand, or if a worker was killed after
+        the end of the task and before the removal of the checkpoint. In creating/, both the time
+        in the name and st_ctime must be more than an hour ago. One alone is not enough: wall clocks
+        can be set, and the queue clocks of hosts drift apart."""
         old = {it.id for it in self._files.entries("checkpoints") if self._is_stale(it)}
         for _ in range(2 if old else 0):  # RACE: one look may miss a task that moves meanwhile
             old -= {it.id for it in self._files.find(*_LIVE)}
@@ -3248,7 +3274,7 @@ class _Housekeeper:
 
 
 # ==================================================================================================
-# 12. FemtoQueue: the public face. Its methods stand in the order of a task's life.
+# 12. FemtoQueue: the public interface. The methods stand in the order of a task's life.
 #     Invariant: a method checks its arguments before it changes anything. Room 10 says which locks
 #     are held, and in what order they are taken.
 # ==================================================================================================
@@ -3259,11 +3285,11 @@ class FemtoQueue:
 
     data_dir:  the directory. It is made with mode 0700 if it is missing.
     node_id:  the name of this worker: 1 to 100 of the characters A-Z a-z 0-9 . _ -. None: a new
-        name. A worker that restarts under an old name takes back, at the first pop(), the tasks of
-        the earlier process. Where there is no flock(2), a restart takes nothing back. Living
+        name. If a worker restarts under an old name, its first pop() takes back the tasks that the
+        earlier process had leased. Where there is no flock(2), a restart takes nothing back. Living
         objects may share a name, and do not take each other's leases. If a process is killed while
-        other objects of the same name live, the leases of the process end at their deadlines. Or
-        they end with the last object of that name, if that comes first.
+        other objects of the same name live, the leases of that process end at their deadlines, or
+        earlier, with the last object of the name.
     timeout_stale_ms:  the length of the lease (visibility timeout) that pop() takes, in
         milliseconds. None: the lease lasts as long as its worker lives. After a reboot such a lease
         ends only when a worker starts under the same node_id. A person can end the lease, too, by
@@ -3280,8 +3306,9 @@ class FemtoQueue:
         task. The pause doubles before each further attempt, up to an hour. A random part of up to
         half is subtracted.
     poll_interval_s:  the longest pause, in seconds, between two looks at the directories in a call
-        that waits. The pause matters only where inotify(7) does not report all changes: not on
-        Linux, or on a file system that other hosts write to.
+        that waits. drain() and join() always look that often. Other calls do so only where
+        inotify(7) does not report all changes: on systems other than Linux, and on file systems
+        that other hosts write to.
     detached:  True: the leases outlive this object and its process. Only the deadlines end the
         leases, and attach() finds the tasks again. False: a lease also ends with its worker.
 
@@ -3292,8 +3319,9 @@ class FemtoQueue:
 
     The order of tasks and the deadlines of leases follow the queue clock. The queue clock is the
     monotonic clock plus an anchor that all processes of one boot share. Setting the date therefore
-    does not move the queue clock. Where there is no boot id (not on Linux), each process sets its
-    own anchor: to the wall clock, or to the newest task if that is later.
+    does not move the queue clock. Where there is no boot id (on systems other than Linux), each
+    process has its own anchor. Its queue clock starts at the time of the wall clock, or of the
+    newest task if that time is later.
 
     Threads may share an object. A forked child's copy of the object is another worker. An unpickled
     object is made anew from the settings. A signal handler may call push() and schedule(), without
@@ -3333,7 +3361,8 @@ class FemtoQueue:
         self.poll_interval_s = poll_interval_s
         self.detached = bool(detached)
         self._files = _open_files(path, self.sync_after_write)
-        # A push writes to shorter paths than a pop(): it would be accepted and never delivered.
+        # A push uses shorter paths than a pop(). Without this check, data_dir could have a path
+        # that lets tasks be pushed, but never delivered.
         node_bytes = len(self._given_node_id or "1234567-0a1b2c3d")
         if len(os.fsencode(self._files.root)) + node_bytes + _LEASE_BYTES > _PATH_MAX:
             raise _os_error(errno.ENAMETOOLONG, path)
@@ -3364,22 +3393,23 @@ class FemtoQueue:
     ) -> str:
         """Add a task to the back of the queue and return the id of the task.
 
-        A task with a key follows other rules. At most one task of a key waits in the queue. If
-        there is such a task, `data` replaces its payload. The task keeps its place or its due time.
-        The id of that task is returned. The task counts as never attempted, and its checkpoint is
-        removed. If a worker has leased the task of the key, `if_in_flight` says what happens. If
-        the key has no task, push() adds one.
+        With a key, other rules hold, because a key has at most one task that waits or is leased. If
+        the key has no task, push() adds one. If the task of the key waits, `data` replaces the
+        payload of this task, and push() returns the id of this task. The task keeps its place or
+        its due time. It counts as never attempted, and its checkpoint is removed. If the task of
+        the key is leased, `if_in_flight` says what happens.
 
         data:  the payload: bytes, bytearray or memoryview.
         key:  a text of 1 to 200 bytes in UTF-8. None: a task without a key.
         if_in_flight:  what to do if the task of the key is leased. Only with a key.
-            "buffer": `data` waits in keys/, and a later push replaces it there. When the delivery
-                ends, `data` becomes a task with an id of its own, which is returned. If the leased
-                task comes back instead, its next delivery carries `data`, as a first attempt.
-            "update": `data` replaces the payload of the leased task. The running delivery keeps the
-                old payload, and only a later delivery carries `data`. The id of the leased task is
-                returned. done() ends the task together with `data`. If a payload already waits
-                behind the task, `data` replaces that payload instead.
+            "buffer": `data` waits in keys/, and a later push replaces it there. When done() or
+                fail() ends the leased task, `data` becomes a task with an id of its own, which
+                push() has returned. If the leased task comes back instead, its next delivery
+                carries `data`, as a first attempt.
+            "update": `data` replaces the payload of the leased task, and push() returns the id of
+                this task. The running delivery keeps the old payload, and only a later delivery
+                carries `data`. done() ends the task together with `data`. But if a payload already
+                waits behind the task, `data` replaces that payload, as with "buffer".
             "reject": raise KeyInFlight.
 
         Raises TypeError if `data` is not bytes-like, if `key` is not a str, or if `if_in_flight` is
@@ -3391,16 +3421,17 @@ class FemtoQueue:
         If push() raises, `data` is not in the queue, except in two cases. First, a worker may have
         claimed the task before the sync of the task failed. The last paragraph has the second case.
 
-        On disk: when push() returns, the file of the task is in pending/, or a buffered payload is
-        in keys/. The file is written in creating/, and then moved by rename(2). A rename is atomic
-        (POSIX): no worker sees half a task. With sync_after_write, fsync(2) of the file and of the
-        directory follows.
+        On disk: when push() returns, the file of the task is in pending/. With a key, `data` may
+        also be in keys/, or where the task of the key is. The file is written in creating/, and
+        then moved by rename(2). A rename is atomic (POSIX): no worker sees half a task. With
+        sync_after_write, fsync(2) of the file and of the directory follows.
 
-        A payload is replaced by renameat2(2) with RENAME_EXCHANGE. Names can't be exchanged on NFS,
-        on FUSE, and where the system is not Linux. There, rename(2) replaces the payload. But if
-        the task is in pending/, a worker may claim the task at the same time. So the new payload
-        waits in keys/, and the claim of the task takes the payload along. If only the sync after
-        such a rename(2) failed, push() raises although the payload has been replaced.
+        The payload of a task is replaced by renameat2(2) with RENAME_EXCHANGE. On NFS, on FUSE, and
+        on systems other than Linux, names can't be exchanged, and rename(2) replaces the payload
+        there. But if the task is in pending/, a worker may claim the task at the same time. So the
+        new payload waits in keys/ instead, and the claim of the task takes the payload along. If
+        only the sync after a replacement by rename(2) failed, push() raises although the payload
+        has been replaced.
         """
         if key is not None or if_in_flight != "buffer":
             return self._push_keyed(data, key, if_in_flight, None)
@@ -3418,13 +3449,14 @@ class FemtoQueue:
         Raises TypeError if `iterable` is a single payload, or if one of the payloads is not
         bytes-like. Raises OSError if the disk did not take a task, and any exception that
         `iterable` raises. The tasks before the error are in the queue. The attribute `pushed_ids`
-        of the exception has their ids, and the message of an OSError says how many they are. If the
-        sync failed, the tasks are removed again: then `pushed_ids` has the ids of the tasks that
-        could not be removed, because a worker took them before.
+        of the exception has the ids of these tasks, and the message of an OSError has their number.
+        If the sync failed, the tasks are removed again. Then `pushed_ids` has only the ids of the
+        tasks that could not be removed, because a worker took them before.
 
         On disk: when push_many() returns, the files of the tasks are in pending/. With
         sync_after_write, one syncfs(2) makes the whole batch durable. Where syncfs(2) can't be
-        relied on (FUSE, or not Linux), each file is synced by fsync(2), and then pending/ once.
+        relied on (on FUSE, and on systems other than Linux), each file is synced by fsync(2), and
+        then pending/ once.
         """
         if isinstance(iterable, (_BytesLike, str)):
             raise TypeError("push_many takes an iterable of payloads; for one payload use push")
@@ -3472,12 +3504,13 @@ class FemtoQueue:
             that updates the leased task itself ("update") has no due time: time_us is ignored.
 
         Raises ValueError if the time is not before the year 2255, or if a datetime has no time
-        zone. Raises ValueError for a time from one second after the epoch to the end of 1972: the
-        caller gave such a time in seconds or milliseconds. Raises any error that push() raises.
+        zone. Raises ValueError for a time from one second after the epoch to the end of 1972,
+        because such a number is most likely a time in seconds or milliseconds. Raises any error
+        that push() raises.
 
         On disk: when schedule() returns, the file of the task is in scheduled/, under a name that
         begins with the due time. After that time, the next pop() of any worker moves the task to
-        pending/, by rename(2).
+        pending/, by rename(2). With a key, `data` may also be elsewhere, as after push().
         """
         if key is not None or if_in_flight != "buffer":
             return self._push_keyed(data, key, if_in_flight, time_us)
@@ -3501,7 +3534,7 @@ class FemtoQueue:
         name, payload = _encode_key(key), _as_bytes(data)
         due_ns = None if time_us is None else _due_time_ns(time_us)
         # RACE: another worker's pop() claims the waiting task before put() replaces the payload, or
-        # a person moves the file. Then "" is returned, and the next round finds the task where it
+        # a person moves the file. Then put() returns "", and the next round finds the task where it
         # is now: in flight, for example.
         while True:
             if ident := self._worker.keys.put(name, payload, if_in_flight, due_ns):
@@ -3512,9 +3545,9 @@ class FemtoQueue:
     def pop(self, timeout: float | None = 0, *, lease_ms: float | None = None) -> FemtoTask | None:
         """Lease the oldest task and return the task, or return None if there is no task to deliver.
 
-        The worker holds the lease until it calls done(), fail() or release(), or until the lease
-        ends. After the lease has ended, another worker may deliver the task again. A corrupt task
-        is moved to failed/, logged and passed over.
+        done(), fail() or release() ends the lease. If the lease ends otherwise, by its deadline or
+        by the death of this worker, another worker may deliver the task again. A corrupt task is
+        moved to failed/, logged and passed over.
 
         timeout:  the seconds to wait for a task. 0: do not wait. None: wait without a limit. During
             the wait, signal handlers run at once.
@@ -3530,20 +3563,20 @@ class FemtoQueue:
 
         If the trouble is with one task, the attribute `task_id` of the OSError or MemoryError has
         the id of the task. This happens if this user may not read or move the file, or if the
-        payload does not fit into memory. The next pop(), in this process or another, takes the next
-        task. A task that can't be read goes to the back of the queue. This delivery counts as an
-        attempt: after max_attempts deliveries, the task goes to failed/. A task that can't be moved
-        stays in its place. If a task makes trouble for the second time, this object passes the task
-        over for a second. Each further trouble doubles that time, up to an hour.
+        payload does not fit into memory. A task that can't be read goes to the back of the queue,
+        and the next pop(), in this process or another, takes the next task. The delivery counts as
+        an attempt: after max_attempts deliveries, the task goes to failed/. A task that can't be
+        moved stays in its place. If a task makes trouble for the second time, this object passes
+        the task over for a second. Each further trouble doubles that time, up to an hour.
 
-        A wait ends when inotify(7) reports a task, or else at the next look, at most
-        poll_interval_s later. A wait also ends when a task comes due, when a lease ends, and within
-        half a second after a worker died.
+        A wait ends when inotify(7) reports a task. Where inotify does not report all changes, the
+        wait ends at the next look, at most poll_interval_s later. A wait also ends when a task
+        comes due, when a lease ends, and within half a second after a worker died.
 
         On disk: when pop() returns, the file of the task is in inflight-<node>/. Its name begins
         with the deadline. If several workers call rename(2) for the same file, one succeeds and the
         others get ENOENT (POSIX). The rename is not synced: after power loss the task may wait in
-        its old place.
+        its old place again.
         """
         if timeout == 0 and lease_ms is None:
             return self._worker.take_oldest(self._length_ns)
@@ -3580,17 +3613,17 @@ class FemtoQueue:
         """Lease the task of a key, or the task with an id, out of turn, and return the task.
 
         key:  the key of the task. None is returned if the key has no task, or if the task is in
-            flight or not yet due, or if the queue is paused. The cost does not depend on the number
-            of waiting tasks (on file systems that other hosts write to, it does). But take() also
-            runs the housekeeping jobs of pop().
+            flight or not yet due, or if the queue is paused. The search for the task costs the same
+            whatever the number of waiting tasks is, except on file systems that other hosts write
+            to. But take() also runs the housekeeping jobs of pop().
         timeout:  the seconds to wait for the task, as in pop().
         id:  the id of the task. The task may be in pending/ or in scheduled/, due or not; else None
-            is returned. done() then cancels the task. If the task comes back instead, it is due at
-            once.
+            is returned. To cancel the task, call done() then. If the task is given back or
+            reclaimed instead, its old due time no longer counts.
         lease_ms:  the length of the lease in milliseconds, as in pop().
 
-        Raises TypeError unless either `key` or `id` is given. Raises ValueError if the key or the
-        id is invalid, and any error that pop() raises.
+        Raises TypeError unless exactly one of `key` and `id` is given. Raises ValueError if the key
+        or the id is invalid, and any error that pop() raises.
 
         On disk: as after pop().
         """
@@ -3607,9 +3640,10 @@ class FemtoQueue:
     ) -> FemtoTask | None:
         """Do what take() does, without blocking the event loop.
 
-        The parameters are as in take(), but the default timeout is None: wait without a limit. The
-        order of coroutines and the effect of cancelling are as in pop_async(). Only the coroutines
-        that wait for the same key or id stand in one line.
+        The parameters are as in take(), but the default timeout is None: wait without a limit.
+
+        Coroutines that wait for the same key or id get the task in the order of their calls.
+        Cancelling the call has the same effect as in pop_async().
         """
         look = self._finder_of(key, id, lease_ms, wait=False)
         return await self._worker.waits.wait_for_async(look, _end_s(timeout), repr((key, id)))
@@ -3654,8 +3688,8 @@ class FemtoQueue:
     def join(self, timeout: float | None = None) -> bool:
         """Wait until no task is pending, scheduled or in flight, and return True.
 
-        join() only looks: due tasks and the tasks of dead workers move when some worker calls
-        pop().
+        join() only looks. Due tasks, and the tasks of dead workers, move only when some worker
+        calls pop().
 
         timeout:  the seconds to wait. None: no limit.
 
@@ -3681,12 +3715,13 @@ class FemtoQueue:
         is still leased, and the next call tries again. If only a later step failed, such as the
         sync, the task has moved all the same, and the next call raises LeaseLost.
 
-        On disk: when done() returns, the file of the task is in done/, or is deleted. The rename(2)
-        or unlink(2) is the commit. The system call fails with ENOENT if the lease is gone (POSIX),
-        and then LeaseLost is raised. The checkpoint of the task is removed. With sync_after_write,
+        On disk: when done() returns, the file of the task is in done/. With keep_done=False, or if
+        a full disk has no room for the name in done/, the file is deleted. The rename(2) or
+        unlink(2) is the commit. The system call fails with ENOENT if the lease is gone (POSIX), and
+        then LeaseLost is raised. The checkpoint of the task is removed. With sync_after_write,
         fsync(2) of the file and of the directory follows. A task to be deleted is also synced
-        before: power loss must not bring it back to pending/. A payload that is buffered behind the
-        task becomes a task.
+        before the unlink(2): power loss must not bring the task back to pending/. A payload that is
+        buffered behind the task becomes a task.
         """
         self._worker.finish(task)
 
@@ -3699,10 +3734,10 @@ class FemtoQueue:
         Raises LeaseLost, TypeError and OSError as done() does. Also raises TypeError if `error` is
         of another type.
 
-        On disk: when fail() returns, the file of the task is in failed/, and the reason is in
+        On disk: when fail() returns, the file of the task is in failed/, and a given reason is in
         failed/<id>.error. The rename(2) of the task comes first: a worker that lost its lease never
-        writes a reason for another delivery. If the process dies between the two, the task has no
-        reason. The rest is as in done().
+        writes a reason for another delivery. If the process dies before the reason is written, the
+        task has no reason. The rest is as in done().
         """
         if not isinstance(error, (str, BaseException, type(None))):
             raise TypeError(f"error must be a text or an exception, not {error!r}")
@@ -3725,8 +3760,8 @@ class FemtoQueue:
 
         On disk: when release() returns, the file of the task is in pending/ or scheduled/, moved by
         rename(2). With sync_after_write, fsync(2) of the file and of the directory follows. The
-        checkpoint stays for the next delivery. If a newer payload of the key is buffered, the task
-        comes back with that payload and its due time, and as never attempted.
+        checkpoint stays for the next delivery. But if a newer payload of the key is buffered, the
+        next delivery carries that payload, at the payload's due time, and as a first attempt.
         """
         path = _lease_of(task).path
         ident, attempts = _id_of(path), _attempts_of(path) - (not counted)
@@ -3771,10 +3806,10 @@ class FemtoQueue:
 
         Raises LeaseLost if there is no such lease, and TypeError if `lease` is not a str.
 
-        A lease that is not detached still ends with the worker that took the lease. Without another
-        length, extend() renews the lease for timeout_stale_ms of this object. If timeout_stale_ms
-        is None, extend() renews a detached lease for the time that is left now, and at least a
-        second.
+        A lease that is not detached still ends with the worker that took the lease. Without `ms`,
+        extend() renews the lease for timeout_stale_ms of this object. If timeout_stale_ms is None,
+        extend() renews a detached lease for the time that was left when attach() was called, and
+        for at least a second.
 
         On disk: nothing changes.
         """
@@ -3792,7 +3827,7 @@ class FemtoQueue:
             length_ns = max(self._worker.left_ns(entry.path), 10**9)
         held = _Lease()
         held.path, held.length_ns = entry.path, length_ns
-        held.has_checkpoint = True  # not known: so done() and fail() remove one if it exists
+        held.has_checkpoint = True  # not known here: done() and fail() remove a checkpoint, if any
         task = FemtoTask(entry.id, b"", entry.attempts, None, held, self._clock.anchor_ns)
         task.size_bytes = None
         return task
@@ -3800,7 +3835,7 @@ class FemtoQueue:
     # Working
 
     def processing(self, task: FemtoTask) -> _Processing:
-        """Return a context manager that keeps the lease in its block, and then ends the delivery.
+        """Return a context manager that renews the lease during its block, then ends the delivery.
 
         task:  the task that pop() or another method leased. The `as` clause of the `with` statement
             gets the same object.
@@ -3816,7 +3851,8 @@ class FemtoQueue:
         The delivery is not counted then.
 
         Raises LeaseLost at the beginning or the end of the block if the lease is lost. Raises
-        OSError if the end can't be written to the disk; then the task is delivered again soon.
+        OSError if the end of the delivery can't be written to the disk. Then the task is delivered
+        again soon.
 
         On disk: after the block, as after done(), release() or fail().
         """
@@ -3834,12 +3870,12 @@ class FemtoQueue:
 
         Raises LeaseLost, and saves nothing, if this delivery no longer holds the lease. Raises
         TypeError if `data` is not bytes-like, and the OSError of the system call if the disk did
-        not take it.
+        not take the bytes.
 
         On disk: when checkpoint() returns, checkpoints/<id> has the new bytes. One rename(2)
-        replaces the old file. After a crash, the old or the new file is there, and whole. With
-        sync_after_write, fsync(2) of the file comes before the rename, and of the directory after
-        it.
+        replaces the old file. After a crash, either the old or the new file is there, and is whole.
+        With sync_after_write, fsync(2) of the file comes before the rename, and fsync(2) of the
+        directory comes after the rename.
         """
         _save_checkpoint(self._worker, task, bytes(_as_bytes(data)))
 
@@ -3871,14 +3907,14 @@ class FemtoQueue:
         other threads then get LeaseLost. Two signals within 0.3 seconds count as one. close() in
         another thread stops the loop, too.
 
-        Raises TypeError or ValueError if an argument is invalid. SystemExit, KeyboardInterrupt and
-        the like, raised by a handler, end the loop and propagate. The handler's task is given back,
-        and the delivery is not counted. An OSError of pop() or of the end of a delivery also ends
-        the loop, and is raised when the running handlers have finished. If a signal came, too, the
-        OSError is only logged.
+        Raises TypeError or ValueError if an argument is invalid. If a handler raises SystemExit,
+        KeyboardInterrupt or another exception that is not an Exception, the loop ends, and the
+        exception propagates. The handler's task is given back, and the delivery is not counted. An
+        OSError of pop() or of the end of a delivery also ends the loop, and is raised when the
+        running handlers have finished. If a signal came, too, the OSError is only logged.
 
-        Trouble with a single task (see pop()) is logged, and the other tasks go on. An error of
-        this kind is raised only if nothing but such trouble came for 30 seconds.
+        Trouble with a single task (see pop()) is logged, and work() takes the next task. An error
+        of this kind is raised only if nothing but such trouble came for 30 seconds.
 
         On disk: each task is where done(), fail() or release() put it.
         """
@@ -3961,8 +3997,9 @@ class FemtoQueue:
     def retry_failed(self) -> int:
         """Put every failed task at the back of the queue, oldest first, and return their number.
 
-        A task stays in failed/, uncounted, if its key has another task now. Raises the OSError of
-        the system call if there is trouble with the disk; the tasks before it are put back.
+        If the key of a task has another task now, the task stays in failed/, and the returned
+        number does not include it. Raises the OSError of the system call if there is trouble with
+        the disk. The tasks that were put back before the error stay in pending/.
 
         On disk: as after retry(), for each task.
         """
@@ -3977,8 +4014,8 @@ class FemtoQueue:
 
         older_than_s:  the least age in seconds, by the wall clock. The age counts from the move to
             the directory: every common file system sets st_ctime on rename(2).
-        states:  "done", "failed" or both, as a text or an iterable. With "failed", a reason whose
-            task is gone is deleted, too.
+        states:  "done", "failed" or both, as a text or an iterable. With "failed", old reasons
+            whose task is gone are deleted, too.
 
         Raises ValueError or TypeError if an argument is invalid, and OSError if there is trouble
         with the disk.
@@ -4008,12 +4045,12 @@ class FemtoQueue:
 
         repair:  True: repair what can be repaired safely while workers run. Corrupt tasks that wait
             go to failed/. The tasks of dead workers and ended leases return to pending/. Payloads
-            that wait behind a task that is gone become tasks. Records of keys without a task, and
-            leftovers, are removed. False: change nothing.
+            that wait behind a task that is gone become tasks. The files in keys/ of keys without a
+            task, and leftovers, are removed. False: change nothing.
 
         The findings are:
         - a network file system, or a directory on another file system than data_dir
-        - a queue clock ahead of the wall clock
+        - a queue clock that is ahead of the wall clock, or whose file this object made anew
         - foreign names
         - records that are not whole, and files or directories that can't be read
         - an id in two places
@@ -4076,7 +4113,7 @@ class FemtoQueue:
 
         Raises CorruptTask if the file is not a whole record, and the OSError of the system call if
         the file can't be read. Raises ValueError if the id or key is invalid, and TypeError unless
-        one of the two is given.
+        exactly one of the two is given.
         """
         if (id is None) == (key is None):
             raise TypeError("peek needs either an id or a key")
@@ -4091,15 +4128,18 @@ class FemtoQueue:
     def contains(self, key: str) -> bool:
         """Return True if a task of the key waits or is in flight.
 
-        key:  a text of 1 to 200 bytes in UTF-8, as in push(). Raises TypeError if the key is not a
-            str, and ValueError if the key is another text.
+        key:  the key, as in push().
+
+        Raises TypeError if the key is not a str, and ValueError if the key is too long or empty.
         """
         return self._worker.keys.path_of(_encode_key(key)) != ""
 
     def keys(self, state: str) -> Iterator[str]:
         """Iterate over the keys of the tasks in a state. Tasks without a key are left out.
 
-        state:  one of STATES, as in tasks(). Raises ValueError if `state` is invalid.
+        state:  one of STATES, as in tasks().
+
+        Raises ValueError if `state` is invalid.
         """
         entries = self._files.find(_check_state(state))
         keyed = (entry for entry in entries if _is_keyed(entry.id))
@@ -4127,7 +4167,7 @@ class FemtoQueue:
         task = FemtoTask(entry.id, payload, attempts, key, lease, self._clock.anchor_ns)
         task.size_bytes = size_bytes
         if entry.directory == "failed":
-            # Show the task even if the reason is missing or may not be read (another user's).
+            # Show the task even if the reason is missing, or if another user's file can't be read.
             with suppress(FileNotFoundError, PermissionError):
                 task.error = self._files.text(f"failed/{entry.id}.error").removesuffix("\n")
         return task
@@ -4147,10 +4187,11 @@ class FemtoQueue:
     # Closing
 
     def close(self) -> None:
-        """Give up the lease directory of this worker. Its tasks return to pending/ at once.
+        """Give up the leases of this worker: their tasks return to pending/ at once.
 
-        Some leases stay, and end at their deadlines. These are detached leases, all leases where
-        there is no flock(2), and all leases while another object lives under the same node_id.
+        The lease directory is removed if it is empty then. Some leases stay, and end at their
+        deadlines. These are detached leases, all leases where there is no flock(2), and all leases
+        while another object lives under the same node_id.
 
         Calls of this object that wait in other threads and coroutines return at once. pop() and
         take() return None, join() returns False, and drain() and work() stop.
@@ -4195,7 +4236,8 @@ class FemtoQueue:
         return functools.partial(type(self), **settings), ()
 
 
-# They are fixed when an object is made. An unpickled object is made anew from them.
+# The names of the settings. The settings are fixed when an object is made. An unpickled object is
+# made anew from them.
 _SETTINGS = FemtoQueue.__init__.__annotations__.keys() - {"return"}
 
 
