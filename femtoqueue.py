@@ -75,8 +75,8 @@ The terms of this file:
                       the lease.
     Delivery          The handing out of a task under one lease. Deliveries count as attempts.
     Fence             The path of the lease. Each call that settles a task or renews a lease renames
-                      or removes this path. If the path is gone, the call raises LeaseLost and
-                      changes nothing.
+                      or removes this path (_Worker.move_leased). If the path is gone, the call
+                      raises LeaseLost and changes nothing.
     Settle            To end a delivery by done(), fail() or release().
     Reclaim           To take a task back from a worker that died, missed the deadline or closed.
     Orphan            A lease that no caller holds and that is still to be taken back. A worker
@@ -141,6 +141,22 @@ door, which is named below.
     22. Jobs                the processes of a command: _Processes, _Relay, _start_watchdog()
     23. Command runner      a command for each task, for `femtoqueue work`: _CommandPool
     24. Command line        `femtoqueue COMMAND`: main()
+
+A room begins at a line like "# 9. Lease directory". Some subjects concern several rooms, and have
+one comment each, which tells the whole. To find this comment, search for "TOPIC:" and the words:
+
+    a new state                     the places that it touches (room 2)
+    a new field                     in the name of a lease: the places that it touches (2)
+    a torn file                     from the read to failed/ (4)
+    locks                           what each lock guards, and the order of the locks (5)
+    syncs                           what is synced before a call returns (6)
+    which clock                     is used for what, and what follows if the date is set (7)
+    close()                         while another thread waits for a task (10)
+    how a lease ends                without its holder, and how a dead worker is found (11)
+    the steps of a task with a key  and what is on disk if the process is killed after a step (14)
+    what differs                    on NFS, on GlusterFS, and where there is no flock (20)
+    what a signal                   to `work` does (23)
+    a new command                   the places that it touches (24)
 """
 
 from __future__ import annotations
@@ -486,7 +502,7 @@ def _backoff_s(longest_s: float) -> Iterator[float]:
 #    a task begins with a number of 20 digits and ends with an id of 29 characters.
 # ==================================================================================================
 
-# A new state touches all of these places:
+# TOPIC: a new state. It touches all of these places:
 #
 # - Here, STATES and _FORMS have each state. A state whose tasks have ended is also in _ENDED, and
 #   any other state is in _LIVE. A state whose tasks wait is in _WAITING_DIRS, too. If the directory
@@ -494,7 +510,8 @@ def _backoff_s(longest_s: float) -> Iterator[float]:
 # - Here, the functions that name directories: _state_of(), _waiting_path() and _fresh_path(). The
 #   pattern _parse_key_state has the directories of live states.
 # - Room 3: a field of Stats. FemtoTask.until, if names of the state begin with a time.
-# - Room 6: _Files.find_id(), if a name of the state is only the id. _Files.has_work().
+# - Room 6: _Files.find_id(), if a name of the state is only the id. _Files.has_work(), if
+#   join() and drain() are to wait for the tasks of the state.
 # - Room 7: _QueueClock._went_back() lists the directories that have live tasks. _compute_anchor().
 # - Room 10: each move into the state and out of it. note_arrival(), quarantine(),
 #   _path_to_take().
@@ -504,11 +521,13 @@ def _backoff_s(longest_s: float) -> Iterator[float]:
 # - Room 15: _WATCHED, if a task that comes into the state can end a wait.
 # - Room 18: _Inspector._records() repairs in _WAITING_DIRS only.
 # - Room 20: _SharedFiles.read(), _free_path() and _found_moved(); _SharedKeys.
-# - Room 24: _figures() reads the fields of Stats. The help of `ls` names the states.
+# - Room 24: _figures() reads the fields of Stats by the names of the states. So the name of a state
+#   must be an identifier. _top_lines() adds up the tasks that are left. The help of `ls` names the
+#   states.
 # - The module's docstring, the README's diagram and interface, test.py and .ci/ list the states.
 #
-# A new field in the name of a lease touches all of these places. The deadline must stay in front,
-# the attempts must stay the second field, and the id must stay at the end. The functions
+# TOPIC: a new field in the name of a lease. It touches all of these places. The deadline must stay
+# in front, the attempts must stay the second field, and the id must stay at the end. The functions
 # _stamp_of(), _attempts_of() and _id_of() rely on this order.
 #
 # - Here, _FORMS["inflight"]. Also _WAITING, because a person may move a lease elsewhere and keep
@@ -1124,10 +1143,10 @@ def _write_record(fd: int, header: bytes, payload: bytes | memoryview) -> None:
             rest = rest[os.write(fd, rest) :]
 
 
-# A torn file is a record of which power loss has left only a part. The disk may keep a rename and
-# lose the contents of the file. With sync_after_write, only a push that did not return can leave a
-# torn file. The death of a process never does, because a record is renamed into place only after it
-# was written. A torn file is handled like any other file that is not a whole record:
+# TOPIC: a torn file, which is a record of which power loss has left only a part. The disk may keep
+# a rename and lose the contents of the file. With sync_after_write, only a push that did not return
+# can leave a torn file. The death of a process never does, because a record is renamed into place
+# only after it was written. A torn file is handled like any other file that is not a whole record:
 #
 # - _Files.read() (room 6) compares the header with the bytes that follow. If the bytes do not match
 #   the header, _read_other() looks closer, and raises CorruptTask for a torn file.
@@ -1397,8 +1416,9 @@ if hasattr(os, "register_at_fork"):
 # ==================================================================================================
 # 6. Files: the steps on files of data_dir, and the order in which they are synced.
 #    Invariant: a file appears whole under its name, or not at all. After power loss the checksum
-#    reveals a torn file (room 4). If the queue is durable, a call makes these steps, in this order,
-#    and then returns:
+#    reveals a torn file (room 4).
+#    TOPIC: syncs. If the queue is durable (sync_after_write), a call makes these steps, in this
+#    order, and then returns:
 #    - A new task (publish, push_many): rename the file, sync the file, sync the directory. If the
 #      file is torn, the call did not return, so no caller was told that the task was pushed. Where
 #      syncs_after_rename is False, the sync of the file comes first.
@@ -2386,8 +2406,7 @@ class _LeaseDir:
 #     while it reads a payload for a caller or writes one. A quarantine and a take along (room 14)
 #     do not need the worker's lock, because the task has no caller at that time. If the task has a
 #     key, they hold the lock of the key.
-#     Order of locks: the lock of a key first, then the worker's lock. A thread that holds the
-#     worker's lock already does not wait for the lock of a key, but only tries it (wait=False).
+#     The order of locks is told in room 5.
 # ==================================================================================================
 
 # Seconds between two looks at PAUSED, at our lease directory, or at a due task with a busy key.
@@ -2678,7 +2697,7 @@ class _Worker:
 
     # From pending/ to in flight
     #
-    # How close() works while another thread of this object waits for a task. (See also _LeaseDir,
+    # TOPIC: close() while another thread of this object waits for a task. (See also _LeaseDir,
     # FemtoQueue.close() in room 12, and _Waits in room 15.)
     #
     # close() runs under the worker's lock, so that no claim is half done. It adds 1 to `closes`,
@@ -2810,8 +2829,9 @@ class _Worker:
 
         Returns None if there is nothing to deliver: the task became a dead letter, the task waits
         again, or the lease is gone. If the lease is gone, the claim is undone. A task that has had
-        max_attempts deliveries is not read, and becomes a dead letter. (_Processing looks at
-        max_attempts, too.)
+        max_attempts deliveries is not read, and becomes a dead letter: its worker was killed at the
+        last attempt. (If the handler raises at the last attempt, _Processing._end() makes a dead
+        letter of the task.)
 
         CRASH: if the process dies in here, the task is in flight, and its attempts count this
         delivery. A reclaim() puts the task back."""
@@ -2916,6 +2936,24 @@ class _Worker:
 #     process makes any of these calls, no lease of a dead worker is reclaimed.
 #     Invariant: an OSError of a job never stops deliveries. pop() raises it when no task waits.
 # ==================================================================================================
+
+# TOPIC: how a lease ends without its holder. Each of these events leads to _Worker.reclaim(): the
+# task returns to the place of its push, and the delivery counts as an attempt.
+#
+# - The deadline has passed. The reclaim job of any worker looks for such leases: _reclaim_from().
+#   On a file system of several hosts, see also _renewed_recently().
+# - The process of the worker is dead. The reclaim job of another worker of this boot gets the lock
+#   of the dead worker's directory: _reclaim_dead_worker(). The job runs every _BASE_INTERVAL_S
+#   while a process calls pop() or waits.
+# - A worker starts again under the same node_id. _LeaseDir._open() gets the exclusive lock of its
+#   directory, and lists the leases in the directory as orphans, also those of earlier boots.
+# - The queue object is closed: _LeaseDir.give_up().
+# - The lease is an orphan. The next reclaim job of the same worker moves the task. A task that its
+#   caller never got returns to the place of the claim, uncounted.
+#
+# A detached lease ends by its deadline only. The same holds for a lease of another host, and for
+# every lease where there is no flock. A lease of an earlier boot ends by its deadline, or by a
+# worker that starts under the same node_id.
 
 _BASE_INTERVAL_S = 0.4  # between two looks for due tasks and dead workers
 _REPAIR_INTERVAL_S = 600.0
@@ -3275,8 +3313,8 @@ class _Housekeeper:
 
 # ==================================================================================================
 # 12. FemtoQueue: the public interface. The methods stand in the order of a task's life.
-#     Invariant: a method checks its arguments before it changes anything. Room 10 says which locks
-#     are held, and in what order they are taken.
+#     Invariant: a method checks its arguments before it changes anything. Room 5 says which locks
+#     there are, and in what order they are taken.
 # ==================================================================================================
 
 
@@ -4199,6 +4237,7 @@ class FemtoQueue:
         The object may be used again after close(). Dropping the last reference to the object, or
         leaving its `with` block, does what close() does.
         """
+        # Room 10 tells what happens to a task that another thread is just taking (TOPIC: close).
         worker, lease_dir = self._worker, self._worker.lease_dir
         # While the interpreter ends, do not wait for the lock: a thread that has ended may hold it.
         # The kernel closes the files then.
@@ -4420,12 +4459,13 @@ class _KeyStates:
 #     A thread that moves a task holds the lock of the key. But a claim by pop() and the undoing of
 #     a claim move a task without this lock, and so does a person.
 #
-#     Each table below lists the steps of one operation, in the order of the code. The second column
-#     says what is on disk after the step. The third says what happens if the process is killed
-#     after the step. "Old" and "new" are payloads. C is the file creating/<new id>. K is the new
-#     payload's file in keys/. L is the lease. T, U and P are paths of a task that waits. After a
-#     kill, keys/<hash> may name an older path of a task: find_or_repair() then finds the task by
-#     the id. A stale file in creating/ is removed after an hour.
+#     TOPIC: the steps of a task with a key. Each table lists the steps of one operation, in the
+#     order of the code. The second column says what is on disk after the step. The third says what
+#     happens if the process is killed after the step. "Old" and "new" are payloads. C is the file
+#     creating/<new id>. K is the new payload's file in keys/. L is the lease. T, U and P are paths
+#     of a task that waits. After a kill, keys/<hash> may name an older path of a task:
+#     find_or_repair() then finds the task by the id. A stale file in creating/ is removed after an
+#     hour.
 #
 #     Push onto the waiting task T: put(), _replace()
 #
@@ -4943,7 +4983,8 @@ class _Keys(_KeyedTasks):
 #       for every process of this host.
 #     - The time of a housekeeping job has come (_Housekeeper.wake_s, room 11), because a task comes
 #       due or a lease ends. One job looks for dead workers every _BASE_INTERVAL_S.
-#     - The timeout of the wait is over, or another thread calls close() (_Watcher.wake).
+#     - The timeout of the wait is over, or another thread calls close() (_Watcher.wake). Room 10
+#       tells what happens then to a task that was just found (TOPIC: close).
 #     - If inotify is missing, or if other hosts write to the file system: a short time is over. In
 #       these cases, no event reports a new task, and only the next look finds the task. The sleeps
 #       last 1 ms, 2 ms and so on, up to poll_interval_s.
@@ -5501,6 +5542,9 @@ class _Processing:
             self._worker.renewer.remove(task)
 
     def _end(self, error: BaseException | None) -> None:
+        """Settle the task. After an exception, this was the last attempt if the task has had
+        max_attempts deliveries. A task whose worker was killed at each attempt does not come here:
+        the next _Worker._deliver() makes a dead letter of it."""
         queue, task, attempts = self._queue, self.task, _attempts_of(self.task.path)
         if error is None:
             queue.done(task)
@@ -6308,8 +6352,8 @@ class TicketQueue:
 # 20. Other file systems: those that other hosts write to, and systems without flock. The door is
 #     _open_files(), which chooses the classes of an object once.
 #
-#     Seven facts about NFS and GlusterFS have a name here. Comments in this room give the name in
-#     parentheses.
+#     TOPIC: what differs on other file systems. Seven facts about NFS and GlusterFS have names. The
+#     comments in this room give these names in parentheses.
 #
 #       stale     A host may see an old state after a change by another host. On NFS it may see old
 #                 names and contents for 30 s, on GlusterFS old contents for a second. A listing, a
@@ -7582,6 +7626,31 @@ def _start_watchdog() -> int:
 #     Invariant: the pool uses only public methods of the queue.
 # ==================================================================================================
 
+# TOPIC: what a signal to `work` does.
+#
+# The first signal:
+#
+#   1. _WorkerPool._on_signal() (17) notes the signal. _tell_stop() writes a message.
+#   2. The threads take no other task: _is_stopping() (17). CMD leads a session of its own, gets no
+#      signal from the worker, and runs on. Its lease is still renewed.
+#   3. If CMD succeeds, its task is done. If CMD fails, all processes of the job end first. Then its
+#      task is given back to the front, uncounted: _ended_by_stop(), _follow(), _run_command().
+#   4. run_reported() waits for the output, writes the last line of progress, and returns the exit
+#      status.
+#
+# Another signal within 0.3 s is ignored. The second signal:
+#
+#   1. _on_signal() notes the signal. The main thread stops waiting for the other threads, and calls
+#      _CommandPool._abort().
+#   2. _terminate() (22) passes the signal to all processes of the jobs, and kills the processes
+#      that still run after 5 s.
+#   3. The thread of each job gives the task back to the front, uncounted. _WorkerPool._abort()
+#      gives back the tasks that are left.
+#   4. The queue is closed. _work_command() (24) ends the process with the status 128 + N.
+#
+# If the worker is killed, the watchdog (22) kills all jobs. Other workers find the worker dead, and
+# reclaim the tasks (11).
+
 _REPORT_S = 10.0  # the pause between two lines of progress
 
 
@@ -7910,7 +7979,7 @@ def _end_of_file(file: Any, begin: int) -> bytes:
 #     Invariant: a command calls only public methods of FemtoQueue and FemtoTask. From other rooms,
 #     this room uses the runner (23), the watchdog (22), streams and progress (21), _readable (15),
 #     and parsers of names (2).
-#     A new command touches these places:
+#     TOPIC: a new command. It touches these places:
 #     - Here, a function _NAME_command(options), below the decorator @_command. The decorator has an
 #       _argument() for each argument and option. A new kind of value needs a parser in _TYPES. The
 #       first line of the docstring also stands in the overview. The docstring has an example.
