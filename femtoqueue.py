@@ -250,7 +250,7 @@ def _wall_ns() -> int:
     return int(time.time() * 1e9)
 
 
-def _due_ns() -> int:
+def _latest_due_ns() -> int:
     """Return the latest time that counts as due: one microsecond ahead of the wall clock.
 
     As a float of seconds, today's time has steps of 240 ns. A caller multiplies such a float once,
@@ -348,9 +348,9 @@ def _boot_tag(boot_id: str, directory: str) -> str:
     return f"{binascii.crc32(f'{boot_id} {os.stat(directory).st_dev}'.encode()):08x}"
 
 
-def _follow_owner(fd: int, data_dir: str, and_mode: int = 0) -> None:
+def _follow_owner(fd: int, data_dir: str, extra_mode: int = 0) -> None:
     """Give a new file or directory the owner, group and rights of data_dir, as far as this user may
-    change them. `and_mode` has rights to add to those of data_dir.
+    change them. `extra_mode` has rights to add to those of data_dir.
 
     All users of the queue need the new file. Without this step, root could run one command and so
     make a file that shuts out the other users for good. A user with another umask could do the
@@ -366,7 +366,7 @@ def _follow_owner(fd: int, data_dir: str, and_mode: int = 0) -> None:
         with suppress(OSError):  # this user is not a member of the group
             os.fchown(fd, wanted.st_uid if os.geteuid() == 0 else -1, wanted.st_gid)
         is_dir = stat.S_ISDIR(made.st_mode)
-        os.fchmod(fd, stat.S_IMODE(wanted.st_mode) & (0o7777 if is_dir else 0o666) | and_mode)
+        os.fchmod(fd, stat.S_IMODE(wanted.st_mode) & (0o7777 if is_dir else 0o666) | extra_mode)
 
 
 def _make_dir(path: str, mode: int, sync: bool) -> None:
@@ -445,7 +445,7 @@ def _sync_dir(path: str) -> None:
         _sync_path(path, os.O_DIRECTORY)  # follows a symbolic link to a directory
 
 
-def _raise_if_foreign(error: OSError) -> None:
+def _raise_if_no_errno(error: OSError) -> None:
     """Raise `error` if it has no errno. An OSError without an errno is not trouble with the disk.
     It may be the TimeoutError of a signal handler, which is meant to end the call."""
     if error.errno is None:
@@ -460,7 +460,7 @@ def _for_each(act: Callable[[Any], object], items: Iterable[Any]) -> None:
         try:
             act(item)
         except OSError as error:
-            _raise_if_foreign(error)
+            _raise_if_no_errno(error)
             errors.append(error)
     if errors:
         raise errors[0]
@@ -530,7 +530,7 @@ def _backoff_s(longest_s: float) -> Iterator[float]:
 # in front, the attempts must stay the second field, and the id must stay at the end. The functions
 # _stamp_of(), _attempts_of() and _id_of() rely on this order.
 #
-# - Here, _FORMS["inflight"]. Also _WAITING, because a person may move a lease elsewhere and keep
+# - Here, _FORMS["inflight"]. Also _TASK_NAME, because a person may move a lease elsewhere and keep
 #   the name. In front of the id, _parse_key_state accepts only hex digits and "~". The three groups
 #   of each form become the fields of _Entry, by _parse(). The constant _LEASE_BYTES includes the
 #   length of the name.
@@ -561,7 +561,7 @@ _LEASE_BYTES = 9 + 1 + 67
 # schedule() refuses due times between these two numbers: one second after the epoch, and the end of
 # 1972. The caller gave such a time in seconds or milliseconds, not in microseconds. Earlier times
 # are accepted, because programs written for version 0.4 pass numbers near 0 for a task due at once.
-_SECONDS_NS = (10**9, 94_694_400 * 10**9)
+_REFUSED_DUE_NS = (10**9, 94_694_400 * 10**9)
 # September 2001. No queue clock starts earlier, so the times of a queue clock have 19 digits.
 _EARLIEST_NS = 10**18
 # The year 2096. No queue clock starts later, even if a name carries a later time.
@@ -578,7 +578,7 @@ _BOOT = "([0-9a-f]{8})"
 # The form of names in pending/, done/ and failed/. The queue itself never writes <boot> in these
 # names, and in done/ only the id. But a person may move a task from another directory to one of
 # these three, and keep the name.
-_WAITING = f"(?:{_NS}~{_ATTEMPTS}~(?:{_BOOT}~)?)?{_ID}"
+_TASK_NAME = f"(?:{_NS}~{_ATTEMPTS}~(?:{_BOOT}~)?)?{_ID}"
 # The form of the names in each directory of data_dir. The form of a task's name has three groups:
 # attempts, boot and id.
 _FORMS = {
@@ -586,14 +586,14 @@ _FORMS = {
     for state, form in {
         ".": "PAUSED|SHARED|clock-[0-9a-f]{8}",
         "creating": rf"()(){_ID}(?:\.(?:clock|error|pending))?",
-        "pending": _WAITING,
+        "pending": _TASK_NAME,
         "scheduled": f"{_NS}~{_ATTEMPTS}~(){_ID}",
         "inflight": f"{_NS}~{_ATTEMPTS}~{_BOOT}~{_ID}",
         # A buffered payload. The tag of its id is the hash of a key.
         "keys": f"(?:{_NS}~{_ATTEMPTS}~)?()({_NS}-[89a-f][0-9a-f]{{7}})",
         "checkpoints": f"()(){_ID}",
-        "done": _WAITING,
-        "failed": _WAITING,
+        "done": _TASK_NAME,
+        "failed": _TASK_NAME,
         "locks": "[0-9a-f]{2}",
         "spare": "(?!)",  # matches nothing: any file in spare/ is foreign
     }.items()
@@ -690,10 +690,10 @@ def _front_path(ident: str, attempts: int) -> str:
     return f"pending/{_task_name(_stamp_of(ident), attempts, ident)}"
 
 
-def _waiting_path(newer: str) -> str:
-    """Return the path that a buffered payload gets when it becomes a task. `newer` is its path in
-    keys/."""
-    return newer.replace("keys", "scheduled" if "~" in newer else "pending")
+def _waiting_path(buffered: str) -> str:
+    """Return the path that a buffered payload gets when it becomes a task. `buffered` is its path
+    in keys/."""
+    return buffered.replace("keys", "scheduled" if "~" in buffered else "pending")
 
 
 def _fresh_path(path: str, due_ns: int | None) -> str:
@@ -1044,7 +1044,7 @@ def _due_time_ns(time_us: float | datetime) -> int:
     due_ns = max(0, int(_finite("time_us", time_us) * 1000))  # type: ignore[arg-type]
     if due_ns >= _NEVER_NS:
         raise ValueError(f"time_us must be before the year 2255, not {time_us!r}")
-    if _SECONDS_NS[0] <= due_ns < _SECONDS_NS[1]:
+    if _REFUSED_DUE_NS[0] <= due_ns < _REFUSED_DUE_NS[1]:
         wanted = "time_us must be in microseconds, as time.time() * 1e6"
         raise ValueError(f"{wanted}: {time_us!r} would be in {_utc(due_ns):%B %Y}")
     return due_ns
@@ -1149,7 +1149,7 @@ def _write_record(fd: int, header: bytes, payload: bytes | memoryview) -> None:
 # only after it was written. A torn file is handled like any other file that is not a whole record:
 #
 # - _Files.read() (room 6) compares the header with the bytes that follow. If the bytes do not match
-#   the header, _read_other() looks closer, and raises CorruptTask for a torn file.
+#   the header, _finish_read() looks closer, and raises CorruptTask for a torn file.
 # - _Worker._deliver() (room 10) reads a task after its claim, and catches the CorruptTask.
 # - _Worker.quarantine() (room 10) renames the lease to failed/<id>, and writes the reason to
 #   failed/<id>.error and to the log. Then pop() takes the next task.
@@ -1161,7 +1161,7 @@ def _write_record(fd: int, header: bytes, payload: bytes | memoryview) -> None:
 # tasks() logs the error and leaves the task out. _key_in() (room 14) takes a torn record for a
 # record without a key. A torn checkpoint is logged and ignored, and the work on the task begins
 # anew (room 16).
-def _read_other(fd: int, head: bytes, ident: str) -> _Record:
+def _finish_read(fd: int, head: bytes, ident: str) -> _Record:
     """Finish the read of a large record, of a record with a key, or of a corrupt file. Return the
     payload and the key. Raises CorruptTask, with the reason, if the file is not a whole record.
 
@@ -1364,7 +1364,7 @@ class _FileLock:
             try:
                 os.close(fd)
             except OSError as error:  # the work under the lock is done, so ignore a disk error
-                _raise_if_foreign(error)
+                _raise_if_no_errno(error)
 
     def _close_unless_forked(self) -> None:
         # In a forked child, _after_fork_in_child() has closed the descriptor, and another file may
@@ -1422,9 +1422,9 @@ if hasattr(os, "register_at_fork"):
 #    - A new task (publish, push_many): rename the file, sync the file, sync the directory. If the
 #      file is torn, the call did not return, so no caller was told that the task was pushed. Where
 #      syncs_after_rename is False, the sync of the file comes first.
-#    - A move: rename the file; then commit(), which syncs the file and the directory.
+#    - A move: rename the file; then sync_with_dir(), which syncs the file and the directory.
 #    - A replaced file: sync the new file, rename it over the old one or exchange the two; then
-#      commit(). A whole record is never replaced by a torn one.
+#      sync_with_dir(). A whole record is never replaced by a torn one.
 #    - A finished task that is not kept: sync the lease's file and directory, unlink the file, sync
 #      the directory. After power loss the task is not in its earlier directory again.
 #    - A new task of a key: sync the new file, sync keys/<hash> and keys/, rename the new file, sync
@@ -1627,7 +1627,7 @@ class _Files:
                 first, newline, payload = head.partition(b"\n")
                 if first + newline == _header(payload):
                     return payload, None
-                return _read_other(fd, head, ident)
+                return _finish_read(fd, head, ident)
             finally:
                 os.close(fd)  # raise its error: the file may have been replaced (room 20)
         except OSError:
@@ -1637,7 +1637,7 @@ class _Files:
 
     read_listed = read  # for a name that was listed just now; room 20 has another method
 
-    def is_done(self, path: str) -> bool:
+    def came_back(self, path: str) -> bool:
         """Return whether the file at `path` is a finished task that came back. On a local file
         system, no finished task comes back; see room 20."""
         return False
@@ -1680,15 +1680,15 @@ class _Files:
 
     def publish(
         self,
-        aside: str,
+        new_name: str,
         data: _BytesLike,
         path: str,
         *,
         sync: bool | None = None,
     ) -> None:
-        """Write a record to creating/<aside>, and rename the file to `path`. The task exists from
-        the rename on. If publish() raises OSError, the task does not exist, unless a worker claimed
-        the task before the error.
+        """Write a record to creating/<new_name>, and rename the file to `path`. The task exists
+        from the rename on. If publish() raises OSError, the task does not exist, unless a worker
+        claimed the task before the error.
 
         If the queue is durable, the file and the directory are synced. Usually both syncs follow
         the rename, because this order costs one journal commit instead of two. Where
@@ -1700,7 +1700,7 @@ class _Files:
         push() has not returned. Only power loss can then make the task a torn file (room 4)."""
         payload = data if type(data) is bytes else _as_bytes(data)
         header = _header(payload)
-        source, sync_dir = f"creating/{aside}", False
+        source, sync_dir = f"creating/{new_name}", False
         if sync is None:
             sync = sync_dir = self.is_durable
         fd = os.open(self.root + source, _CREATE_FLAGS, 0o666)
@@ -1708,15 +1708,15 @@ class _Files:
             try:
                 _write_record(fd, header, payload)
                 if sync and self.syncs_after_rename:
-                    self.move_over(source, path)
+                    self.put_in_place(source, path)
                 if sync:
                     os.fsync(fd)
             finally:
                 os.close(fd)
             if not (sync and self.syncs_after_rename):
-                self.move_over(source, path)
+                self.put_in_place(source, path)
             if sync_dir:
-                self.commit_dir(os.path.dirname(path))
+                self.sync_dir(os.path.dirname(path))
         except BaseException:
             # The push raises, so the caller believes that there is no task: remove the file. RACE:
             # a worker claims the task between the rename and this line. Then the worker keeps it.
@@ -1730,20 +1730,20 @@ class _Files:
         name: str,
         header: bytes,
         payload: bytes | memoryview = b"",
-        for_all: int | None = None,
+        extra_mode: int | None = None,
     ) -> Iterator[str]:
         """Write a file creating/<name>, and yield its path. The block moves the file to the place
         of another file. If the block fails, the new file is removed.
 
         If the queue is durable, the new file is synced before the block: power loss must leave one
-        of the two files whole. `for_all` has rights to add to those of data_dir. If `for_all` is
-        None, the rights follow from the umask alone."""
+        of the two files whole. `extra_mode` has rights to add to those of data_dir. If `extra_mode`
+        is None, the rights follow from the umask alone."""
         path = f"creating/{name}"
         fd = os.open(self.root + path, _CREATE_FLAGS, 0o666)
         try:
             try:
-                if for_all is not None:
-                    _follow_owner(fd, self.root, for_all)
+                if extra_mode is not None:
+                    _follow_owner(fd, self.root, extra_mode)
                 _write_record(fd, header, payload)
                 if self.is_durable:
                     os.fsync(fd)
@@ -1754,11 +1754,11 @@ class _Files:
             self.remove(path)
             raise
 
-    def swap(self, aside: str, path: str) -> bool:
+    def swap(self, new_path: str, path: str) -> bool:
         """Exchange a file with the file at `path`, in one step. Return False where the system can't
         exchange names (NFS, FUSE; not Linux). Raises FileNotFoundError if no file is at `path`."""
         try:
-            _exchange(self.root + aside, self.root + path)
+            _exchange(self.root + new_path, self.root + path)
             return True
         except OSError as error:
             if error.errno not in _NO_EXCHANGE_ERRNOS:
@@ -1797,7 +1797,7 @@ class _Files:
                 return
         raise _os_error(errno.ENOENT, self.root + target)
 
-    def move_over(self, source: str, target: str, must_exist: bool = False) -> None:
+    def put_in_place(self, source: str, target: str, must_exist: bool = False) -> None:
         """Rename a file that only this process moves, such as a file in creating/. A file at the
         target is replaced. With must_exist, raise FileNotFoundError if the target is missing."""
         if must_exist:
@@ -1816,7 +1816,7 @@ class _Files:
             return True
         return False
 
-    def commit(self, path: str) -> None:
+    def sync_with_dir(self, path: str) -> None:
         """If the queue is durable, sync the file of a task, then its directory. A sync of the
         directory is not enough: after power loss btrfs showed a finished task in its old directory
         as well."""
@@ -1826,17 +1826,17 @@ class _Files:
         # directory is synced, which no longer has the file.
         with suppress(FileNotFoundError):
             self.sync_file(path)
-        self.commit_dir(os.path.dirname(path))
+        self.sync_dir(os.path.dirname(path))
 
     def sync_file(self, path: str) -> None:
         if self.is_regular(path):
             _sync_path(self.root + path, _READ_FLAGS)
 
-    def commit_dir(self, directory: str) -> None:
+    def sync_dir(self, directory: str) -> None:
         if self.is_durable:
             _sync_dir(self.root + directory)
 
-    def shrink(self, directory: str, aside: str) -> None:
+    def shrink(self, directory: str, new_name: str) -> None:
         """Replace an empty directory that was once large, because ext4 never shrinks a directory.
         Do nothing if the directory is missing. The rename() succeeds only if the directory is
         empty. RACE: another process renames a file into the directory at the same time, and gets
@@ -1854,7 +1854,7 @@ class _Files:
             return
         if hasattr(os, "listxattr") and any("acl" in name for name in os.listxattr(path)):
             return  # access control lists, which this method can't copy
-        fresh = f"{self.root}creating/{aside}.pending"
+        fresh = f"{self.root}creating/{new_name}.pending"
         # RACE: another process renames a file into the directory first. Then our rename fails, and
         # the old directory stays. It also stays if it can't be replaced: a mount point, or a full
         # disk.
@@ -2052,21 +2052,21 @@ class _QueueClock:
                 self._create(self._name, self.anchor_ns)
 
     def _create(self, name: str, anchor_ns: int) -> int:
-        """Write a clock file aside and put it in place, unless a valid clock file is there. Return
+        """Write a clock file and put it in place, unless a valid clock file is there. Return
         the anchor in the clock file."""
         root = self._files.root
-        aside_name = f"{_new_name(_wall_ns(), self.tag)}.clock"
+        new_name = f"{_new_name(_wall_ns(), self.tag)}.clock"
         # 0644: all users of this boot can read the file, even if data_dir is opened to them later.
-        with self._files.replacement(aside_name, b"%d\n" % anchor_ns, for_all=0o644) as aside:
+        with self._files.replacement(new_name, b"%d\n" % anchor_ns, extra_mode=0o644) as new_path:
             try:
-                os.link(root + aside, root + name)
+                os.link(root + new_path, root + name)
             except (AttributeError, OSError):
                 # A clock file is there, or the file system has no hard links. Without hard links,
                 # two processes that start at the same time may have anchors that differ by some
                 # microseconds.
                 if self._read(name) is None:
-                    os.replace(root + aside, root + name)
-            self._files.remove(aside)
+                    os.replace(root + new_path, root + name)
+            self._files.remove(new_path)
         # RACE: another process links its clock file before ours. Then its anchor is returned.
         return self._read(name) or anchor_ns
 
@@ -2097,7 +2097,7 @@ _LOSSES = 64  # after every so many lost claims, a pop() checks that the lease d
 # How often to list directories for one task. A pop() lists pending/ again if it lost every claim. A
 # search for the task of a key or an id is repeated if the task moved meanwhile.
 _MAX_LISTINGS = 8
-_is_waiting = _FORMS["pending"]
+_is_task_name = _FORMS["pending"]
 
 
 def _oldest_names(directory: str, seen_before: int) -> tuple[list[str], int]:
@@ -2110,7 +2110,7 @@ def _oldest_names(directory: str, seen_before: int) -> tuple[list[str], int]:
     with os.scandir(directory) as entries:
         while chunk := [entry.name for entry in itertools.islice(entries, _CHUNK)]:
             seen += len(chunk)
-            names += [name for name in chunk if name < youngest and _is_waiting(name)]
+            names += [name for name in chunk if name < youngest and _is_task_name(name)]
             if len(names) > 2 * keep:
                 names = sorted(names, reverse=True)[-keep:]
                 youngest = names[0]
@@ -2157,7 +2157,7 @@ class _Backlog:
         # A directory that had few names a second ago can't be huge now.
         if self.seen < _FEW and now_s - self._listed_s < 1:
             names = os.listdir(self._pending)
-            self.names, self.seen = sorted(filter(_is_waiting, names), reverse=True), len(names)
+            self.names, self.seen = sorted(filter(_is_task_name, names), reverse=True), len(names)
             self.refill_s = now_s + 1
         else:
             self.names, self.seen = _oldest_names(self._pending, self.seen)
@@ -2219,8 +2219,8 @@ class _LeaseDir:
     listings open it again if it was removed or given up.
 
     RACE: another thread calls close() during a pop(). A claim and close() both hold the worker's
-    lock, so the descriptor of the directory stays open during the claim. `undelivered`, `closes`
-    and `orphans` tell the two threads which thread has the task. The comment before
+    lock, so the descriptor of the directory stays open during the claim. `undelivered`,
+    `close_count` and `orphans` tell the two threads which thread has the task. The comment before
     _Worker.take_oldest() (room 10) explains them."""
 
     def __init__(self, worker: _Worker) -> None:
@@ -2232,10 +2232,10 @@ class _LeaseDir:
         self.undelivered: dict[str, str] = {}
         # By the path of the lease, the path to move the task back to. None: the place of its push.
         self.orphans: dict[str, str | None] = {}
-        self.closes = 0
+        self.close_count = 0
         # The lock of the directory, if the directory is open. If it is None at an opening, the
         # directory may have leases that an earlier process left.
-        self._held: _FileLock | None = None
+        self._dir_lock: _FileLock | None = None
 
     # Opening
 
@@ -2243,7 +2243,7 @@ class _LeaseDir:
         """Open and lock the directory, unless it is open and still at its path. After an opening,
         reclaim the orphans, such as the leases of an earlier process."""
         with self._lock:
-            if self._held is None or not self._held.is_at_path():
+            if self._dir_lock is None or not self._dir_lock.is_at_path():
                 self._open()
                 if self.orphans:
                     self._worker.house.reclaiming.run()
@@ -2272,7 +2272,7 @@ class _LeaseDir:
                 # RACE: after our open_dir(), another process removes the empty directory, and
                 # another worker of our node_id makes a new directory at the path. The leases at the
                 # path are then in use. So is_at_path() looks whether our directory is at the path.
-                elif self._held is None and lock.try_exclusive() and lock.is_at_path():
+                elif self._dir_lock is None and lock.try_exclusive() and lock.is_at_path():
                     with suppress(OSError):  # the next reclaim job meets and raises the error
                         leases = self._files.entries(self.directory)
                         for path in (it.path for it in leases if it.boot != _DETACHED):
@@ -2285,12 +2285,12 @@ class _LeaseDir:
                     # old lock. It is kept until now, because our leases may be in an old directory
                     # that a person moved away. If the person moves that directory back, the lock
                     # shows other workers that the leases are in use.
-                    self._held = lock
+                    self._dir_lock = lock
                     return
             finally:
                 # The last reference to the lock may be lost late: an exception that is kept
                 # somewhere keeps this frame alive. So close the lock here.
-                if lock is not self._held:
+                if lock is not self._dir_lock:
                     lock.close()
         raise _os_error(_MISSING_ERRNOS[-1], self.path)
 
@@ -2323,7 +2323,7 @@ class _LeaseDir:
         name = f"0{deadline_ns}~{attempts}~{boot}~{source[-_ID_LENGTH:]}"
         lease.path = path = f"{self.directory}/{name}"
         self.undelivered[path] = lease.source = source
-        held = self._held
+        held = self._dir_lock
         try:
             if held is None:
                 # RACE: another thread calls close() before this claim gets the worker's lock.
@@ -2361,7 +2361,7 @@ class _LeaseDir:
         task is still leased. The lease ends like any other, and the delivery is counted."""
         with self._lock:
             try:
-                if (held := self._held) is None:  # closed: close() may have reclaimed the lease
+                if (held := self._dir_lock) is None:  # closed: close() may have reclaimed the lease
                     os.rename(self._root + lease.path, self._root + target)
                 else:
                     name = lease.path.partition("/")[2]
@@ -2377,7 +2377,7 @@ class _LeaseDir:
         the leases in it, and then remove the directory if it is empty. Without flock, the leases
         stay."""
         self._worker.house.look_again()
-        lock, self._held = self._held, None
+        lock, self._dir_lock = self._dir_lock, None
         # If this object is garbage in a cycle, the finalizer of the lock may have closed the lock.
         if lock is not None and lock.fd == -1:
             lock = self._files.open_dir(self.directory)
@@ -2513,7 +2513,7 @@ class _Worker:
                 _log().warning(text, _id_of(lease.path), error)
             else:
                 if self.files.is_durable:
-                    self.files.commit(gone_to)
+                    self.files.sync_with_dir(gone_to)
                 return
         # Sync the lease before the unlink: this makes the rename of the claim durable. If only the
         # unlink were synced, the task could be in pending/ again after power loss. Both steps are
@@ -2521,9 +2521,9 @@ class _Worker:
         with self.keys.lock_of(lease.path), self.lock:
             # If the lease or its directory is gone, move_leased() raises LeaseLost.
             with suppress(FileNotFoundError):
-                self.files.commit(lease.path)
+                self.files.sync_with_dir(lease.path)
             self.move_leased(lease, "", "done")
-        self.files.commit_dir(os.path.dirname(lease.path))
+        self.files.sync_dir(os.path.dirname(lease.path))
 
     def end_failed(self, task: FemtoTask, error: str | BaseException | None) -> None:
         """Move a leased task to failed/, and put the reason into failed/<id>.error. Raises
@@ -2542,8 +2542,8 @@ class _Worker:
             # A person who retried an earlier failure by hand may have left its reason.
             _unlink_if_exists(f"{self.files.root}{target}.error")
             if path:
-                self.files.move_over(path, f"{target}.error")
-        self.files.commit(target)
+                self.files.put_in_place(path, f"{target}.error")
+        self.files.sync_with_dir(target)
 
     def _new_reason(self, error: str | BaseException) -> AbstractContextManager[str]:
         """Return a context manager that writes a reason to a file in creating/ and yields the path
@@ -2565,7 +2565,7 @@ class _Worker:
         # Give a leased task back: it waits at `target`. Raises LeaseLost.
         gone_to = self.move_leased(_lease_of(task), target, "released")
         self.note_arrival(gone_to)
-        self.files.commit(gone_to)
+        self.files.sync_with_dir(gone_to)
 
     def renew(self, task: FemtoTask, length_ns: int | None = None, wait: bool = True) -> None:
         """Give a lease a new deadline: rename its file, and store the new path in the task's
@@ -2639,7 +2639,7 @@ class _Worker:
         ignored: the log has the reason, and the task must not block the queue."""
         ident = _id_of(source)
         target = f"failed/{ident}"
-        if is_taken := self.files.exists(target):
+        if is_name_used := self.files.exists(target):
             # A person has put a file of this id into failed/ before. That file and its reason stay
             # as they are. Our task gets a name with a new order in failed/, and no reason.
             target = self.back_path(source, _attempts_of(source)).replace("pending", "failed")
@@ -2650,12 +2650,12 @@ class _Worker:
                 raise
             return  # RACE: another worker took the task, or quarantined it first
         with suppress(OSError):
-            if not is_taken:
+            if not is_name_used:
                 # As in end_failed(), there may be a reason of an earlier failure.
                 self.files.remove(f"{target}.error")
                 with self._new_reason(reason) as path:
-                    self.files.move_over(path, f"{target}.error")
-            self.files.commit(target)
+                    self.files.put_in_place(path, f"{target}.error")
+            self.files.sync_with_dir(target)
         self.files.remove(f"checkpoints/{ident}")
         _log().error("task %s is in failed/: %s", ident, reason)
 
@@ -2676,7 +2676,7 @@ class _Worker:
             # A missing pending/ is disk trouble: stat() raises for it.
             os.stat(f"{self.files.root}pending")
             return False  # RACE: another process retried or removed the task
-        self.files.commit(target)
+        self.files.sync_with_dir(target)
         return True
 
     # From scheduled/
@@ -2688,7 +2688,7 @@ class _Worker:
         scheduled/ as well after power loss, because a later push had synced pending/ alone."""
         target = self.back_path(source, _attempts_of(source))
         try:
-            self.files.commit(self.move_task(source, target, wait=False))
+            self.files.sync_with_dir(self.move_task(source, target, wait=False))
         except FileNotFoundError:
             pass  # RACE: another worker moved the task first
         except BlockingIOError:
@@ -2700,16 +2700,18 @@ class _Worker:
     # TOPIC: close() while another thread of this object waits for a task. (See also _LeaseDir,
     # FemtoQueue.close() in room 12, and _Waits in room 15.)
     #
-    # close() runs under the worker's lock, so that no claim is half done. It adds 1 to `closes`,
-    # wakes all waits, closes the lease directory, and reclaims the leases in that directory. But
-    # without flock, or if another object holds the same directory, the leases stay until their
-    # deadlines. Three attributes of _LeaseDir tell the two threads which thread has a task.
+    # close() runs under the worker's lock, so that no claim is half done. It adds 1 to
+    # `close_count`, wakes all waits, closes the lease directory, and reclaims the leases in that
+    # directory. But without flock, or if another object holds the same directory, the leases stay
+    # until their deadlines. Three attributes of _LeaseDir tell the two threads which thread has a
+    # task.
     #
     #   - `undelivered` has the leases that no caller has got, each with the path before the claim.
     #     claim() adds a lease before the rename. A thread removes a lease with dict.pop(), and only
     #     one thread can succeed. If the waiting thread succeeds, the task goes to the caller. If
     #     the reclaim of close() succeeds, the task goes back, uncounted.
-    #   - `closes` is the number of calls of close(). A wait notes the number when the wait begins.
+    #   - `close_count` is the number of calls of close(). A wait notes the number when the wait
+    #     begins.
     #   - `orphans` has the leases that must be put back, each with the path to which its task goes.
     #     A reclaim may fail because a key is busy, or because of disk trouble. Then the lease stays
     #     in `orphans`. Each run of the reclaim job, and the next opening of the lease directory,
@@ -2720,18 +2722,18 @@ class _Worker:
     #   1. Before the claim: _LeaseDir.claim() finds that the directory is not open, and takes no
     #      task.
     #   2. During a look, which is a call of take_oldest() or take_named(): _Waits._look() compares
-    #      `closes` after each look. `undelivered` is not enough here, for two reasons. If the look
-    #      found no task, there is no entry in `undelivered`. If the look opened the directory again
-    #      after close(), and then claimed a task, the entry is there as usual. So _look() puts such
-    #      a task back, and gives up the directory again.
+    #      `close_count` after each look. `undelivered` is not enough here, for two reasons. If the
+    #      look found no task, there is no entry in `undelivered`. If the look opened the directory
+    #      again after close(), and then claimed a task, the entry is there as usual. So _look()
+    #      puts such a task back, and gives up the directory again.
     #   3. After that comparison: _Waits.hand_over() removes the lease from `undelivered`, as the
     #      last step before the caller gets the task. If the lease is missing, the reclaim of
     #      close() removed it first. Then hand_over() makes sure that the task is put back, and
     #      returns None.
     #
-    # pop() with timeout 0, and without lease_ms, is not a wait. It does not compare `closes`, and
-    # take_oldest() itself does step 3. If this pop() opens the directory again after close(), that
-    # is a new use of the object.
+    # pop() with timeout 0, and without lease_ms, is not a wait. It does not compare `close_count`,
+    # and take_oldest() itself does step 3. If this pop() opens the directory again after close(),
+    # that is a new use of the object.
     #
     # close() may also put a task back while _deliver() reads the file. Then _deliver() finds that
     # the lease is gone, undoes the claim, and returns None.
@@ -2820,7 +2822,7 @@ class _Worker:
             entry = self.files.find_id(ident, "scheduled", "pending")
             return entry.path if entry else ""
         path, _ = self.keys.find_or_repair(held, key)
-        is_later = path.startswith("scheduled/") and _stamp_of(path) > _due_ns()
+        is_later = path.startswith("scheduled/") and _stamp_of(path) > _latest_due_ns()
         return "" if is_later or path.startswith("inflight-") else path
 
     def _deliver(self, waiting: str, lease: _Lease) -> FemtoTask | None:
@@ -2973,10 +2975,11 @@ class _Job:
     last run, or None."""
 
     # All times are of the monotonic clock. The job runs next at _next_s, or at _sooner_s if an
-    # event asks for an earlier run. rested_s is the end of the pause after a long run. If an event
-    # may come again and again, the caller should not bring a run forward to a time before rested_s.
+    # event asks for an earlier run. rest_end_s is the end of the pause after a long run. If an
+    # event may come again and again, the caller should not bring a run forward to a time before
+    # rest_end_s.
     _next_s = _sooner_s = 0.0
-    rested_s = 0.0
+    rest_end_s = 0.0
     error: OSError | None = None
 
     def __init__(self, house: _Housekeeper, run: Callable[[], None], every_s: float) -> None:
@@ -2992,7 +2995,7 @@ class _Job:
         self._house.wake_s = min(self._house.wake_s, self._sooner_s)
 
     def reset(self) -> None:
-        self._next_s = self._sooner_s = self.rested_s = 0.0
+        self._next_s = self._sooner_s = self.rest_end_s = 0.0
 
     def run(self) -> None:
         """Run the job now, set the time of the next run, and store an OSError in `error`."""
@@ -3004,13 +3007,13 @@ class _Job:
         try:
             self._run()
         except OSError as error:
-            _raise_if_foreign(error)
+            _raise_if_no_errno(error)
             self.error = error
         ended_s = time.monotonic()
         # There is a longest pause, because a long run may have been an exception: a disk that hung.
-        self.rested_s = ended_s + min(20 * (ended_s - started_s), _LONGEST_PAUSE_S)
+        self.rest_end_s = ended_s + min(20 * (ended_s - started_s), _LONGEST_PAUSE_S)
         # A failed job pauses, too: it must not run again at each pop().
-        self._next_s = max(ended_s + self.every_s, self.rested_s)
+        self._next_s = max(ended_s + self.every_s, self.rest_end_s)
 
 
 class _Housekeeper:
@@ -3026,7 +3029,7 @@ class _Housekeeper:
         # The difference between the wall clock and the monotonic clock, when last read.
         self._date_s = time.time() - time.monotonic()
         # The times of the last and of the next look at PAUSED and at our lease directory.
-        self._looked_s = self._look_s = 0.0
+        self._last_look_s = self._next_look_s = 0.0
         reclaim_s = min(_BASE_INTERVAL_S, worker.length_ns / 4e9)
         self.enqueuing = _Job(self, self._enqueue_due, _BASE_INTERVAL_S)
         self.reclaiming = _Job(self, self.reclaim_ended, reclaim_s)
@@ -3069,7 +3072,7 @@ class _Housekeeper:
             jobs = [job for job in self._jobs if job.error is not None]
             # True if a task came to scheduled/, or left it, since the last listing.
             is_changed = self._scheduled_mtime_ns() != self._due_seen_ns
-            is_changed = is_changed and time.monotonic() >= self.enqueuing.rested_s
+            is_changed = is_changed and time.monotonic() >= self.enqueuing.rest_end_s
             if self._date_was_set() or is_changed:
                 jobs.append(self.enqueuing)
             for job in jobs:
@@ -3093,16 +3096,17 @@ class _Housekeeper:
         On an almost empty queue, each pop() calls this method. So the method looks at PAUSED and at
         our lease directory only every _LOOK_INTERVAL_S seconds."""
         now_s, is_paused = time.monotonic(), False
-        if not self._looked_s <= now_s < self._look_s:
-            if now_s < self._looked_s:  # the program replaced the clock, and the new one is behind
+        if not self._last_look_s <= now_s < self._next_look_s:
+            if now_s < self._last_look_s:
+                # The program has replaced the clock, and the new clock is behind.
                 self._begin_anew()
             self._lease_dir.ensure_open()
             is_paused = self._files.exists("PAUSED")
             if not self._backlog.seen:
                 self._files.shrink("pending", self._clock.new_id())
-            self._looked_s = now_s
+            self._last_look_s = now_s
             if not is_paused:  # while paused, the next call looks again, so that resume() is seen
-                self._look_s = now_s + _LOOK_INTERVAL_S
+                self._next_look_s = now_s + _LOOK_INTERVAL_S
         if is_paused:
             self._backlog.names = []
             self._backlog.refill_s = now_s + 1
@@ -3120,7 +3124,7 @@ class _Housekeeper:
         """Make the next pop() look at PAUSED and at our lease directory before it takes a task."""
         with self._lock:
             self._backlog.names = []
-            self._look_s = 0.0
+            self._next_look_s = 0.0
 
     def end_scan(self) -> None:
         scan, self._done_scan = self._done_scan, None
@@ -3135,7 +3139,7 @@ class _Housekeeper:
         Stop after _BASE_INTERVAL_S seconds, and go on in the next run, which comes at once. A run
         must not be longer, because it holds the worker's lock, and no thread can renew a lease
         without this lock."""
-        now_ns = _due_ns()
+        now_ns = _latest_due_ns()
         self._due_seen_ns = self._scheduled_mtime_ns()
         due, names = [], sorted(self._files.names("scheduled"))
         if not names:
@@ -3234,7 +3238,7 @@ class _Housekeeper:
                 # The worker may have died before it promoted a payload (room 14), so run the repair
                 # job. But a foreign file may keep the directory here for long. So wait until the
                 # job has rested.
-                if time.monotonic() >= self.repairing.rested_s:
+                if time.monotonic() >= self.repairing.rest_end_s:
                     self.repairing.sooner(0)
                 if has_own_boot or not 0 <= _wall_ns() - os.fstat(lock.fd).st_mtime_ns < _IDLE_NS:
                     # The directory stays if leases of another boot or foreign files are in it.
@@ -3301,8 +3305,8 @@ class _Housekeeper:
         for _ in range(2 if old else 0):  # RACE: one look may miss a task that moves meanwhile
             old -= {it.id for it in self._files.find(*_LIVE)}
         before_ns = self._clock.now_ns() - _LEFTOVER_NS
-        aside = self._files.entries("creating")
-        creating = [it.path for it in aside if it.stamp_ns < before_ns and self._is_stale(it)]
+        entries = self._files.entries("creating")
+        creating = [it.path for it in entries if it.stamp_ns < before_ns and self._is_stale(it)]
         return creating + [f"checkpoints/{ident}" for ident in sorted(old)]
 
     def _is_stale(self, entry: _Entry) -> bool:
@@ -3973,10 +3977,10 @@ class FemtoQueue:
         if stop is not None and not callable(getattr(stop, "is_set", None)):
             raise TypeError(f"stop must be a threading.Event or None, not {stop!r}")
         lease_dir = self._worker.lease_dir
-        closes = lease_dir.closes
+        close_count = lease_dir.close_count
 
         def is_stopped() -> bool:
-            return lease_dir.closes != closes or (stop is not None and stop.is_set())
+            return lease_dir.close_count != close_count or (stop is not None and stop.is_set())
 
         return _WorkerPool(
             *(self, handler, concurrency, drain, is_stopped),
@@ -4244,7 +4248,7 @@ class FemtoQueue:
         if not worker.lock.acquire(blocking=not sys.is_finalizing()):
             return
         try:
-            lease_dir.closes += 1
+            lease_dir.close_count += 1
             worker.renewer.stop()
             worker.waits.end_all()
             worker.house.end_scan()
@@ -4309,8 +4313,8 @@ class _States(dict[str, "tuple[str, str]"]):
         return "", ""
 
     def text(self) -> str:
-        known = ((key, path, newer[5:]) for key, (path, newer) in self.items() if path)
-        return "".join(f"{key} {path} {newer or '-'}\n" for key, path, newer in known)
+        known = ((key, path, buffered[5:]) for key, (path, buffered) in self.items() if path)
+        return "".join(f"{key} {path} {buffered or '-'}\n" for key, path, buffered in known)
 
 
 def _parse_key_states(content: bytes, tag: str) -> _States:
@@ -4327,13 +4331,14 @@ def _parse_key_states(content: bytes, tag: str) -> _States:
 class _KeyStates:
     """The states of keys, in files that are read and written under the locks of keys.
 
-    `_held` has the locks that are held, by thread and name. A lock has the states of its hashes, by
-    tag. The references in `_held` are weak, so that only the frame of lock() keeps a lock alive. If
-    Ctrl-C comes between any two lines of lock(), the lock still ends with the frame."""
+    `_held_locks` has the locks that are held, by thread and name. A lock has the states of its
+    hashes, by tag. The references in `_held_locks` are weak, so that only the frame of lock() keeps
+    a lock alive. If Ctrl-C comes between any two lines of lock(), the lock still ends with the
+    frame."""
 
     def __init__(self, worker: _Worker) -> None:
         self._worker, self._files, self._clock = worker, worker.files, worker.clock
-        self._held = weakref.WeakValueDictionary[tuple[int, str], _FileLock]()
+        self._held_locks = weakref.WeakValueDictionary[tuple[int, str], _FileLock]()
 
     @contextmanager
     def lock(self, tag: str, wait: bool = True) -> Iterator[_States]:
@@ -4347,7 +4352,7 @@ class _KeyStates:
         """
         name = tag[-2:]
         holder = threading.get_ident(), name
-        lock = outer = self._held.get(holder)
+        lock = outer = self._held_locks.get(holder)
         if lock is None or lock.fd < 0:  # fd < 0: Ctrl-C came while the lock was being closed
             lock = self._open_lock(name)
         try:
@@ -4357,7 +4362,7 @@ class _KeyStates:
                 # holds it, finds SHARED, moves a task, and saves no state. If we had looked for
                 # SHARED before the wait, we would now load outdated states from keys/<hash>.
                 self.heed_mark()
-            self._held[holder] = lock
+            self._held_locks[holder] = lock
             states = lock.states.get(tag) or lock.states.setdefault(tag, self._load(tag))
             try:
                 yield states
@@ -4388,7 +4393,7 @@ class _KeyStates:
     def _make_dir(self, name: str) -> None:
         """Make a directory of data_dir. Raises FileNotFoundError if data_dir is missing."""
         self._files.make_dir(name)
-        self._files.commit_dir("")
+        self._files.sync_dir("")
 
     def lock_of(self, path: str, wait: bool = True) -> AbstractContextManager[Any]:
         """Return a context manager that holds the lock of a task's key, and yields the states. For
@@ -4417,7 +4422,7 @@ class _KeyStates:
                 self._files.remove(path)
             states.saved = text
             if sync:
-                self._files.commit(path)
+                self._files.sync_with_dir(path)
 
     def _create(self, path: str) -> int:
         """Make a file in keys/, and return its descriptor. The file has the rights of data_dir:
@@ -4553,11 +4558,11 @@ class _KeyStates:
 # ==================================================================================================
 
 
-def _later(newer: str) -> int | None:
+def _future_due_ns(buffered: str) -> int | None:
     """Return the time at which a payload in keys/ is due. Return None if this time has come, or if
     the payload has no due time."""
-    due_ns = _stamp_of(newer) if "~" in newer else 0
-    return due_ns if due_ns > _due_ns() else None
+    due_ns = _stamp_of(buffered) if "~" in buffered else 0
+    return due_ns if due_ns > _latest_due_ns() else None
 
 
 class _KeyedTasks(_KeyStates):
@@ -4572,8 +4577,8 @@ class _KeyedTasks(_KeyStates):
         task, behind = states[name]
         # CRASH: the state may name a payload at a path that does not exist. Then a process died
         # before the payload was renamed to this path, or after the payload was renamed again.
-        path, newer = self._locate(task, *_LIVE), self._locate(behind, "keys")
-        if behind and not newer:
+        path, buffered = self._locate(task, *_LIVE), self._locate(behind, "keys")
+        if behind and not buffered:
             # CRASH: a process died after it promoted the payload and before it saved the state.
             # Then the payload is the task, even if a person has put the older task back.
             # If no task has the id of the payload, the task at `path` stays the task of the key.
@@ -4582,9 +4587,9 @@ class _KeyedTasks(_KeyStates):
         elif not path:
             # CRASH: a process died after the task ended and before it promoted the payload. Or a
             # person removed the task.
-            path, newer = self._promote(newer), ""
-        states[name] = path, newer
-        return path, newer
+            path, buffered = self._promote(buffered), ""
+        states[name] = path, buffered
+        return path, buffered
 
     def _locate(self, path: str, *where: str) -> str:
         """Return `path` if the file exists. Otherwise look for a file with the same id in the
@@ -4626,9 +4631,9 @@ class _KeyedTasks(_KeyStates):
         the path, and the caller reads the task's own record."""
         if _is_keyed(entry.id) and entry.directory in _WAITING_DIRS:
             self.heed_mark()
-            for path, newer in self._load(_tag_of(entry.id)).values():
-                if newer and _id_of(path) == entry.id:
-                    return newer
+            for path, buffered in self._load(_tag_of(entry.id)).values():
+                if buffered and _id_of(path) == entry.id:
+                    return buffered
         return entry.path
 
     # Claiming
@@ -4647,39 +4652,40 @@ class _KeyedTasks(_KeyStates):
 
         RACE: the lease ends before the state is read here. Another worker claims the task, takes
         the payload along, and saves a state without a payload. The payload in `data` is then
-        outdated. So _is_alone() first reads the state, and then checks that the lease exists.
+        outdated. So _has_no_buffered() first reads the state, and then checks that the lease
+        exists.
 
         The state may also name another task of the key, for one of two reasons. A person moved a
         task by `mv failed/ID pending/`. Or power loss removed the state, and a push then added a
-        task. In both cases, _resolve_conflict() decides under the lock which task is delivered.
+        task. In both cases, _note_or_give_way() decides under the lock which task is delivered.
         """
         name = _encode_key(key)
-        if self._is_alone(name, lease):
+        if self._has_no_buffered(name, lease):
             return data
         with self.lock(_tag_of(lease)) as states:
-            if self._resolve_conflict(states, name, lease):
+            if self._note_or_give_way(states, name, lease):
                 return None
             if not states[name][1]:
                 return data
             return self._take_along(states, name, waiting)
 
-    def _is_alone(self, name: str, lease: str) -> bool:
+    def _has_no_buffered(self, name: str, lease: str) -> bool:
         if self.heed_mark():
             return False
-        path, newer = self._load(_tag_of(lease))[name]
+        path, buffered = self._load(_tag_of(lease))[name]
         self._files.lstat(lease)  # RACE: after the state was read; see to_deliver()
-        return _id_of(path) == _id_of(lease) and not newer
+        return _id_of(path) == _id_of(lease) and not buffered
 
-    def _resolve_conflict(self, states: _States, name: str, lease: str) -> bool:
+    def _note_or_give_way(self, states: _States, name: str, lease: str) -> bool:
         """Save a task that was just leased in the state, as the task of its key, and return False.
         But if the key has another task, make a dead letter of the leased task, and return True.
         Raises FileNotFoundError if the lease has ended."""
         self._files.lstat(lease)
-        path, newer = self.find_or_repair(states, name)
+        path, buffered = self.find_or_repair(states, name)
         if path and _id_of(path) != _id_of(lease):
             self._quarantine_second(name, lease, path)
             return True
-        states[name] = lease, newer
+        states[name] = lease, buffered
         # An error of _save() is raised, and the claim is undone. With the task missing from
         # keys/<hash>, a push would add a second task of the key.
         self._save(_tag_of(lease), states)
@@ -4700,17 +4706,17 @@ class _KeyedTasks(_KeyStates):
 
         RACE: if a person moves the task meanwhile, this method raises FileNotFoundError, and the
         newer payload stays in keys/. CRASH: see the table at the top of this room."""
-        lease, newer = states[name]
-        due_ns = _later(newer)
+        lease, buffered = states[name]
+        due_ns = _future_due_ns(buffered)
         self._files.remove(f"checkpoints/{_id_of(lease)}")  # of the older payload
         if due_ns is None and _attempts_of(lease) == 1:
-            self._files.move_over(newer, lease, must_exist=True)
+            self._files.put_in_place(buffered, lease, must_exist=True)
             states[name] = lease, ""
             return self._files.read(lease, _id_of(lease))[0]
         target = self._files.move(lease, _fresh_path(waiting, due_ns))
-        states[name] = target, newer
+        states[name] = target, buffered
         if due_ns is not None:  # safe: no pop() claims a task in scheduled/
-            self._files.move_over(newer, target, must_exist=True)
+            self._files.put_in_place(buffered, target, must_exist=True)
             states[name] = target, ""
         self._worker.note_arrival(target)
         return None
@@ -4729,15 +4735,15 @@ class _KeyedTasks(_KeyStates):
         ident = _id_of(source)
         with self.lock(_tag_of(ident), wait) as states:
             name = next((key for key, it in states.items() if _id_of(it[0]) == ident), "")
-            newer = self._locate(states[name][1], "keys") if name else ""
-            if newer and _state_of(target) in _WAITING_DIRS:
-                target = _fresh_path(target, _later(newer))
+            buffered = self._locate(states[name][1], "keys") if name else ""
+            if buffered and _state_of(target) in _WAITING_DIRS:
+                target = _fresh_path(target, _future_due_ns(buffered))
             try:
                 target = self._files.move(source, target)
                 if name and _is_end(target):
-                    states[name] = self._promote(newer), ""
+                    states[name] = self._promote(buffered), ""
                 elif name:
-                    states[name] = target, newer
+                    states[name] = target, buffered
             except BaseException:
                 # The error may have come after the end of the task, and before the promotion of the
                 # payload behind the task. Then repair() promotes the payload.
@@ -4745,17 +4751,17 @@ class _KeyedTasks(_KeyStates):
                 raise
         return target
 
-    def _promote(self, newer: str) -> str:
-        """Make a task of a payload in keys/, and return the path of the task. Return "" if `newer`
-        is "", or if the payload is no longer there."""
-        if not newer:
+    def _promote(self, buffered: str) -> str:
+        """Make a task of a payload in keys/, and return the path of the task. Return "" if
+        `buffered` is "", or if the payload is no longer there."""
+        if not buffered:
             return ""
         try:
-            path = self._files.move(newer, _waiting_path(newer))
+            path = self._files.move(buffered, _waiting_path(buffered))
         except FileNotFoundError:
             return ""
         self._worker.note_arrival(path)
-        self._files.commit(path)
+        self._files.sync_with_dir(path)
         return path
 
     def reserve(self, states: _States, source: str, target: str) -> None:
@@ -4802,17 +4808,17 @@ class _KeyedTasks(_KeyStates):
         """Put the payloads in keys/ that no state names into the states. Such a payload is there
         because power loss or a person removed the state. But if the key has a younger task or
         payload, remove the payload from keys/, because a later push has replaced the payload."""
-        for newer in sorted(payloads.difference(it for _, it in states.values())):
+        for buffered in sorted(payloads.difference(it for _, it in states.values())):
             # RACE: another process promoted the payload, or a person moved the payload, after
             # repair() listed keys/.
             with suppress(FileNotFoundError):
                 # A payload without a valid key becomes a task. pop() will quarantine the task.
-                name = self._key_in(newer) or "?"
+                name = self._key_in(buffered) or "?"
                 path, before = states[name]
-                if _id_of(newer) < max(_id_of(path), _id_of(before)):
-                    self._files.remove(newer)
+                if _id_of(buffered) < max(_id_of(path), _id_of(before)):
+                    self._files.remove(buffered)
                 else:
-                    states[name] = path, newer
+                    states[name] = path, buffered
                     self.find_or_repair(states, name)
 
     def paths_without_task(self) -> list[str]:
@@ -4843,56 +4849,56 @@ class _Keys(_KeyedTasks):
         "" if a pop() or a person moved the task meanwhile: the caller must try again. Raises
         KeyInFlight if the task is leased and if_in_flight is "reject"."""
         with self.lock(_key_tag(name)) as states:
-            path, newer = self.find_or_repair(states, name)
+            path, buffered = self.find_or_repair(states, name)
             is_leased = _state_of(path) == "inflight"
             if is_leased and if_in_flight == "reject":
                 raise KeyInFlight(_decode_key(name), _id_of(path))
             header = _header(payload, name)
-            with self._files.replacement(self._clock.new_id(), header, payload) as aside:
+            with self._files.replacement(self._clock.new_id(), header, payload) as new_path:
                 if not path:
-                    return self._add_or_buffer(states, name, aside, due_ns)
+                    return self._add_or_buffer(states, name, new_path, due_ns)
                 with suppress(FileNotFoundError):
                     if not is_leased:
-                        self._replace(states, name, aside, due_ns)
-                    elif if_in_flight == "update" and not newer:
-                        self._put_over(aside, path)
+                        self._replace(states, name, new_path, due_ns)
+                    elif if_in_flight == "update" and not buffered:
+                        self._overwrite(new_path, path)
                     else:
-                        return self._add_or_buffer(states, name, aside, due_ns)
+                        return self._add_or_buffer(states, name, new_path, due_ns)
                     return _id_of(path)
                 # A missing pending/ or scheduled/ is disk trouble: lstat() raises for it.
                 for directory in _WAITING_DIRS:
                     self._files.lstat(directory)
                 # RACE: a pop() claimed the task, or a person moved it.
-                self._files.remove(aside)
+                self._files.remove(new_path)
                 return ""
 
-    def _add_or_buffer(self, states: _States, name: str, aside: str, due_ns: int | None) -> str:
-        """Make a task of the payload in the file `aside`, if the key has no task. Otherwise put the
-        payload behind the task, in place of an older payload there. Return the payload's id."""
+    def _add_or_buffer(self, states: _States, name: str, new_path: str, due_ns: int | None) -> str:
+        """Make a task of the payload in the file `new_path`, if the key has no task. Otherwise put
+        the payload behind the task, in place of an older payload there. Return the payload's id."""
         path, before = states[name]
         # The payload must be younger than the task, although the clocks of hosts differ.
         younger = _stamp_of(_id_of(path)) + 1 if path else 0
         order = max(self._clock.next_order(), younger)
         ident = _id_of(before) or _new_name(order, _key_tag(name))
-        newer = f"keys/{ident if due_ns is None else _task_name(due_ns, 0, ident)}"
-        target = newer if path else _waiting_path(newer)
-        states[name] = (path, newer) if path else (target, "")
+        buffered = f"keys/{ident if due_ns is None else _task_name(due_ns, 0, ident)}"
+        target = buffered if path else _waiting_path(buffered)
+        states[name] = (path, buffered) if path else (target, "")
         try:
             # Save the state first. With the task missing from keys/<hash>, a later push would add a
             # second task of the key.
             self._save(_key_tag(name), states, sync=True)
             if before:
-                with self._renamed(before, target, aside):
-                    self._put_over(aside, target)
+                with self._renamed(before, target, new_path):
+                    self._overwrite(new_path, target)
             else:
-                self._files.move_over(aside, target)
-                self._files.commit_dir(os.path.dirname(target))
+                self._files.put_in_place(new_path, target)
+                self._files.sync_dir(os.path.dirname(target))
         except BaseException:
             if not before:
-                # The push failed: move the payload back to `aside`. If _replace() is the caller,
+                # The push failed: move the payload back to `new_path`. If _replace() is the caller,
                 # _renamed() sees the file there, and gives the task its old name back.
                 with suppress(OSError):
-                    self._files.move_over(target, aside)
+                    self._files.put_in_place(target, new_path)
                 self._files.remove(target)
             # RACE: a worker may have claimed the new task by now. The state must keep this task.
             with suppress(OSError):
@@ -4901,8 +4907,8 @@ class _Keys(_KeyedTasks):
         self._worker.note_arrival(target)
         return ident
 
-    def _replace(self, states: _States, name: str, aside: str, due_ns: int | None) -> None:
-        """Replace the payload of a waiting task by the payload in the file `aside`, and set the
+    def _replace(self, states: _States, name: str, new_path: str, due_ns: int | None) -> None:
+        """Replace the payload of a waiting task by the payload in the file `new_path`, and set the
         task's attempts to 0. The task keeps its place, or gets the new time. Raises
         FileNotFoundError if the task was moved meanwhile. The table at the top of this room has the
         steps.
@@ -4914,20 +4920,20 @@ class _Keys(_KeyedTasks):
         reads the state after our save, the pop() sees a payload behind the task. Then the pop()
         waits for our lock, and takes the new payload along.
         """
-        path, newer = states[name]
+        path, buffered = states[name]
         if "~" in path:  # only such a task may have been delivered before
             self._files.remove(f"checkpoints/{_id_of(path)}")
-        with self._renamed(path, _fresh_path(path, due_ns), aside) as target:
-            states[name] = target, newer
+        with self._renamed(path, _fresh_path(path, due_ns), new_path) as target:
+            states[name] = target, buffered
             is_safe = _state_of(target) == "scheduled"  # no pop() claims a task there
-            if newer or not self._put_over(aside, target, or_rename=is_safe):
-                self._add_or_buffer(states, name, aside, due_ns)
+            if buffered or not self._overwrite(new_path, target, or_rename=is_safe):
+                self._add_or_buffer(states, name, new_path, due_ns)
         self._worker.note_arrival(target)
 
     @contextmanager
-    def _renamed(self, path: str, target: str, aside: str) -> Iterator[str]:
+    def _renamed(self, path: str, target: str, new_path: str) -> Iterator[str]:
         """Rename a record from `path` to `target`; the block then replaces the payload by the file
-        `aside`. If the block fails, rename the record back: a push that raises changes nothing.
+        `new_path`. If the block fails, rename the record back: a push that raises changes nothing.
 
         CRASH: if the process dies after the rename and before the replacement, the old payload is
         at the new time, or has 0 attempts. In the other order, the new payload could be delivered
@@ -4937,37 +4943,38 @@ class _Keys(_KeyedTasks):
             return
         target = self._files.move(path, target)
         try:
-            self._files.commit(target)  # else btrfs shows the old name, too, after power loss
+            # Otherwise btrfs shows the old name, too, after power loss.
+            self._files.sync_with_dir(target)
             yield target
         except OSError:
-            if self._files.exists(aside):  # else the new payload is in place, and stays there
+            if self._files.exists(new_path):  # else the new payload is in place, and stays there
                 self._files.move(target, path)
             raise
 
-    def _put_over(self, aside: str, path: str, or_rename: bool = True) -> bool:
-        """Replace the record at `path` by the file `aside`, and return True. Raises
+    def _overwrite(self, new_path: str, path: str, or_rename: bool = True) -> bool:
+        """Replace the record at `path` by the file `new_path`, and return True. Raises
         FileNotFoundError if there is no record at `path`.
 
         The two names are exchanged. If names cannot be exchanged, or_rename decides. True: rename
-        `aside` over the record. False: change nothing, and return False.
+        `new_path` over the record. False: change nothing, and return False.
         RACE: if a person moves the record just before such a rename, the task exists twice.
         CRASH: if the process dies after an exchange, the old record is a stale file in creating/.
         """
-        is_swapped = self._files.swap(aside, path)
+        is_swapped = self._files.swap(new_path, path)
         if not is_swapped:
             if not or_rename:
                 return False
-            self._files.move_over(aside, path, must_exist=True)
+            self._files.put_in_place(new_path, path, must_exist=True)
         try:
-            self._files.commit(path)
+            self._files.sync_with_dir(path)
         except BaseException:
             if is_swapped:
                 with suppress(OSError):
-                    self._files.swap(aside, path)
+                    self._files.swap(new_path, path)
             raise
-        # The old record is in `aside`, and is removed last. Before the sync, the disk may have no
-        # other record of the task.
-        self._files.remove(aside)
+        # The old record is in `new_path`, and is removed last. Before the sync, the disk may have
+        # no other record of the task.
+        self._files.remove(new_path)
         return True
 
 
@@ -4998,7 +5005,9 @@ _IN_COMES, _IN_GOES = 0x01000000 | 0x100 | 0x80, 0x200 | 0x40
 # data_dir is watched first. If pending/ is replaced while the watches are added, the watch of
 # data_dir reports the new directory.
 _WATCHED = (("", _IN_COMES | _IN_GOES), ("pending", _IN_COMES), ("scheduled", _IN_COMES))
-_LINGER_S = 1.0  # the thread that serves coroutines ends after about this time without a request
+_SERVER_LINGER_S = (
+    1.0  # the thread that serves coroutines ends after about this time without a request
+)
 _MAX_IDLE = 4  # unused watchers to keep: by default a user may have 128 instances of inotify
 _Found = TypeVar("_Found")  # what a look finds
 _Look = Callable[[], "_Found | None"]
@@ -5039,8 +5048,8 @@ class _Watcher:
         self._watches: list[int] = []
         self._root = root
         # If inotify is missing, this lock takes the place of the eventfd: wake() releases the lock.
-        self._no_wake = threading.Lock()
-        self._no_wake.acquire()
+        self._wake_lock = threading.Lock()
+        self._wake_lock.acquire()
         # Call _fs_type() before a descriptor is open, because it may raise.
         is_local = _fs_type(root) in _LOCAL_TYPES
         # inotify_init1() returns -1 if this user has too many instances.
@@ -5069,7 +5078,7 @@ class _Watcher:
         If a directory was replaced since the last call, return at once. The watcher did not watch
         the new directory until now, and may have missed a task. So the caller must look again."""
         if not self._fds:
-            self._no_wake.acquire(timeout=seconds)
+            self._wake_lock.acquire(timeout=seconds)
             return
         if self._watch():
             return
@@ -5081,7 +5090,7 @@ class _Watcher:
         called in any thread, and in a signal handler."""
         if not self._fds:
             with suppress(RuntimeError):  # the lock is free: wake() was called before
-                self._no_wake.release()
+                self._wake_lock.release()
             return
         os.eventfd_write(self._fds[1], 1)
 
@@ -5099,16 +5108,16 @@ class _Request:
 
     look: The look to repeat.
     line: The name of a line. Requests of one line are served in the order of their arrival.
-    closes: The number of times that the queue had been closed when the wait began.
+    close_count: The number of times that the queue had been closed when the wait began.
     answer: The future that gets the task, None or an exception."""
 
     is_over = False  # the timeout of the wait is over
 
-    def __init__(self, look: _Look[FemtoTask], line: str, closes: int) -> None:
+    def __init__(self, look: _Look[FemtoTask], line: str, close_count: int) -> None:
         import asyncio
         from concurrent.futures import Future
 
-        self.look, self.line, self.closes = look, line, closes
+        self.look, self.line, self.close_count = look, line, close_count
         self.loop = asyncio.get_running_loop()
         self.answer: Future[FemtoTask | None] = Future()
 
@@ -5137,15 +5146,16 @@ class _Waits:
 
         has_events: False if no event reports what the look waits for. Then sleeps are short in any
         case. drain() and join() wait for an empty queue, which no event reports."""
-        closes, pauses_s = self._lease_dir.closes, _backoff_s(self._worker.poll_interval_s)
-        found = self._look(look, closes)
+        close_count = self._lease_dir.close_count
+        pauses_s = _backoff_s(self._worker.poll_interval_s)
+        found = self._look(look, close_count)
         if found is not None or time.monotonic() >= end_s:
             return self.hand_over(found)
-        with self._watcher(closes) as watcher:
+        with self._watcher(close_count) as watcher:
             while True:
-                found = self._look(look, closes)
+                found = self._look(look, close_count)
                 left_s = end_s - time.monotonic()
-                if found is not None or left_s <= 0 or self._lease_dir.closes != closes:
+                if found is not None or left_s <= 0 or self._lease_dir.close_count != close_count:
                     return self.hand_over(found)
                 rest_s = self._worker.house.wake_s - time.monotonic()
                 pause_s = next(pauses_s)
@@ -5157,11 +5167,11 @@ class _Waits:
                     rest_s = min(rest_s, pause_s)
                 watcher.sleep(min(left_s, rest_s))
 
-    def _look(self, look: _Look[_Found], closes: int) -> _Found | None:
-        """Look once, for a wait that began when the queue had been closed `closes` times. Return
-        what was found, or None if the queue has been closed since."""
+    def _look(self, look: _Look[_Found], close_count: int) -> _Found | None:
+        """Look once, for a wait that began when the queue had been closed `close_count` times.
+        Return what was found, or None if the queue has been closed since."""
         found = look()
-        if self._lease_dir.closes == closes:
+        if self._lease_dir.close_count == close_count:
             return found
         # RACE: another thread called close() during the look of this thread. So put the task back.
         # The look may have opened the lease directory again after close(). If the directory is
@@ -5201,7 +5211,7 @@ class _Waits:
             _log().warning("task %s is given back later: %s", found.id, error)
 
     @contextmanager
-    def _watcher(self, closes: int) -> Iterator[_Watcher]:
+    def _watcher(self, close_count: int) -> Iterator[_Watcher]:
         try:
             watcher = self._idle.pop()
         except IndexError:
@@ -5213,13 +5223,13 @@ class _Waits:
             self._watchers.discard(watcher)
             # After close(), the watcher is not kept for another wait. The watcher is closed with
             # its last reference.
-            is_open = self._lease_dir.closes == closes
+            is_open = self._lease_dir.close_count == close_count
             if is_open and watcher.sees_all and len(self._idle) < _MAX_IDLE:
                 self._idle.append(watcher)
 
     def end_all(self) -> None:
-        """Wake all waits, and drop the watchers that no wait uses. close() has added 1 to `closes`
-        before this call, so that each wait ends when it wakes."""
+        """Wake all waits, and drop the watchers that no wait uses. close() has added 1 to
+        `close_count` before this call, so that each wait ends when it wakes."""
         self._wake()
         # RACE: another thread is in _wake(), and calls wake() of one of these watchers after this
         # line. The watcher must be open then. So the watchers are not closed here: each watcher is
@@ -5240,11 +5250,11 @@ class _Waits:
         object, but no event loop."""
         import asyncio
 
-        request = _Request(look, line, self._lease_dir.closes)
+        request = _Request(look, line, self._lease_dir.close_count)
         left_s = min(end_s - time.monotonic(), _FOREVER_NS / 1e9)
         # The loop's timer keeps the request alive. The thread has only a weak reference to the
         # request.
-        timer = request.loop.call_later(left_s, self._end, request)
+        timer = request.loop.call_later(left_s, self._time_out, request)
         try:
             with self._lock:
                 self._requests[id(request)] = request  # from now on, the thread looks for it
@@ -5263,7 +5273,7 @@ class _Waits:
             timer.cancel()
             self._requests.pop(id(request), None)
 
-    def _end(self, request: _Request) -> None:
+    def _time_out(self, request: _Request) -> None:
         request.is_over = True
         self._wake()
 
@@ -5272,7 +5282,7 @@ class _Waits:
         own. An exception ends the thread. Then each coroutine that waits gets the exception."""
         try:
             while True:
-                self.wait_for(self._look_for_all, time.monotonic() + _LINGER_S)
+                self.wait_for(self._look_for_all, time.monotonic() + _SERVER_LINGER_S)
                 # RACE: a coroutine adds its request at this time. The coroutine holds the lock
                 # while it adds the request. If this thread does not see the request, the coroutine
                 # sees that this thread has ended, and starts another thread.
@@ -5304,12 +5314,12 @@ class _Waits:
             if request.line in empty_lines and not is_over:
                 continue
             try:
-                task = self._look(request.look, request.closes)
+                task = self._look(request.look, request.close_count)
             except BaseException as error:
                 self._answer(request, None, error)
                 continue
             # close() ends the wait, even if close() was called before the request was added.
-            is_over |= self._lease_dir.closes != request.closes
+            is_over |= self._lease_dir.close_count != request.close_count
             if task is not None or is_over:
                 self._answer(request, task)
             if task is None:
@@ -5382,16 +5392,16 @@ def _save_checkpoint(worker: _Worker, task: FemtoTask, payload: bytes) -> None:
             os.stat(files.root)  # raises if data_dir is gone, which is disk trouble
             raise worker.lease_lost(lease) from None
     record = _header(data) + payload
-    # for_all: the worker of the next delivery may run under another user.
-    with files.replacement(worker.clock.new_id(), _header(record), record, for_all=0) as aside:
+    # extra_mode: the worker of the next delivery may run under another user.
+    with files.replacement(worker.clock.new_id(), _header(record), record, extra_mode=0) as path:
         if not os.path.isdir(f"{files.root}checkpoints"):
             files.make_dir("checkpoints")
-            files.commit_dir("")
+            files.sync_dir("")
         with worker.keys.lock_of(ident), worker.lock:
             # The renewed lease lasts far longer than the move takes.
             worker.renew(task)
-            files.move_over(aside, f"checkpoints/{ident}")
-    files.commit_dir("checkpoints")
+            files.put_in_place(path, f"checkpoints/{ident}")
+    files.sync_dir("checkpoints")
     task.checkpoint, lease.has_checkpoint = payload, True
 
 
@@ -5408,7 +5418,7 @@ class _LeaseRenewer:
         self.blocks: weakref.WeakValueDictionary[int, _Processing] = weakref.WeakValueDictionary()
         # The lock of the current thread, held as long as the thread is to run. Each thread has its
         # own lock. None: there is no thread.
-        self._runs: threading.Lock | None = None
+        self._run_lock: threading.Lock | None = None
         self._pause_s = 0.0  # seconds between two rounds of the thread
 
     def add(self, block: _Processing) -> None:
@@ -5417,13 +5427,13 @@ class _LeaseRenewer:
         lease = _lease_of(block.task)
         pause_s = lease.length_ns / 1e9 * _RENEWAL
         with self._lock:
-            has_thread = self._runs is not None and pause_s >= self._pause_s
+            has_thread = self._run_lock is not None and pause_s >= self._pause_s
             if lease.length_ns < _FOREVER_NS and not has_thread:
                 runs = threading.Lock()
                 runs.acquire()
                 threading.Thread(target=self._run, args=(runs, pause_s), daemon=True).start()
                 self.stop()
-                self._runs, self._pause_s = runs, pause_s
+                self._run_lock, self._pause_s = runs, pause_s
             self.blocks[id(block.task)] = block
 
     def remove(self, task: FemtoTask) -> None:
@@ -5435,7 +5445,7 @@ class _LeaseRenewer:
 
         A finalizer may call this method at any time, while another thread holds the worker's lock.
         When the interpreter ends, a thread may even have ended without releasing the lock."""
-        runs, self._runs = self._runs, None
+        runs, self._run_lock = self._run_lock, None
         if runs is not None:
             runs.release()
 
@@ -5460,7 +5470,7 @@ class _LeaseRenewer:
         with self._lock:
             tasks = [block.task for block in self.blocks.values()]
             length_ns = min((_lease_of(it).length_ns for it in tasks), default=_FOREVER_NS)
-            if self._runs is not runs:
+            if self._run_lock is not runs:
                 return []
             # If no lease has a deadline, or no block is left, this pause is so long that the next
             # lease with a deadline starts a thread.
@@ -5621,7 +5631,7 @@ class _WorkerPool:
         self.counts: Counter[str] = Counter()  # by the fields of WorkCounts
         self._running: dict[int, FemtoTask] = {}  # by the id() of the task
         self._changed = threading.Condition()
-        self._turn = threading.Lock()  # held by the thread that takes a task
+        self._take_lock = threading.Lock()  # held by the thread that takes a task
         # The time of the first error since _take_untroubled() started the time anew (monotonic
         # clock). inf: no error since then.
         self._trouble_s = float("inf")
@@ -5672,7 +5682,7 @@ class _WorkerPool:
         exception stops the whole pool; the first one is kept."""
         try:
             while True:
-                with self._turn:
+                with self._take_lock:
                     if self._is_stopping():
                         return
                     task = self._take_untroubled()
@@ -5876,7 +5886,7 @@ class _Inspector:
             try:
                 yield from look
             except OSError as error:
-                _raise_if_foreign(error)
+                _raise_if_no_errno(error)
                 path = os.path.relpath(error.filename or root, root)
                 yield Finding("unreadable", path, str(error))
 
@@ -5930,7 +5940,7 @@ class _Inspector:
             except FileNotFoundError:
                 continue  # RACE: another process moved the task after it was listed
             except OSError as error:
-                _raise_if_foreign(error)
+                _raise_if_no_errno(error)
                 yield Finding("unreadable", entry.path, str(error))
             except CorruptTask as error:
                 if entry.directory == "failed" and self._files.exists(f"{entry.path}.error"):
@@ -6075,7 +6085,7 @@ class TicketQueue:
     def __init__(
         self, queue_dir: str | os.PathLike[str], stale_timeout: float | None = None
     ) -> None:
-        self._held: dict[str, _HeldTicket] = {}  # by member
+        self._held_tickets: dict[str, _HeldTicket] = {}  # by member
         if stale_timeout is not None:
             _positive("stale_timeout", stale_timeout)
         self.queue_dir = queue_dir
@@ -6090,7 +6100,7 @@ class TicketQueue:
         self._files, self._boot = _despite_cleanup(open_dir, path)
         self._root = self._files.root
         self._numbers: _Numbers = self._files.parts[-1](self._files)
-        _fork_hooks[self] = lambda line: line._held.clear()
+        _fork_hooks[self] = lambda line: line._held_tickets.clear()
 
     def __repr__(self) -> str:
         return f"TicketQueue({os.fspath(self.queue_dir)!r})"
@@ -6107,7 +6117,7 @@ class TicketQueue:
         """
         held = self._join_line()
         # If Ctrl-C comes before this line, the lock ends with the last reference to `held`.
-        self._held[held.member] = held
+        self._held_tickets[held.member] = held
         return _stamp_of(held.member), held.member
 
     def _join_line(self) -> _HeldTicket:
@@ -6165,7 +6175,7 @@ class TicketQueue:
         """
         first = next(filter(self._lives, self._tickets()), "")
         is_first = first != "" and _stamp_of(first) == ticket
-        for member, held in list(self._held.items()):
+        for member, held in list(self._held_tickets.items()):
             if _stamp_of(member) != ticket:
                 continue
             # Touch the ticket after the look at the line, because that look may have taken long.
@@ -6187,7 +6197,7 @@ class TicketQueue:
         """
         if not isinstance(member, str) or not _parse_ticket(member):
             raise ValueError(f"member must be a name that register() returned, not {member!r}")
-        held = self._held.pop(member, None)
+        held = self._held_tickets.pop(member, None)
         try:
             return _unlink_if_exists(self._root + member)
         finally:  # even if the file can't be removed, the member must no longer hold the lock
@@ -6238,7 +6248,7 @@ class TicketQueue:
         held, over = self._join_line(), threading.Event()
         member, ticket = held.member, _stamp_of(held.member)
         try:
-            self._held[member] = held
+            self._held_tickets[member] = held
             if self.stale_timeout is not None:
                 threading.Thread(target=self._touch_until, args=(member, over), daemon=True).start()
             while not self.is_head(ticket):
@@ -6254,17 +6264,17 @@ class TicketQueue:
         finally:
             try:
                 over.set()
-                # The member is not in `_held` in a forked child, or if is_head() has removed the
-                # ticket.
-                if member in self._held:
+                # The member is not in `_held_tickets` in a forked child, or if is_head() has
+                # removed the ticket.
+                if member in self._held_tickets:
                     self.remove(member)
             finally:  # also after Ctrl-C: then the lock ends with its last reference
-                self._held.pop(member, None)
+                self._held_tickets.pop(member, None)
 
     def __del__(self) -> None:
-        # `_held` is missing if the constructor raised.
+        # `_held_tickets` is missing if the constructor raised.
         if _is_whole:
-            for member in list(self.__dict__.get("_held", ())):
+            for member in list(self.__dict__.get("_held_tickets", ())):
                 _finalize(self.remove, member)
 
     def __reduce__(self) -> tuple[Any, ...]:  # a copy holds no ticket
@@ -6272,9 +6282,10 @@ class TicketQueue:
 
     def _touch_until(self, member: str, over: threading.Event) -> None:
         pause_s = min(self._stale_s / 4, threading.TIMEOUT_MAX)
-        while not over.wait(pause_s) and (held := self._held.get(member)):
+        while not over.wait(pause_s) and (held := self._held_tickets.get(member)):
             # An OSError is ignored. If the disk failed, the next round tries again. RACE: another
-            # thread gave the ticket up just now. Then the next round finds no ticket in `_held`.
+            # thread gave the ticket up just now. Then the next round finds no ticket in
+            # `_held_tickets`.
             with suppress(OSError):
                 self._touch(held)
 
@@ -6293,7 +6304,7 @@ class TicketQueue:
                 return True
         return False
 
-    def _is_alone(self) -> bool:
+    def _is_one_kernel(self) -> bool:
         """Return whether only processes of this kernel use the line. If so, each ticket whose lock
         is free is of a dead member, even if another process does not see the boot id."""
         return self._files.is_local and not self._files.has_other_mounts()
@@ -6336,7 +6347,7 @@ class TicketQueue:
         the line, the lock decides for every member."""
         with _ignore_missing():  # RACE: the member gave its ticket up after it was listed
             with closing(self._files.open_lock(member, os.O_RDWR)) as lock:
-                if member.split("~")[1] == self._boot or self._is_alone():
+                if member.split("~")[1] == self._boot or self._is_one_kernel():
                     is_dead = lock.try_exclusive()
                 else:
                     # Ask for the time of the open file: by its path, a network file system may
@@ -6396,8 +6407,8 @@ class TicketQueue:
 #     The overrides for these file systems follow. Beside the name of each override are the facts
 #     that make the override necessary, and the file systems: "both" means NFS and GlusterFS.
 #     Each override is used on all file systems that other hosts write to. An override with a * also
-#     depends on _SharedFiles.heals, which is True on GlusterFS and other FUSE mounts. If `heals` is
-#     True, the part for (healed) is used. Otherwise the part for (replies) is used.
+#     depends on _SharedFiles.is_fuse, which is True on GlusterFS and other FUSE mounts. If
+#     `is_fuse` is True, the part for (healed) is used. Otherwise the part for (replies) is used.
 #
 #       _SharedLock.reading_is_enough         flock (NFS)
 #       _SharedLock.acquire_exclusive         flock (both)
@@ -6408,17 +6419,17 @@ class TicketQueue:
 #       _SharedFiles.names                    stale (NFS), replaced (GlusterFS)
 #       _SharedFiles.read                     stale (both), replaced (GlusterFS)
 #       _SharedFiles.read_listed              phantom, replaced (GlusterFS)
-#       _SharedFiles.is_done *                healed (GlusterFS)
+#       _SharedFiles.came_back *                healed (GlusterFS)
 #       _SharedFiles.move *                   replies (NFS), healed (GlusterFS)
-#       _SharedFiles.move_over *              replies (NFS)
+#       _SharedFiles.put_in_place *              replies (NFS)
 #       _SharedFiles.shrink                   stale (both)
 #       _SharedFiles.open_lock                flock (both), replaced (GlusterFS)
 #       _SharedLeaseDir.claim *               replies (NFS), healed (GlusterFS)
 #       _SharedKeys.lock                      flock (both)
 #       _SharedKeys._load                     stale (both), healed and phantom (GlusterFS)
-#       _SharedKeys._save, _is_alone          stale (both)
+#       _SharedKeys._save, _has_no_buffered          stale (both)
 #       _SharedKeys.may_have_task, newest_of  stale (both)
-#       _SharedKeys._resolve_conflict         flock (both), healed (GlusterFS)
+#       _SharedKeys._note_or_give_way         flock (both), healed (GlusterFS)
 #       _SharedNumbers.draw                   stale, flock (both)
 #       _SharedNumbers.check                  flock (both)
 #       _SharedNumbers.late                   a host may be cut off or stopped for long (both)
@@ -6435,7 +6446,7 @@ class TicketQueue:
 #
 #       _Watcher.sees_all (15)                Inotify does not report the changes of other hosts. So
 #                                             a wait looks again after short pauses (both).
-#       _Keys._put_over (14)                  The file system can't exchange two names. So a new
+#       _Keys._overwrite (14)                  The file system can't exchange two names. So a new
 #                                             payload is renamed over the old one, or is put into
 #                                             keys/, behind the task (both).
 #       _Housekeeper._renewed_recently (11)   The queue clocks of hosts drift apart. So the deadline
@@ -6446,9 +6457,9 @@ class TicketQueue:
 #     even if the clock is behind (14). The age of a ticket is read from its open file (19).
 # ==================================================================================================
 
-_GLUSTERFS_TYPE = 0x65735546  # f_type of every FUSE mount, not of GlusterFS alone
+_FUSE_TYPE = 0x65735546  # f_type of every FUSE mount, not of GlusterFS alone
 _NETWORK_TYPES = {  # f_type of statfs(2), and the name that check() shows
-    **{0x6969: "NFS", _GLUSTERFS_TYPE: "FUSE", 0xFF534D42: "CIFS", 0xFE534D42: "SMB"},
+    **{0x6969: "NFS", _FUSE_TYPE: "FUSE", 0xFF534D42: "CIFS", 0xFE534D42: "SMB"},
     **{0x517B: "SMB", 0x00C36400: "Ceph", 0x01021997: "9p", 0x0BD00BD0: "Lustre"},
     **{0x01161970: "GFS2", 0x7461636F: "OCFS2", 0x47504653: "GPFS", 0x5346414F: "AFS"},
     **{0x19830326: "BeeGFS"},
@@ -6560,9 +6571,9 @@ class _SharedLock(_FileLock):
 
 
 class _SharedFiles(_Files):
-    """The steps on files that other hosts read and write at the same time. `heals`: the file system
-    is GlusterFS (or another FUSE mount), which heals names and loses no replies. `phantoms`: the
-    paths of the phantoms that were found so far."""
+    """The steps on files that other hosts read and write at the same time. `is_fuse`: the file
+    system is GlusterFS (or another FUSE mount), which heals names and loses no replies. `phantoms`:
+    the paths of the phantoms that were found so far."""
 
     # A file is synced before its rename. Otherwise another host could read a torn file between the
     # rename and the sync.
@@ -6570,7 +6581,7 @@ class _SharedFiles(_Files):
 
     def __init__(self, data_dir: str, is_durable: bool, fs_type: int) -> None:
         super().__init__(data_dir, is_durable)
-        self.heals = fs_type == _GLUSTERFS_TYPE
+        self.is_fuse = fs_type == _FUSE_TYPE
         self.phantoms: set[str] = set()
         if kind := _NETWORK_TYPES.get(fs_type):
             ends = "other hosts' leases end by their deadlines only"
@@ -6646,14 +6657,14 @@ class _SharedFiles(_Files):
         self.phantoms.add(path)
         raise _os_error(errno.ENOENT, path)
 
-    def is_done(self, path: str) -> bool:
+    def came_back(self, path: str) -> bool:
         """Return whether the file of a task is in done/, too, because GlusterFS has brought back an
         old name of the file (healed).
 
         Only a second link to the same file counts. A copy does not count: a person may copy a file
         from done/ to run the task again. A second link in failed/ does not count either: if the
         task was retried, the name in failed/ may be the one that came back."""
-        if not self.heals:
+        if not self.is_fuse:
             return False
         try:
             ours = self.lstat(path)
@@ -6675,15 +6686,15 @@ class _SharedFiles(_Files):
 
         A rename to `path` would replace the other record, which may be the newer one of the task.
         If each record has its own name, both records are delivered."""
-        is_at_risk = self.heals and _state_of(path) in _WAITING_DIRS and _is_keyed(_id_of(path))
+        is_at_risk = self.is_fuse and _state_of(path) in _WAITING_DIRS and _is_keyed(_id_of(path))
         while is_at_risk and self.exists(path):
             name = _task_name(_stamp_of(path), _attempts_of(path) + 1, _id_of(path))
             path = f"{_state_of(path)}/{name}"
         return path
 
-    def move_over(self, source: str, target: str, must_exist: bool = False) -> None:
+    def put_in_place(self, source: str, target: str, must_exist: bool = False) -> None:
         with self._found_moved(source, target):
-            super().move_over(source, target, must_exist)
+            super().put_in_place(source, target, must_exist)
 
     @contextmanager
     def _found_moved(self, source: str, target: str) -> Iterator[None]:
@@ -6695,7 +6706,7 @@ class _SharedFiles(_Files):
         error is suppressed: see "replies" at the top of this room."""
         before = None
         is_lease = _state_of(source) == "inflight"
-        if not (self.heals or (is_lease and _stamp_of(source) <= self.clock.now_ns())):
+        if not (self.is_fuse or (is_lease and _stamp_of(source) <= self.clock.now_ns())):
             before = os.lstat(self.root + source)
         try:
             yield
@@ -6722,7 +6733,7 @@ class _SharedFiles(_Files):
             return True
         return self.exists(target) and self.lstat(target).st_ino == before.st_ino
 
-    def shrink(self, directory: str, aside: str) -> None:
+    def shrink(self, directory: str, new_name: str) -> None:
         """Do nothing. Other hosts may look into the old directory for a long time (stale)."""
 
     @_afresh
@@ -6744,7 +6755,7 @@ class _SharedLeaseDir(_LeaseDir):
             if not self._was_claimed(lease.path):
                 return False
             self.undelivered[lease.path] = source
-        if not self._files.is_done(lease.path):
+        if not self._files.came_back(lease.path):
             return True
         _log().warning("%s, which came back, is removed: its task is done", lease.path)
         self._files.remove(lease.path)
@@ -6754,7 +6765,7 @@ class _SharedLeaseDir(_LeaseDir):
 
     def _was_claimed(self, lease: str) -> bool:
         """Return whether a claim that failed was carried out nevertheless (replies)."""
-        if self._files.heals:
+        if self._files.is_fuse:
             return False
         try:
             return os.path.basename(lease) in os.listdir(self.path)
@@ -6764,11 +6775,11 @@ class _SharedLeaseDir(_LeaseDir):
             return False
 
 
-def _younger(newer: str, path: str) -> str:
-    """Return `newer`, the path of a payload in keys/, if the payload is younger than the task at
+def _younger(buffered: str, path: str) -> str:
+    """Return `buffered`, the path of a payload in keys/, if the payload is younger than the task at
     `path`. Otherwise return "": the payload is not behind the task, but came back after it was
     replaced (healed)."""
-    return newer if _id_of(newer) > _id_of(path) else ""
+    return buffered if _id_of(buffered) > _id_of(path) else ""
 
 
 class _SharedKeys(_Keys):
@@ -6804,18 +6815,18 @@ class _SharedKeys(_Keys):
         meanwhile."""
         states = _States()
         for entry in self._files.find("keys", *_LIVE):
-            if _tag_of(entry.id) != tag or entry.path == but or self._files.is_done(entry.path):
+            if _tag_of(entry.id) != tag or entry.path == but or self._files.came_back(entry.path):
                 continue
             if name := self._key_at(entry):
-                path, newer = states[name]
+                path, buffered = states[name]
                 if entry.directory == "keys":
-                    older, newer = sorted((newer, entry.path), key=_id_of)
-                    states[name] = path, newer
-                    if older and _id_of(older) != _id_of(newer):
+                    older, buffered = sorted((buffered, entry.path), key=_id_of)
+                    states[name] = path, buffered
+                    if older and _id_of(older) != _id_of(buffered):
                         states.outdated += (older,)
                 # The youngest task counts. An older one has come back (healed).
                 elif entry.id >= _id_of(path):
-                    states[name] = entry.path, _younger(newer, entry.path)
+                    states[name] = entry.path, _younger(buffered, entry.path)
         return states
 
     def _key_at(self, entry: _Entry) -> str:
@@ -6843,13 +6854,13 @@ class _SharedKeys(_Keys):
 
     def newest_of(self, entry: _Entry) -> str:
         tag = _tag_of(entry.id)
-        is_behind = any(_tag_of(newer.id) == tag for newer in self._files.entries("keys"))
+        is_behind = any(_tag_of(buffered.id) == tag for buffered in self._files.entries("keys"))
         return super().newest_of(entry) if is_behind else entry.path
 
-    def _is_alone(self, name: str, lease: str) -> bool:
+    def _has_no_buffered(self, name: str, lease: str) -> bool:
         return False
 
-    def _resolve_conflict(self, states: _States, name: str, lease: str) -> bool:
+    def _note_or_give_way(self, states: _States, name: str, lease: str) -> bool:
         """Note a claimed task as the task of its key, and return False. But if the key has another
         task, one of the two tasks gives way. Return True if the claimed task gives way. Raises
         FileNotFoundError if the lease of the claimed task is gone.
@@ -6865,7 +6876,7 @@ class _SharedKeys(_Keys):
         directory, ident = os.path.dirname(lease), _id_of(lease)
         if os.path.basename(lease) not in self._files.names(directory):
             raise _os_error(errno.ENOENT, lease)
-        path, newer = self._load(_tag_of(lease), but=lease)[name]
+        path, buffered = self._load(_tag_of(lease), but=lease)[name]
         other = _id_of(path)
         if other > ident:
             self._quarantine_second(name, lease, path)
@@ -6878,7 +6889,7 @@ class _SharedKeys(_Keys):
                 self._worker.note_arrival(self._files.move(lease, target))
                 return True
             self._quarantine_second(name, path, lease)
-        states[name] = lease, _younger(newer, lease)
+        states[name] = lease, _younger(buffered, lease)
         return False
 
 
@@ -6897,7 +6908,7 @@ class _SharedNumbers(_Numbers):
     _parse = re.compile(r"last~[0-9]{20}").fullmatch
 
     def draw(self, last: _FileLock, highest: int) -> int:
-        noted = self._noted()
+        noted = self._last_name()
         # If no name has the number, a local object may have written it into "last".
         before = noted[5:] or os.read(last.fd, 20).decode("ascii", "replace")
         number = max(int(before) if before.isdigit() else 0, highest) + 1
@@ -6907,7 +6918,7 @@ class _SharedNumbers(_Numbers):
             os.close(os.open(f"{self._root}last~{number:020d}", _CREATE_FLAGS, 0o666))
         return number
 
-    def _noted(self) -> str:
+    def _last_name(self) -> str:
         return max(filter(self._parse, self._files.names("")), default="")
 
     def check(self, number: int) -> None:
@@ -6917,7 +6928,7 @@ class _SharedNumbers(_Numbers):
         RACE: this host lost the lock of "last" between draw() and the rename of the ticket (flock).
         Another host drew a higher number, was the first in line, and may have its turn now. The
         lower number of this ticket would give this member a turn at the same time."""
-        if self._noted() > f"last~{number:020d}":
+        if self._last_name() > f"last~{number:020d}":
             raise FileExistsError(errno.EEXIST, "another host was faster", self._root)
 
     def remove_dir(self) -> None:
@@ -7016,7 +7027,7 @@ class _Progress:
         youngest = sorted(self.names("failed"))[-1000:]
         return sorted(youngest, key=moved_s)[: -count - 1 : -1]
 
-    def look(self, ended: int, now: bool = False) -> None:
+    def count_left(self, ended: int, now: bool = False) -> None:
         """Count the tasks that are left, and keep a sample. `ended`: how many tasks this worker has
         ended. Raises OSError.
 
@@ -7033,9 +7044,9 @@ class _Progress:
                 self.running += len(self.names(directory))
         now_s = time.monotonic()
         self._next_s = now_s + 100 * (now_s - began_s)
-        self.note(now_s, self.waiting + self.running, ended)
+        self.add_sample(now_s, self.waiting + self.running, ended)
 
-    def note(self, now_s: float, left: int, ended: int = 0) -> None:
+    def add_sample(self, now_s: float, left: int, ended: int = 0) -> None:
         """Keep a sample. If there are too many samples, drop every second one of the older half."""
         self._samples.append((now_s, left, ended))
         if len(self._samples) > self._MAX_SAMPLES:
@@ -7181,7 +7192,7 @@ class _Output:
         _write_all(2, self._clearing() + shown.encode("ascii", "backslashreplace"))
         self._shown = len(line)
 
-    def clear_now(self) -> bytes:
+    def clearing_for_signal(self) -> bytes:
         """Return the bytes that begin a new line on the terminal. A signal handler uses this method
         instead of put(), because it must not wait for a lock."""
         return self._clearing() if self._shown else b"\n"
@@ -7203,17 +7214,19 @@ class _Output:
 # ==================================================================================================
 # 22. Jobs: the processes of a command, CMD, that `femtoqueue work` runs for a task.
 #     The leader of a job is CMD's process, which also leads a session. The job consists of the
-#     processes in this session and their descendants (_members). On systems without /proc, the job
-#     is only the leader's process group. A process that has left the session, and whose parents
-#     have ended, is found by the variables in its environment while the leader runs. When the
-#     leader has ended, the process is lost, unless an earlier call of _members() found it.
-#     A job is ended by _terminate(): at the time limit (_CommandPool._follow), at the second signal
-#     (_CommandPool._abort), or after an error.
+#     processes in this session and their descendants (_job_processes). On systems without /proc,
+#     the job is only the leader's process group. A process that has left the session, and whose
+#     parents have ended, is found by the variables in its environment while the leader runs. When
+#     the leader has ended, the process is lost, unless an earlier call of _job_processes() found
+#     it. A job is ended by _terminate(): at the time limit (_CommandPool._follow), at the second
+#     signal (_CommandPool._abort), or after an error.
 #     Invariant: the watchdog knows each job that may run. If this worker dies, the watchdog kills
 #     those jobs.
 # ==================================================================================================
 
 _GRACE_S = 5.0  # the time between a signal to a job and SIGKILL
+# A relay ends so long after the last byte of CMD is passed on.
+_RELAY_LINGER_S = 1.0
 _REASON_BYTES = 4096  # how many bytes of CMD's standard error, at its end, go into a reason
 # The error messages of sh begin with this name. _judge() looks for this name. CMD may itself be a
 # `femtoqueue`, whose error messages begin with "femtoqueue: ".
@@ -7227,7 +7240,7 @@ _SH_NAME = "femtoqueue work"
 _START = 'echo $$ >&{0}; exec "$@" {0}>&-'
 
 
-def _shell(names: Iterable[str]) -> list[str]:
+def _shell_words(names: Iterable[str]) -> list[str]:
     """Return the words that start a shell. The shell must pass all variables of the environment on
     to CMD. `names` are the names of these variables.
 
@@ -7246,8 +7259,8 @@ class _Relay(threading.Thread):
     """A thread that passes on what a job writes to one pipe.
 
     The thread ends when no process holds the pipe. Programs that CMD leaves in the background may
-    hold the pipe for ever. Therefore the thread also ends _LINGER_S after it has passed on CMD's
-    last byte.
+    hold the pipe for ever. Therefore the thread also ends _RELAY_LINGER_S after it has passed on
+    CMD's last byte.
 
     tail: the last bytes that came.
     error: the exception that ended the thread.
@@ -7287,7 +7300,7 @@ class _Relay(threading.Thread):
             if left is not None and left <= 0 and not self.is_through.is_set():
                 self._end_line()
                 self.is_through.set()
-                end_s = time.monotonic() + _LINGER_S
+                end_s = time.monotonic() + _RELAY_LINGER_S
             if _readable([pipe], 0.1):
                 data = os.read(pipe, 1 << 16)
                 if not data:
@@ -7370,10 +7383,12 @@ class _Processes:
     """
 
     def __init__(self, watchdog: int) -> None:
-        self._watchdog, self._shell = watchdog, _shell(os.environ)
+        self._watchdog, self._shell_words = watchdog, _shell_words(os.environ)
         self._lock = threading.Lock()  # held from before a process starts until it is in `running`
         self.running: dict[int, _Process] = {}  # by pid
-        self.ending = set[_Process]()  # in a block of held(): the watchdog still knows their jobs
+        self.held_jobs = set[
+            _Process
+        ]()  # in a block of held(): the watchdog still knows their jobs
         with suppress(OSError):
             _call_libc("prctl", "", 36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
         threading.Thread(target=self._reap_all, daemon=True).start()
@@ -7385,7 +7400,7 @@ class _Processes:
 
         with self._lock:
             popen = subprocess.Popen(
-                [*self._shell, "-c", _START.format(self._watchdog), _SH_NAME, *words],
+                [*self._shell_words, "-c", _START.format(self._watchdog), _SH_NAME, *words],
                 bufsize=0,
                 pass_fds=[self._watchdog],
                 start_new_session=True,  # Ctrl-C reaches only the worker, which lets CMD finish
@@ -7412,14 +7427,14 @@ class _Processes:
 
     def _reap(self, pid: int) -> None:
         """Reap a child that has ended. Before that, tell the watchdog that the process has ended.
-        For a process in `ending`, held() tells the watchdog later.
+        For a process in `held_jobs`, held() tells the watchdog later.
 
         After the reaping, the system may give the pid to another process. The watchdog must not
         kill that process."""
         process = self.running.get(pid)
         # ChildProcessError: CMD could not be started, and Popen has reaped the child.
         with suppress(ChildProcessError):
-            if process is not None and self._has_ended(pid) and process not in self.ending:
+            if process is not None and self._has_ended(pid) and process not in self.held_jobs:
                 self._tell_watchdog(process, -pid)
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended and process is not None:
@@ -7441,14 +7456,14 @@ class _Processes:
         gets CMD's pid meanwhile: the system does not reuse a pid while a session has this number.
         """
         with self._lock:
-            self.ending.add(process)
+            self.held_jobs.add(process)
             if process.status is not None:
                 self._tell_watchdog(process, process.pid)
         try:
             yield
         finally:
             with self._lock:
-                self.ending.discard(process)
+                self.held_jobs.discard(process)
                 if process.status is not None:
                     self._tell_watchdog(process, -process.pid)
 
@@ -7465,7 +7480,7 @@ class _Processes:
         return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
 
 
-class _Member(NamedTuple):
+class _JobProcess(NamedTuple):
     """A process of a job. The pid alone does not identify a process, because the system may give
     the pid of an ended process to another process. So a member also has the time of its start."""
 
@@ -7484,7 +7499,7 @@ def _is_proc_ours() -> bool:
     return False
 
 
-def _try_of(pid: int) -> frozenset[bytes]:
+def _task_variables(pid: int) -> frozenset[bytes]:
     """Return the variables that name a task and an attempt, from the environment with which a
     process began. The result is empty if they are missing, or if the process is another user's."""
     with suppress(OSError), open(f"/proc/{pid}/environ", "rb") as file:
@@ -7493,7 +7508,7 @@ def _try_of(pid: int) -> frozenset[bytes]:
     return frozenset()
 
 
-def _members(leaders: Iterable[int], known: Iterable[_Member] = ()) -> set[_Member]:
+def _job_processes(leaders: Iterable[int], known: Iterable[_JobProcess] = ()) -> set[_JobProcess]:
     """Return the processes of jobs that still run.
 
     leaders: the pids of the jobs' leaders.
@@ -7507,9 +7522,9 @@ def _members(leaders: Iterable[int], known: Iterable[_Member] = ()) -> set[_Memb
     """
     leaders, known = {*leaders}, {*known}
     if not _is_proc_ours():  # only the process group is known
-        return _signal([_Member(0, pid, pid) for pid in leaders], 0)
-    found, zombies = set[_Member](), set[_Member]()
-    children = defaultdict[int, list[_Member]](list)
+        return _signal([_JobProcess(0, pid, pid) for pid in leaders], 0)
+    found, zombies = set[_JobProcess](), set[_JobProcess]()
+    children = defaultdict[int, list[_JobProcess]](list)
     for name in filter(str.isdigit, os.listdir("/proc")):
         try:
             with open(f"/proc/{name}/stat", "rb") as file:
@@ -7517,7 +7532,7 @@ def _members(leaders: Iterable[int], known: Iterable[_Member] = ()) -> set[_Memb
         except OSError:  # RACE: the process has just ended
             continue
         parent, group, session = map(int, fields[:3])
-        member = _Member(int(fields[18]), int(name), group)
+        member = _JobProcess(int(fields[18]), int(name), group)
         children[parent].append(member)
         # A process whose first thread has ended has the state Z, although other threads still run.
         # Such a process is not a zombie.
@@ -7527,10 +7542,10 @@ def _members(leaders: Iterable[int], known: Iterable[_Member] = ()) -> set[_Memb
             found.add(member)
     # This worker may itself be a process of a job, and have the variables of that job. Without the
     # subtraction, this worker could count as a daemon of one of its own jobs.
-    tries = {*map(_try_of, leaders)} - {frozenset(), _try_of(os.getpid())}
+    tries = {*map(_task_variables, leaders)} - {frozenset(), _task_variables(os.getpid())}
     if tries and not known:
         every = itertools.chain.from_iterable(children.values())
-        found.update(it for it in every if it not in zombies and _try_of(it.pid) in tries)
+        found.update(it for it in every if it not in zombies and _task_variables(it.pid) in tries)
     descendants = [*found]
     for it in descendants:
         new = [child for child in children[it.pid] if child not in found]
@@ -7539,7 +7554,7 @@ def _members(leaders: Iterable[int], known: Iterable[_Member] = ()) -> set[_Memb
     return found - zombies
 
 
-def _signal(members: Iterable[_Member], *numbers: int) -> set[_Member]:
+def _signal(members: Iterable[_JobProcess], *numbers: int) -> set[_JobProcess]:
     """Send signals to the process groups of some processes. Return the processes whose group got
     the signals.
 
@@ -7566,11 +7581,11 @@ def _terminate(leaders: Iterable[int], number: int) -> None:
     import signal
 
     leaders, end_s = [*leaders], time.monotonic() + _GRACE_S
-    members = _signal(_members(leaders), number, signal.SIGCONT)
+    members = _signal(_job_processes(leaders), number, signal.SIGCONT)
     while members and time.monotonic() < end_s:
         time.sleep(0.02)
-        members = _signal(_members(leaders, members), 0)
-    while members := _signal(_members(leaders, members), signal.SIGKILL):
+        members = _signal(_job_processes(leaders, members), 0)
+    while members := _signal(_job_processes(leaders, members), signal.SIGKILL):
         time.sleep(0.02)  # RACE: a process may have forked just before the signal, so look again
 
 
@@ -7611,7 +7626,7 @@ def _start_watchdog() -> int:
                 leaders.add(report)
             else:
                 leaders.discard(-report)
-        while members := _signal(_members(leaders), signal.SIGKILL):
+        while members := _signal(_job_processes(leaders), signal.SIGKILL):
             leaders.update(it.pid for it in members)  # the next look finds their children, too
             time.sleep(0.001)
     finally:
@@ -7714,7 +7729,7 @@ class _CommandPool(_WorkerPool):
 
     def _progress_text(self, now: bool = False) -> str:
         with suppress(OSError):  # pop() meets the same trouble, and raises the error
-            self._progress.look(sum(self.counts[it] for it in _ENDED), now)
+            self._progress.count_left(sum(self.counts[it] for it in _ENDED), now)
             return self._progress.text(self.counts)
         return ""
 
@@ -7768,13 +7783,13 @@ class _CommandPool(_WorkerPool):
         with suppress(OSError, ValueError):
             if select.select([], [2], [], 0)[1]:
                 text = b"femtoqueue: finishing what runs; a second signal ends it\n"
-                os.write(2, self._output.clear_now() + text)
+                os.write(2, self._output.clearing_for_signal() + text)
 
     def _abort(self) -> None:
         """Pass the second signal to all jobs that run, and wait until the jobs have ended. Their
         threads give the tasks back. After a second, give back the tasks that are left."""
         self._is_over.set()
-        jobs = {*self._processes.running.values(), *self._processes.ending}
+        jobs = {*self._processes.running.values(), *self._processes.held_jobs}
         self._processes.terminate(jobs, self.signals[-1])
         with self._changed:
             self._changed.wait_for(lambda: not self._running, 1.0)
@@ -7910,7 +7925,7 @@ class _CommandPool(_WorkerPool):
         # The signal may have ended a shell, while the program that the shell started still saves
         # its state. The task must not run again meanwhile. So wait until the whole job has ended.
         with self._processes.held(process) if is_stopped else nullcontext():
-            while is_stopped and _members([process.pid]):
+            while is_stopped and _job_processes([process.pid]):
                 if time.monotonic() >= end_s:
                     _terminate([process.pid], 15)  # the watchdog knows the job already
                 time.sleep(0.05)
@@ -7922,7 +7937,7 @@ class _CommandPool(_WorkerPool):
         A process of the job may run as another user, for example after sudo. Then this worker can't
         kill the process. The task must not be tried again while this process runs."""
         told_s = time.monotonic() + 1.0
-        while (process.status is None or _members([process.pid])) and len(self.signals) < 2:
+        while (process.status is None or _job_processes([process.pid])) and len(self.signals) < 2:
             if time.monotonic() >= told_s:
                 told_s = float("inf")
                 _log().warning("task %s: its command can't be killed; waiting for its end", task.id)
@@ -8789,7 +8804,7 @@ def _top_lines(name: str, q: FemtoQueue, progress: _Progress) -> Iterator[str]:
     """Yield the lines that `top` shows, the most important lines first."""
     figures, nodes = _figures(q), q.stats().nodes
     left = sum(figures[it] for it in ("pending", "scheduled", "inflight"))
-    progress.note(time.monotonic(), left)
+    progress.add_sample(time.monotonic(), left)
     yield f"{name} {time.strftime('%H:%M:%S')}  {progress.pace_text()}".rstrip()
     yield from _fields(figures)
     if nodes:

@@ -178,7 +178,7 @@ SEAMS = {
     "C library": "_libc",
     "sync of a batch": "_batch_sync",
     "fork lock": "_fork_lock",
-    "members of jobs": "_members",
+    "members of jobs": "_job_processes",
     "progress": "_Progress",
 }
 CONSTANTS = {
@@ -6249,7 +6249,7 @@ class Tickets(TicketCase):
                 line = self.line()
             ticket, member = line.register()
             self.assertFalse(line.is_head(ticket))
-            dead._held.clear()  # closes the lock, as the death of the process does
+            dead._held_tickets.clear()  # closes the lock, as the death of the process does
             self.assertTrue(line.is_head(ticket))
             line.remove(member)
 

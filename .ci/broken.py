@@ -248,7 +248,7 @@ a batch whose sync failed is removed again | Durability
 -            if not is_synced:
 +            if not is_synced and not ids:
 keep_done=False: the lease is synced before it is removed | Durability
--            self.files.commit(lease.path)
+-            self.files.sync_with_dir(lease.path)
 a move succeeds though pending/ is replaced meanwhile | Shrinking
 -_MAX_REPLACED =
 +_MAX_REPLACED = 0 *
@@ -297,8 +297,8 @@ orders of one object strictly increase | Model
 after a boot with an earlier date, new tasks sort behind old ones | Ordering
 -            times_ns += [_stamp_of(entry.id) + 1 for entry in entries]
 the processes of a boot agree on one clock | Ordering
--        os.link(root + aside, root + name)
-+        os.replace(root + aside, root + name)
+-        os.link(root + new_path, root + name)
++        os.replace(root + new_path, root + name)
 setting the date changes neither order nor deadlines | Ordering; fuzz: lives; storm: ~ first:
 -            now_ns = int(time.monotonic() * 1e9) + self.anchor_ns
 +            now_ns = int(time.time() * 1e9)
@@ -324,8 +324,8 @@ a task put back to the front has the order of its push | Lifecycle
 -            if names and name < names[0]:
 +            if names and name < names[-1]:
 a worker that restarts under its node_id takes back its tasks | Model
--            elif self._held is None and lock.try_exclusive() and lock.is_at_path():
-+            elif self._held is None and not lock.try_exclusive():
+-            elif self._dir_lock is None and lock.try_exclusive() and lock.is_at_path():
++            elif self._dir_lock is None and not lock.try_exclusive():
 a detached lease outlives a restart of its node_id | CommandLine
 - for it in leases if it.boot != _DETACHED)
 + for it in leases)
@@ -360,7 +360,7 @@ a lease that can't be moved does not keep other leases from being ended | Livene
 +            if True:
 +                _for_each(self._worker.reclaim, [*self._lease_dir.orphans])
 an interrupted opening of the lease directory leaves no lock | Faults
--                if lock is not self._held:
+-                if lock is not self._dir_lock:
 -                    lock.close()
 a process that can't see the boot id can tell that a worker is dead | Liveness
 -        elif self._files.is_local:
@@ -410,8 +410,8 @@ a process whose first thread has ended is no zombie | CommandLine
 - and int(fields[16]) < 2
 + and int(fields[16]) < 99
 a stopped job can handle SIGTERM | CommandLine
--    members = _signal(_members(leaders), number, signal.SIGCONT)
-+    members = _signal(_members(leaders), number)
+-    members = _signal(_job_processes(leaders), number, signal.SIGCONT)
++    members = _signal(_job_processes(leaders), number)
 a dead worker's lease from another boot ends at its deadline | Liveness
 -[it.path for it in leases if not boots or it.boot in boots])
 +[it.path for it in leases])
@@ -463,7 +463,7 @@ the rename to failed/ is the fence: the reason is written after the rename | Mod
 -            # A person who retried an earlier failure by hand may have left its reason.
 -            _unlink_if_exists(f"{self.files.root}{target}.error")
              if path:
-                 self.files.move_over(path, f"{target}.error")
+                 self.files.put_in_place(path, f"{target}.error")
 +            self.move_leased(lease, target, "failed")
 retry() removes the reason of a task | Model
 -                _unlink_if_exists(f"{self.files.root}failed/{ident}.error")
@@ -496,13 +496,13 @@ if_in_flight="reject" raises | Model
 -            if is_leased and if_in_flight == "reject":
 +            if is_leased and if_in_flight == "refuse":
 done() promotes the payload that is buffered behind a task | Keyed; fuzz: lives; storm: ~ keys:
--                    states[name] = self._promote(newer), ""
+-                    states[name] = self._promote(buffered), ""
 +                    states[name] = "", ""
 a claim takes along the payload that is buffered behind a task | Keyed
--        return _id_of(path) == _id_of(lease) and not newer
+-        return _id_of(path) == _id_of(lease) and not buffered
 +        return _id_of(path) == _id_of(lease)
 a payload that is due later is not delivered now, whoever put its task back | KeyedInterrupted
--        due_ns = _later(newer)
+-        due_ns = _future_due_ns(buffered)
 +        due_ns = None
 a newer payload starts with attempt 1, whoever put its task back | LeftBehind
 -        if due_ns is None and _attempts_of(lease) == 1:
@@ -510,11 +510,11 @@ a newer payload starts with attempt 1, whoever put its task back | LeftBehind
 a schedule() that raised an error leaves the due time of the buffered payload | Keyed
 -                self._files.move(target, path)
 a payload that is due later and whose sync failed is not delivered now | KeyedByRename
--            if self._files.exists(aside):  # else the new
-+            if aside:  # else the new
+-            if self._files.exists(new_path):  # else the new
++            if new_path:  # else the new
 a buffered payload starts with attempt 1 | Model
--                target = _fresh_path(target, _later(newer))
-+                target = _fresh_path(target, _later(newer)) if _later(newer) else target
+-                target = _fresh_path(target, _future_due_ns(buffered))
++                target = _fresh_path(target, 0) if _future_due_ns(buffered) else target
 a child closes its parent's locks, even if Ctrl-C came during the fork | Liveness
 -    with suppress(RuntimeError):  # _fork_lock is
 +    with suppress():  # _fork_lock is
@@ -525,25 +525,25 @@ the older of two pushes during a listing with foreign files comes first | Meetin
 -            if self.seen <= _AT_ONCE:
 +            if len(self.names) <= _AT_ONCE:
 a housekeeping job pauses for longer than it took | Faults
--        self._next_s = max(ended_s + self.every_s, self.rested_s)
+-        self._next_s = max(ended_s + self.every_s, self.rest_end_s)
 +        self._next_s = ended_s
 an error of a listing is raised in the coroutine that waits | Coroutines
 -                request.answer.set_exception(error)
 +                request.answer.set_result(task)
 a payload that no state names does not replace a younger one | Keyed
--                if _id_of(newer) < max(_id_of(path), _id_of(before)):
-+                if not newer:
+-                if _id_of(buffered) < max(_id_of(path), _id_of(before)):
++                if not buffered:
 a keyed task that came back is saved in its key's state before its delivery | Keyed
 -        self._save(_tag_of(lease), states)
 +        _no_op(_tag_of(lease), states)
 after a promotion, the payload is the task of its key, not the task before it | Keyed
--        if behind and not newer:
-+        if not behind and newer:
+-        if behind and not buffered:
++        if not behind and buffered:
 moving due tasks does not hold the lock for long | Lifecycle
 -lambda _: time.monotonic() < end_s, due
 +lambda _: True, due
 the newer of two payloads behind a leased task is kept | Model
--                    elif if_in_flight == "update" and not newer:
+-                    elif if_in_flight == "update" and not buffered:
 +                    elif if_in_flight == "update":
 a push of a key saves its state before the task | Durability hangs
 -            self._save(_key_tag(name), states, sync=True)
@@ -560,17 +560,18 @@ a younger task of a key waits while an older one runs | KeyedOnSharedFileSystem
 -            if left_ns > 0:
 +            if not name:
 a payload that a healed replica brings back in keys/ is not promoted after a younger task | Healed
--                    states[name] = entry.path, _younger(newer, entry.path)
-+                    states[name] = entry.path, newer
+-                    states[name] = entry.path, _younger(buffered, entry.path)
++                    states[name] = entry.path, buffered
 a payload that a healed replica brings back in keys/ is not taken along by a claim | Healed
--        states[name] = lease, _younger(newer, lease)
-+        states[name] = lease, newer
+-        states[name] = lease, _younger(buffered, lease)
++        states[name] = lease, buffered
 the older of two payloads that two hosts put behind a task is removed | KeyedOnSharedFileSystem
 -                        states.outdated += (older,)
 ending a lease that a healed replica brings back does not replace a newer record | Healed
 -        target = self._free_path(target)
 the rename of a task that came back is synced before its payload is replaced | Durability
--            self._files.commit(target)  # else btrfs
+-            # Otherwise btrfs shows the old name, too, after power loss.
+-            self._files.sync_with_dir(target)
 +            pass  # else btrfs
 a payload pushed behind a task has a later order, even if clocks differ | KeyedOnSharedFileSystem
 -        order = max(self._clock.next_order(), younger)
@@ -584,7 +585,7 @@ retry() of a task raises an error if its key has another task | Model
 -            raise KeyInFlight(_decode_key(name), _id_of(path))
 +            return
 close() ends a wait in another thread | Waiting hangs
--                if found is not None or left_s <= 0 or self._lease_dir.closes != closes:
+-                if found is not None or left_s <= 0 or self._lease_dir.close_count != close_count:
 +                if found is not None or left_s <= 0:
 a wait notices that pending/ was replaced | Hearing hangs
 -        if self._watch():
@@ -643,11 +644,11 @@ rm cancels a scheduled task where the file system can't exchange names | KeyedBy
 +            is_safe = not _state_of(target)  # no
 an exception that a signal handler raises while a lock is closed is not lost | Faults
 -ignore a disk error
--                _raise_if_foreign(error)
+-                _raise_if_no_errno(error)
 +ignore a disk error
 +                pass
 a payload scheduled behind a task moves with the task to the new time | Keyed
--            self._files.move_over(newer, target, must_exist=True)
+-            self._files.put_in_place(buffered, target, must_exist=True)
 -            states[name] = target, ""
 a delivery that could not be ended is ended later if its key's lock was held | Keyed
 -            return  # RACE: the lock of the key is busy. The next reclaim tries again.
@@ -670,7 +671,7 @@ an assignment to a setting raises an error | Lifecycle
 -        if name in _SETTINGS and name in self.__dict__:
 +        if name in _SETTINGS and name not in self.__dict__ and name == "":
 a program that outlives its shell during a stop keeps its task until the program ends | CommandLine
--        while is_stopped and _members([process.pid]):
+-        while is_stopped and _job_processes([process.pid]):
 +        while is_stopped and self._is_told.wait(60) is None:
 a command that succeeds after the second signal finishes its task | CommandLine
 -        if not status:
@@ -697,7 +698,7 @@ a renewal gets a key's lock even if the key is pushed all the time | Meeting
 -                time.sleep(_LOCK_PAUSE_S)
 +                return False
 a synced push that raises an error restores the earlier payload | Keyed
--                    self._files.swap(aside, path)
+-                    self._files.swap(new_path, path)
 repair() retries soon if a key's lock is held | Meeting
 -                self._worker.house.repairing.sooner(1)
 take_async() retries soon if a key's lock is held | Meeting
@@ -759,9 +760,9 @@ another host's ticket is passed over when it is stale, not earlier | SharedTicke
 -st_mtime > self._stale_s
 +st_mtime > 0
 Ctrl-C at the end of a turn lets the next member have its turn | Meeting
--                self._held.pop(member, None)
+-                self._held_tickets.pop(member, None)
 a ticket is not drawn with a number that another host drew meanwhile | SharedTickets
--        if self._noted() > f"last~{number:020d}":
+-        if self._last_name() > f"last~{number:020d}":
 +        if not number:
 TicketQueue.remove() refuses a name that is not a ticket's | Lifecycle
 -        if not isinstance(member, str) or not _parse_ticket(member):
@@ -773,7 +774,7 @@ tickets are drawn in order | Tickets
 -        number = max(int(text) if text.isdigit() else 0, highest) + 1
 +        number = max(int(text) if text.isdigit() else 0, highest, 1)
 a forked child holds none of its parent's tickets | Tickets
--lambda line: line._held.clear()
+-lambda line: line._held_tickets.clear()
 +lambda line: None
 a rename whose reply was lost counts as done | LostReply; nfs: replay ~ but:
 -            if before is None or not self._was_moved(before, source, target):
@@ -791,13 +792,13 @@ a host whose queue clock is ahead does not remove files that others write | Lost
 -            return self._files.lstat(entry.path).st_ctime_ns < _wall_ns() - _LEFTOVER_NS
 +            return bool(self._files.lstat(entry.path))
 a task whose lease had ended may belong to another delivery | LostReply
--        if not (self.heals or (is_lease and _stamp_of(source) <= self.clock.now_ns())):
-+        if not self.heals:
+-        if not (self.is_fuse or (is_lease and _stamp_of(source) <= self.clock.now_ns())):
++        if not self.is_fuse:
 a claim whose reply was lost is a delivery | PlaceLost
 -            return os.path.basename(lease) in os.listdir(self.path)
 +            return False
 a finished task that a healed replica brings back is not delivered | Healed
--        if not self._files.is_done(lease.path):
+-        if not self._files.came_back(lease.path):
 +        if True:
 a sync of a file that another host moved is not an error | Healed
 -    sync_file = _afresh(_Files.sync_file)

@@ -251,7 +251,7 @@ class Life:
         unfinished file in creating/.
         """
         for q in self.queues:
-            if held := q._worker.lease_dir._held:
+            if held := q._worker.lease_dir._dir_lock:
                 fcntl.flock(held.fd, fcntl.LOCK_UN)
         for name, content in (
             (f"pending/{1:020d}-00000001", b"FQ1 00000000 99\nshort"),

@@ -33,15 +33,15 @@ import femtoqueue
 import test
 
 LIMITS = {
-    "tokens of code": 42_610,
-    "lines of code": 4_738,
+    "tokens of code": 42_612,
+    "lines of code": 4_747,
 }
 DOORS = {  # names of annexes that rooms above them may use
     *("_Inspector", "_Processing", "_WorkerPool", "_open_files"),
     *("_read_checkpoint", "_save_checkpoint"),
 }
 HELPERS = {  # methods that rename or unlink, but are not a step in the docstring's table
-    *("_Files.move", "_Files.move_over", "_Files.remove", "_Files.shrink"),
+    *("_Files.move", "_Files.put_in_place", "_Files.remove", "_Files.shrink"),
     *("_Housekeeper.remove_stale_files", "FemtoQueue.resume", "TicketQueue.remove"),
     *("_Numbers.remove_dir", "_SharedNumbers.draw"),
 }

@@ -128,12 +128,12 @@ class Role(Actor):
     calm: bool = False
 
     def run(self, fd: int) -> None:
-        self.ending = threading.Event()
-        signal.signal(signal.SIGTERM, lambda *_: self.ending.set())
+        self.held_jobs = threading.Event()
+        signal.signal(signal.SIGTERM, lambda *_: self.held_jobs.set())
         super().run(fd)
 
     def is_over(self) -> bool:
-        return self.ending.is_set()
+        return self.held_jobs.is_set()
 
     def step(self) -> float | None:
         began_s = self.now_s()
@@ -197,8 +197,8 @@ class Role(Actor):
 
     def work(self) -> float:
         """Call work(), which returns after SIGTERM or SIGINT; then end."""
-        self.q.work(self.handle, concurrency=self.chance.choice((1, 3)), stop=self.ending)
-        self.ending.set()
+        self.q.work(self.handle, concurrency=self.chance.choice((1, 3)), stop=self.held_jobs)
+        self.held_jobs.set()
         return 0
 
     def handle(self, task: FemtoTask) -> None:
