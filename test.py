@@ -262,7 +262,7 @@ def descriptors_of(path: str) -> list[int]:
     return found
 
 
-def dies(q: FemtoQueue) -> None:
+def simulate_death(q: FemtoQueue) -> None:
     """Make a worker look dead to other workers: close all descriptors of the lease directory. This
     drops the lock. The queue object must not be used afterwards."""
     nowhere = os.open(os.devnull, os.O_RDONLY)
@@ -1601,7 +1601,7 @@ class Liveness(QueueCase):
             self.pop(dead)
             theirs = mine.replace(f"~{self.boot()}~", "~12345678~")
             os.rename(self.file("inflight-n1", mine), self.file("inflight-dead", theirs))
-            dies(dead)
+            simulate_death(dead)
             clock.advance(1)
             self.assertEqual((self.pop(q).data, q.pop()), (b"2", None))
             self.assertEqual(self.names("inflight-dead"), [theirs])
@@ -1624,7 +1624,7 @@ class Liveness(QueueCase):
                     dead = self.queue("dead", timeout_stale_ms=None)
                     dead.push(b"x")
                     _taken(dead)
-                dies(dead)
+                simulate_death(dead)
                 with on_boot(second):
                     q = self.queue("other", timeout_stale_ms=None)
                     self.assertEqual([it.liveness for it in q.stats().nodes], ["dead"])
@@ -1643,7 +1643,7 @@ class Liveness(QueueCase):
                 living = self.queue("living", timeout_stale_ms=None)
                 living.push(b"x")
                 _taken(living)
-            dies(living)  # no lock shows its life, as if it lived on another host
+            simulate_death(living)  # no lock shows its life, as if it lived on another host
             clock.wall_shift_s += shift_s
             with on_boot(None):
                 self.assertIsNone(self.queue("other").pop())
@@ -1679,7 +1679,7 @@ class Liveness(QueueCase):
             clock.advance(5 * 3600)
             self.pop(q)
             os.utime(lease_dir(q), (clock.time(), clock.time()))
-            dies(q)
+            simulate_death(q)
         with on_boot("2"):
             clock.wall_shift_s = clock.monotonic_shift_s = 0.0
             q = self.queue()
@@ -1695,7 +1695,7 @@ class Liveness(QueueCase):
         def die(node_id: str) -> str:
             dead = self.queue(node_id)
             ident = leased(dead).id
-            dies(dead)
+            simulate_death(dead)
             return ident
 
         for come in (lambda node_id: q.schedule(b"x", 0), die):
@@ -1753,7 +1753,7 @@ class Liveness(QueueCase):
             q, again, dead = (self.queue(it, timeout_stale_ms=None) for it in ("a", "a", "b"))
             q.push_many([b"1", b"2"])
             self.assertEqual(len([*iter(q.pop, None)]), 2)
-            dies(q)
+            simulate_death(q)
 
             def look(step: Step = step) -> float:
                 step("clock", ())
@@ -1765,7 +1765,7 @@ class Liveness(QueueCase):
             if not step.reached:
                 again.close()
             self.assertIsNotNone(dead.take(id=dead.push(b"3")))
-            dies(dead)
+            simulate_death(dead)
             clock.advance(60)
             self.assertEqual(sorted(self.drain(again)), [b"1", b"2", b"3"], step.at)
             again.close()
@@ -1776,7 +1776,7 @@ class Liveness(QueueCase):
         deadline."""
         q, again = self.queue(), self.queue()
         leased(q)
-        dies(q)
+        simulate_death(q)
         observer = os.open(lease_dir(q), os.O_RDONLY)
         self.addCleanup(os.close, observer)
         fcntl.flock(observer, fcntl.LOCK_EX)
@@ -2680,7 +2680,7 @@ class Keyed(QueueCase):
         dead = hooked(at_call("move", "/keys/", raising(errno.EIO)))
         with dead, self.assertRaises(OSError):
             victim.done(task)
-        dies(victim)
+        simulate_death(victim)
         clock.advance(1)
         self.assertEqual(self.drain(q), [b"2"])
 
@@ -3732,7 +3732,7 @@ class Life:
     def die(self) -> None:
         """Make the other worker look dead."""
         assert self.beside is not None
-        dies(self.beside)
+        simulate_death(self.beside)
         self.q.__dict__["dead"] = self.beside  # freed together with q, outside of all hooks
         self.beside = None
         self.held.clear()
@@ -6766,7 +6766,7 @@ def make_queue_like_the_old_one(path: str) -> None:
         q.push(b"keyed, in UTF-8", key="\u00e4")
         q.schedule(b"later", 4e15)
         q.schedule(b"keyed, later", 4e15, key="c")
-    dies(dead)
+    simulate_death(dead)
 
 
 # The files that make_queue_like_the_old_one() left on 22 November 2026, when femtoqueue had another
@@ -7027,7 +7027,7 @@ class Waiting(QueueCase):
             (pause, pop, resume, b"x"),
             (lambda it: leased(it, key="y"), take, lambda it, _: it.push(b"x", key="k"), b"x"),
             (keyed, take, FemtoQueue.release, b"x"),
-            (leased, pop, lambda other, _: dies(other), b"x"),
+            (leased, pop, lambda other, _: simulate_death(other), b"x"),
             (leased, pop, lambda other, held: other.extend(held, 50), b"x"),
             (leased, drain, lambda other, held: other.release(held, delay_s=0.05), b"x"),
             (leased, drain, FemtoQueue.done, None),
@@ -7877,7 +7877,7 @@ class Checking(QueueCase):
         self.foreign = ("notes.txt", "x.tmp")
         order = q.push(b"x")[:20]
         self.pop(dead)
-        dies(dead)
+        simulate_death(dead)
         q.push(b"k", key="k")
         os.unlink(self.file("pending", self.names("pending")[-1]))
         ident = q.push(b"x")
@@ -9597,7 +9597,7 @@ class Meeting(QueueCase):
             self.assertIsNone(q.pop())
         fork.join(PATIENCE_S)
         self.assertEqual(children[0].line(), "forked")
-        dies(q)
+        simulate_death(q)
         self.check_unlocked(lease_dir(q))
 
     @FORK
