@@ -586,7 +586,7 @@ class QueueCase(unittest.TestCase):
         could outlast the seconds by which a test advances the clock."""
         clock = Clock()
         self.patched(mock.patch.object(femtoqueue, "time", clock))
-        self.hasten("longest pause", 0)
+        self.set_constant("longest pause", 0)
         return clock
 
     def pop(self, q: FemtoQueue) -> FemtoTask:
@@ -609,7 +609,7 @@ class QueueCase(unittest.TestCase):
         self.check_invariants()
         return payloads
 
-    def hasten(self, name: str, value: float) -> None:
+    def set_constant(self, name: str, value: float) -> None:
         """Replace a constant of femtoqueue, mostly a duration, until the test ends."""
         self.patched(with_constant(name, value))
 
@@ -1583,7 +1583,7 @@ class Liveness(QueueCase):
     def test_end_of_a_lease_wakes_a_waiting_pop(self) -> None:
         """A pop() that waits gets a task whose lease ends, without waiting for the next round of
         housekeeping."""
-        self.hasten("base interval", 10)
+        self.set_constant("base interval", 10)
         task, other = leased(self.queue(timeout_stale_ms=100)), self.queue("n2")
         self.assertEqual(_taken(other, 4).id, task.id)
 
@@ -4267,7 +4267,7 @@ class Faults(PlainLives):
         """A housekeeping job that hung for an hour runs again after 20 seconds. The pause is 20
         times the duration of the job, but at most 20 seconds."""
         longest_s, q, clock = constant("longest pause"), self.queue(), self.clock()
-        self.hasten("longest pause", longest_s)  # clock() has set it to 0
+        self.set_constant("longest pause", longest_s)  # clock() has set it to 0
         with hooked(at_call("list", "scheduled", lambda: clock.advance(3600))):
             q.pop()
         self.queue("n2").schedule(b"x", 0)
@@ -6998,7 +6998,7 @@ class Waiting(QueueCase):
         drain() and join() wait while other workers hold leases. drain() then delivers the tasks
         that come back. Both return when all tasks have ended; join() leases no task.
         """
-        self.hasten("base interval", 0.05)
+        self.set_constant("base interval", 0.05)
 
         def schedule(other: Any, at_s: float = 4e9) -> None:
             other.schedule(b"x", at_s * 1e6)
@@ -7516,7 +7516,7 @@ class Processing(QueueCase):
 
     def renewing_queue(self) -> FemtoQueue:
         """Return a queue that renews its leases of 2 s every 20 ms."""
-        self.hasten("renewal", 0.01)
+        self.set_constant("renewal", 0.01)
         return self.queue(timeout_stale_ms=2000)
 
     def until_renewed(self, *tasks: FemtoTask) -> None:
@@ -7727,7 +7727,7 @@ class Work(QueueCase):
 
     def test_drain_waits_for_what_comes_later_and_for_others(self) -> None:
         """For longer than it waits for a task at a time."""
-        self.hasten("base interval", 0.02)
+        self.set_constant("base interval", 0.02)
         q, other = self.queue(), self.queue("n2", timeout_stale_ms=100)
         for concurrency in (1, 3):
             q.schedule(b"later", (time.time() + 0.1) * 1e6)
@@ -8790,7 +8790,7 @@ class CommandLine(QueueCase):
         code = (
             "import os\ndef killpg(group, number):\n    raise PermissionError\nos.killpg = killpg\n"
         )
-        self.hasten("grace", 0.1)
+        self.set_constant("grace", 0.1)
         *words, main = self.patient()
         self.queue(None).push(b"x")
         command = "work", "jobs", "-q", "--task-timeout", "100ms", "--max-attempts", "2", "--drain"
@@ -8800,7 +8800,7 @@ class CommandLine(QueueCase):
         self.assertIn("its command can't be killed", err)
 
     def test_a_time_limit_is_kept_though_nobody_reads_what_jobs_write(self) -> None:
-        self.hasten("grace", 0.3)
+        self.set_constant("grace", 0.3)
         self.queue().push_many([b"x"] * 2)
         limits = "--task-timeout", "300ms", "--max-attempts", "1"
         with self.working("exec yes", "-j", "2", "--drain", *limits) as process:
@@ -8820,7 +8820,7 @@ class CommandLine(QueueCase):
     @unittest.skipUnless(sys.platform == "linux", "pipes have a size on Linux")
     def test_a_slow_reader_gets_all_output_also_when_the_time_limit_is_over(self) -> None:
         """One that reads nothing for the time of grace has stalled."""
-        self.hasten("grace", 1)
+        self.set_constant("grace", 1)
         self.queue().push(b"x")
         code = "import fcntl, os; fcntl.fcntl(1, 1031, 1 << 20); os.write(1, bytes(1000000))"
         limits = "--task-timeout", "1s", "--max-attempts", "1"
@@ -9043,8 +9043,8 @@ class CommandLine(QueueCase):
     def test_what_ends_of_the_second_signal_is_given_back_when_all_of_it_has_ended(self) -> None:
         """It goes to each command's group. Not when a shell has ended is its task given back, but
         when its program has; and what ended well is done."""
-        self.hasten("one signal", 0.05)
-        self.hasten("grace", 0.3)
+        self.set_constant("one signal", 0.05)
+        self.set_constant("grace", 0.3)
         see = "while sleep 0.01; do ls jobs/pending | grep $FEMTOQUEUE_ID >> seen; done"
         script = f"""read x; case $x in
             group) sleep 1000 & echo $!; wait ;;
@@ -9084,7 +9084,9 @@ class CommandLine(QueueCase):
             (saves, signal.SIGTERM, "worker", "pending"),
             (saves, signal.SIGTERM, "CMD", "pending"),
         )
-        self.hasten("one signal", 60)  # CMD's end is slow to be seen, and so is a worker's signal
+        self.set_constant(
+            "one signal", 60
+        )  # CMD's end is slow to be seen, and so is a worker's signal
         os.mkfifo("fifo")
         for jobs, (script, number, first, state) in zip((2, 1) * 6, orders, strict=True):
             with self.subTest(script, number=number, first=first):
@@ -9131,8 +9133,8 @@ class CommandLine(QueueCase):
 
     def test_signals_end_work_though_nobody_reads_what_it_says(self) -> None:
         """They find output that is stuck; and if it is standard error, a log line that is, too."""
-        self.hasten("one signal", 0.1)
-        self.hasten("grace", 0.3)
+        self.set_constant("one signal", 0.1)
+        self.set_constant("grace", 0.3)
         for output, to in (("stdout", ""), ("stderr", ">&2")):
             self.queue().push_many([b"fails", b"writes"])
             script = f"read x; if test $x = fails; then sleep 0.2; exit 1; fi; yes {to}"
