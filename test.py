@@ -745,7 +745,7 @@ def calls_of(event: str, work: Callable[[], object]) -> list[tuple[Any, ...]]:
 
 
 @contextlib.contextmanager
-def beside(*works: Callable[[], object]) -> Iterator[None]:
+def in_threads(*works: Callable[[], object]) -> Iterator[None]:
     """Run each function in a thread beside the block. At the end of the block, wait for them."""
     threads = [threading.Thread(target=it, daemon=True) for it in works]
     for thread in threads:
@@ -3605,7 +3605,7 @@ class Life:
 
     def __init__(self, q: FemtoQueue, say: Say, key: str | None) -> None:
         self.q, self.say, self.key = q, say, key
-        self.beside: FemtoQueue | None = None  # the other worker, after turn()
+        self.other: FemtoQueue | None = None  # the other worker, after turn()
         self.held: list[FemtoTask] = []  # leased tasks; the first one is settled first
         self.failed: FemtoTask | None = None  # the task that failed last
 
@@ -3616,8 +3616,8 @@ class Life:
                 word, *arguments = operation.split()
                 getattr(self, word)(*arguments)
         except BaseException:
-            if self.beside is not None:
-                self.beside.close()
+            if self.other is not None:
+                self.other.close()
             raise
 
     def said(self, what: str, call: Callable[..., object], *args: Any) -> None:
@@ -3720,21 +3720,21 @@ class Life:
 
     def turn(self) -> None:
         """Let the other worker do the next operations."""
-        other = self.beside or FemtoQueue(self.q.data_dir, "beside")
-        self.q, self.beside = other, self.q
+        other = self.other or FemtoQueue(self.q.data_dir, "other")
+        self.q, self.other = other, self.q
 
     def leave(self) -> None:
         """Close the other worker."""
-        assert self.beside is not None
-        self.beside.close()
+        assert self.other is not None
+        self.other.close()
         self.held.clear()
 
     def die(self) -> None:
         """Make the other worker look dead."""
-        assert self.beside is not None
-        simulate_death(self.beside)
-        self.q.__dict__["dead"] = self.beside  # freed together with q, outside of all hooks
-        self.beside = None
+        assert self.other is not None
+        simulate_death(self.other)
+        self.q.__dict__["dead"] = self.other  # freed together with q, outside of all hooks
+        self.other = None
         self.held.clear()
 
 
@@ -7056,7 +7056,7 @@ class Waiting(QueueCase):
                 until(lambda: waiter in asleep)
                 os.kill(os.getpid(), signal.SIGINT)
 
-            with beside(press):
+            with in_threads(press):
                 self.assertRaises(KeyboardInterrupt, q.pop, None)
 
     def test_close_ends_all_waits_and_the_object_can_be_used_again(self) -> None:
@@ -7413,7 +7413,7 @@ class Coroutines(QueueCase, unittest.IsolatedAsyncioTestCase):
             got.extend(task.data for task in tasks if task)
 
         loops = [lambda: asyncio.run(wait())] * 2
-        with beside(*loops, lambda: got.append(_taken(q, 60).data)):
+        with in_threads(*loops, lambda: got.append(_taken(q, 60).data)):
             q.push_many(b"%d" % number for number in range(11))
         self.assertEqual(sorted(got, key=int), [b"%d" % number for number in range(11)])
 
@@ -9536,7 +9536,7 @@ class Meeting(QueueCase):
                 reads.set()
                 may_go_on.wait(PATIENCE_S)
 
-        with hooked(meet), beside(lambda: got.append(q.take(id=wanted))):
+        with hooked(meet), in_threads(lambda: got.append(q.take(id=wanted))):
             reads.wait(PATIENCE_S)
             task = q.pop()
             may_go_on.set()
@@ -9570,10 +9570,10 @@ class Meeting(QueueCase):
         def fork() -> None:
             children.append(self.child(lambda child: child.say("forked")))
 
-        with hooked(hang), beside(q.stats):
+        with hooked(hang), in_threads(q.stats):
             self.assertTrue(hangs.wait(PATIENCE_S))
             for works in ((push,), (fork, push)):
-                with beside(*works):
+                with in_threads(*works):
                     pass
             said = [child.line() for child in children]
             self.assertEqual((len(pushed), said), (2, ["forked"]))
@@ -9684,7 +9684,7 @@ class Meeting(QueueCase):
             q.push(b"x", key=key)
 
             def close(q: FemtoQueue = q, key: str | None = key) -> None:
-                with self.locked(key) if key else contextlib.nullcontext(), beside(q.close):
+                with self.locked(key) if key else contextlib.nullcontext(), in_threads(q.close):
                     pass
                 if key is None:
                     fail_with(errno.EIO)
