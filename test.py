@@ -721,14 +721,14 @@ def at_call(event: str, of: Any, happen: Callable[[], object], times: int = 10**
     return hook
 
 
-def fail_with(code: int) -> NoReturn:
+def raise_errno(code: int) -> NoReturn:
     """Raise the OSError of an errno."""
     raise OSError(code, os.strerror(code))
 
 
-def raising(code: int) -> Callable[[], NoReturn]:
+def errno_raiser(code: int) -> Callable[[], NoReturn]:
     """Return a function that raises the OSError of an errno."""
-    return functools.partial(fail_with, code)
+    return functools.partial(raise_errno, code)
 
 
 def calls_of(event: str, work: Callable[[], object]) -> list[tuple[Any, ...]]:
@@ -905,7 +905,7 @@ class Lifecycle(QueueCase):
         for code, key in ((errno.ENOSPC, None), (errno.EDQUOT, "k")):
             q = self.anew()
             task = leased(q, key=key)
-            full = at_call("move", "/done/", raising(code))
+            full = at_call("move", "/done/", errno_raiser(code))
             said = self.assertLogs("femtoqueue", "WARNING")
             with hooked(full), mock.patch.object(LOG, "disabled", False), said as logs:
                 q.done(task)
@@ -913,7 +913,10 @@ class Lifecycle(QueueCase):
             self.assertEqual(self.states(), {})
             self.assertIsNone(q.pop())
             task = leased(q, key=key)
-            with hooked(at_call("move", "/done/", raising(errno.EIO))), self.assertRaises(OSError):
+            with (
+                hooked(at_call("move", "/done/", errno_raiser(errno.EIO))),
+                self.assertRaises(OSError),
+            ):
                 q.done(task)
             self.assertEqual(self.states(), {"inflight-n1": 1})
 
@@ -1149,7 +1152,7 @@ class Lifecycle(QueueCase):
         """If take() by id can't read a task that is not due, the task stays scheduled."""
         q = self.queue()
         ident = q.schedule(b"later", (time.time() + 1000) * 1e6)
-        with hooked(at_call("read", None, raising(errno.EIO))):
+        with hooked(at_call("read", None, errno_raiser(errno.EIO))):
             self.assertRaises(OSError, q.take, id=ident)
         self.assertEqual((q.pop(), self.states()), (None, {"scheduled": 1}))
 
@@ -1372,7 +1375,7 @@ class Ordering(QueueCase):
         with on_boot("1"):
             self.queue()
         (theirs,) = self.clocks()
-        with on_boot(None), hooked(at_call("stat lstat open", theirs, raising(errno.EACCES))):
+        with on_boot(None), hooked(at_call("stat lstat open", theirs, errno_raiser(errno.EACCES))):
             q = self.queue()
             q.push(b"x")
             self.assertNotIn(theirs.removeprefix("clock-"), self.pop(q).path)
@@ -1573,7 +1576,7 @@ class Liveness(QueueCase):
         directory of another user, if data_dir is sticky."""
         q, clock = self.queue(), self.clock()
         os.mkdir(self.file("inflight-other"))
-        sticky = hooked(at_call("rmdir", "-other", raising(errno.EPERM), times=1))
+        sticky = hooked(at_call("rmdir", "-other", errno_raiser(errno.EPERM), times=1))
         for advance_s, there in ((1, True), (61, True), (1, False)):
             clock.advance(advance_s)
             with sticky if advance_s == 61 else contextlib.nullcontext():
@@ -1700,7 +1703,7 @@ class Liveness(QueueCase):
 
         for come in (lambda node_id: q.schedule(b"x", 0), die):
             stuck = come("dead")
-            with hooked(at_call("move", stuck, raising(errno.EACCES))):
+            with hooked(at_call("move", stuck, errno_raiser(errno.EACCES))):
                 for node_id in ("dead2", "dead3"):
                     ident = come(node_id)
                     clock.advance(1)
@@ -1915,7 +1918,7 @@ class PlaceLost(QueueCase):
             into_it = name == "move" and not args[1].startswith("/")
             is_gone = not os.path.exists(place) or gone in descriptors_of(place)
             if is_gone and (into_it or (name == "fstat" and args[0] == gone)):
-                fail_with(errno.ESTALE)
+                raise_errno(errno.ESTALE)
 
         with hooked(stale):
             self.assertEqual(self.drain(q), [b"1", b"2", b"3", b"4"])
@@ -1930,7 +1933,7 @@ class PlaceLost(QueueCase):
             q = self.worker_that_listed(3)
             os.rmdir(lease_dir(q))
             clock.advance(2)
-            with hooked(at_call("open", lease_dir(q), raising(code))):
+            with hooked(at_call("open", lease_dir(q), errno_raiser(code))):
                 for _ in range(3):
                     with self.assertRaisesRegex(OSError, rf"\[Errno {code}\]"):
                         q.pop()
@@ -2121,7 +2124,7 @@ class LostReply(QueueCase):
         def lose() -> None:
             lost.append("reply")
             then()
-            fail_with(errno.ENOENT)
+            raise_errno(errno.ENOENT)
 
         with hooked(at_call("move", None, lose, times=1), after=True):
             yield
@@ -2609,7 +2612,7 @@ class Keyed(QueueCase):
         }
         for state, way in itertools.product(self.STATES, ("buffer", "update", "schedule")):
             is_synced = can_exchange or way in behind.get(state, "").split()
-            for step in Step.each(raising(errno.EIO)):
+            for step in Step.each(errno_raiser(errno.EIO)):
                 with self.anew(sync_after_write=is_synced) as q:
                     self.bring_to_state(q, state, clock.time())
                     before = self.task_and_buffered(q)
@@ -2677,7 +2680,7 @@ class Keyed(QueueCase):
         q, victim, clock = self.queue(), self.queue("victim"), self.clock()
         self.assertIsNone(q.pop())
         task = self.leased_with_buffered(victim)
-        dead = hooked(at_call("move", "/keys/", raising(errno.EIO)))
+        dead = hooked(at_call("move", "/keys/", errno_raiser(errno.EIO)))
         with dead, self.assertRaises(OSError):
             victim.done(task)
         simulate_death(victim)
@@ -2737,7 +2740,7 @@ class Keyed(QueueCase):
 
         def refuse(name: str, args: tuple[Any, ...]) -> None:
             if name == "open" and "/keys/" in str(args[0]) and args[1] & os.O_CREAT:
-                fail_with(errno.ENOSPC)
+                raise_errno(errno.ENOSPC)
 
         return hooked(refuse)
 
@@ -2824,7 +2827,7 @@ class Keyed(QueueCase):
         task = leased(q, key="k")
         with (
             contextlib.suppress(OSError),
-            hooked(at_call("move", "/inflight-", raising(errno.EIO))),
+            hooked(at_call("move", "/inflight-", errno_raiser(errno.EIO))),
             q.processing(task),
         ):
             raise ZeroDivisionError
@@ -2867,7 +2870,7 @@ class KeyedByRename(Keyed):
         def fail(name: str, args: tuple[Any, ...]) -> None:
             moves.extend(args[:1] if name == "move" else ())
             if name == "fsync" and moves and "/creating/" in moves[-1]:
-                fail_with(errno.EIO)
+                raise_errno(errno.EIO)
 
         for is_leased in (False, True):
             q = self.anew(sync_after_write=True)
@@ -2916,7 +2919,7 @@ class Healed(QueueCase):
         task = leased(q)
         q.done(task)
         os.link(self.file("done", task.id), self.file("pending", task.id))
-        with hooked(at_call("unlink", None, raising(errno.ENOTCONN))):
+        with hooked(at_call("unlink", None, errno_raiser(errno.ENOTCONN))):
             self.assertIsNone(q.pop())
         self.assertEqual(len(self.names("inflight-n1")), 1)
         clock.advance(60)
@@ -3000,7 +3003,7 @@ class Healed(QueueCase):
         q, line = self.queue(), self.new_dir()
         self.assertIsNone(q.pop())  # opens the lease directory, which stays open
         opened = len(os.listdir("/dev/fd"))
-        cut = seam("file system type", lambda _: fail_with(errno.ENOTCONN))
+        cut = seam("file system type", lambda _: raise_errno(errno.ENOTCONN))
         with cut, mock.patch("sys.unraisablehook") as complaint:
             for call in (
                 functools.partial(q.pop, PATIENCE_S),
@@ -3057,7 +3060,7 @@ class Healed(QueueCase):
 
             def miss(hangs_s: float = hangs_s) -> None:
                 clock.advance(hangs_s)
-                fail_with(errno.ENOENT)
+                raise_errno(errno.ENOENT)
 
             with hooked(at_call("open", ident, miss, times=8)):
                 self.assertEqual(worker.push(b"2", key="k"), ident)
@@ -3070,7 +3073,7 @@ class Healed(QueueCase):
             task = leased(q)
         other = self.queue("n2")
         self.clock().advance(2)
-        with hooked(at_call("lstat", task.path, raising(errno.ESTALE), times=1)):
+        with hooked(at_call("lstat", task.path, errno_raiser(errno.ESTALE), times=1)):
             self.assertIsNone(other.pop())
         q.done(task)
         self.assertEqual(self.states(), {"done": 1})
@@ -3080,10 +3083,10 @@ class Healed(QueueCase):
         error: the task was finished, and there is nothing left to purge."""
         q = self.queue(sync_after_write=True)
         task = leased(q)
-        with hooked(at_call("open", f"done/{task.id}", raising(errno.ESTALE))):
+        with hooked(at_call("open", f"done/{task.id}", errno_raiser(errno.ESTALE))):
             q.done(task)
         for event in ("lstat", "unlink"):
-            with hooked(at_call(event, f"done/{task.id}", raising(errno.ESTALE))):
+            with hooked(at_call(event, f"done/{task.id}", errno_raiser(errno.ESTALE))):
                 self.assertEqual(q.purge(0), 0)
 
     def test_dead_letter_that_can_not_be_read_is_not_retried(self) -> None:
@@ -3092,7 +3095,7 @@ class Healed(QueueCase):
         q = self.queue()
         ident = q.push(b"1", key="k")
         q.fail(self.pop(q))
-        gone = hooked(at_call("open", f"failed/{ident}", raising(errno.ENOENT)))
+        gone = hooked(at_call("open", f"failed/{ident}", errno_raiser(errno.ENOENT)))
         with gone, mock.patch("time.sleep"):
             for _ in range(2):
                 self.assertRaises(TaskNotFound, q.retry, ident)
@@ -3132,10 +3135,10 @@ class Healed(QueueCase):
             if len(renames) == 1:
                 os.rename(*args, **where)
             if len(renames) > is_answered:
-                fail_with(errno.ENOTCONN)
+                raise_errno(errno.ENOTCONN)
 
         def lstat(path: str) -> os.stat_result:
-            return fail_with(errno.ENOTCONN) if "/inflight-n1/" in path else os.lstat(path)
+            return raise_errno(errno.ENOTCONN) if "/inflight-n1/" in path else os.lstat(path)
 
         for is_answered in (False, True):
             q = self.anew(timeout_stale_ms=None)
@@ -3317,7 +3320,7 @@ class Durability(StepCase):
     def test_push_many_whose_sync_fails_takes_the_batch_back(self) -> None:
         """If the sync of a batch fails, push_many() removes its tasks and raises the error."""
         q = self.queue(sync_after_write=True)
-        batch = functools.partial(fail_with, errno.EIO), False
+        batch = functools.partial(raise_errno, errno.EIO), False
         sync = seam("sync of a batch", lambda _: batch)
         with sync, self.assertRaisesRegex(OSError, rf"\[Errno {errno.EIO}\].*\(0 tasks of"):
             q.push_many([b"1", b"2"])
@@ -3544,7 +3547,7 @@ class TwoMounts(QueueCase):
     def test_mark_that_a_full_disk_refused_is_made_before_the_first_push(self) -> None:
         self.path = self.new_dir()
         local = self.queue("local")
-        full = hooked(at_call("open", "SHARED", raising(errno.ENOSPC), times=1))
+        full = hooked(at_call("open", "SHARED", errno_raiser(errno.ENOSPC), times=1))
         with on_file_system(NFS), full:
             client = self.queue("client")
             client.push(b"older", key="k")
@@ -3553,7 +3556,7 @@ class TwoMounts(QueueCase):
 
     def test_directory_where_the_mark_can_not_be_made_is_opened_all_the_same(self) -> None:
         self.path = self.new_dir(self.memory)
-        with on_file_system(NFS), hooked(at_call("open", "SHARED", raising(errno.EROFS))):
+        with on_file_system(NFS), hooked(at_call("open", "SHARED", errno_raiser(errno.EROFS))):
             self.queue().push(b"x")
         self.assertEqual(self.drain(self.queue()), [b"x"])
 
@@ -3935,7 +3938,7 @@ class Interrupted(QueueCase):
             )
 
         for step in Step.each(counts=counts, at_least=1 - bool(turn)):
-            step.happen = lambda step=step: fail_with(self.errno_of(step, turn))  # type: ignore[misc]
+            step.happen = lambda step=step: raise_errno(self.errno_of(step, turn))  # type: ignore[misc]
             yield step
 
     def errno_of(self, step: Step, turn: int) -> int:
@@ -4178,7 +4181,7 @@ class Faults(PlainLives):
 
         def full(name: str, args: tuple[Any, ...]) -> None:
             if name == "mkdir" and not os.path.exists(args[0]):
-                fail_with(errno.ENOSPC)
+                raise_errno(errno.ENOSPC)
 
         with hooked(full):
             self.assertEqual(self.drain(self.queue("n2")), [b"1", b"2"])
@@ -4231,7 +4234,7 @@ class Faults(PlainLives):
 
             def ring(name: str, args: tuple[Any, ...], row: Any = (event, part)) -> None:
                 if name == "open" and str(args[0]).endswith("inflight-n2"):
-                    fail_with(errno.EIO)
+                    raise_errno(errno.EIO)
                 if name == row[0] and str(args[0]).endswith(row[1]) and name not in rung:
                     rung.add(name)
                     raise TimeoutError("raised by a signal handler")
@@ -4252,9 +4255,9 @@ class Faults(PlainLives):
 
         def refuse(name: str, args: tuple[Any, ...]) -> None:
             if name == "open" and re.search("/locks/|/inflight-n1/", str(args[0])):
-                fail_with(errno.EMFILE)
+                raise_errno(errno.EMFILE)
             if name == "move" and "/pending/" in str(args[1]):
-                fail_with(errno.ENOSPC)
+                raise_errno(errno.ENOSPC)
 
         with hooked(refuse):
             for _ in range(3):
@@ -4286,7 +4289,7 @@ class Faults(PlainLives):
             worn = q.push(b"worn out")
             os.rename(self.file("pending", worn), self.file("pending", f"{1:020d}~5~{worn}"))
             q.push(b"good")
-            full = at_call("open move", refused, raising(errno.ENOSPC))
+            full = at_call("open move", refused, errno_raiser(errno.ENOSPC))
             got: list[FemtoTask | None] = []
             for number in range(4):
                 worker = self.queue(f"w{number}", max_attempts=5)
@@ -4308,7 +4311,7 @@ class Faults(PlainLives):
             def take(code: int = code) -> None:
                 for lease in self.names("inflight-n1"):
                     os.rename(self.file("inflight-n1", lease), aside)
-                fail_with(code)
+                raise_errno(code)
 
             with hooked(at_call("move", f"/failed/{ident}", take)), ends:
                 self.assertIsNone(q.pop())
@@ -4323,11 +4326,11 @@ class Faults(PlainLives):
         ident = q.push(b"x")
         os.mkdir(self.file("inflight-others"))
         with on_boot("the next boot"):
-            with hooked(at_call("open", ".clock", raising(errno.EROFS))):
+            with hooked(at_call("open", ".clock", errno_raiser(errno.EROFS))):
                 other = self.queue("n2")
                 self.assertEqual((other.stats().done, other.purge(0)), (1, 1))
             self.clock().wall_shift_s = -1e8
-            with hooked(at_call("list", "others", raising(errno.EACCES))):
+            with hooked(at_call("list", "others", errno_raiser(errno.EACCES))):
                 self.assertGreater(self.queue("n3").push(b"y"), ident)
 
     def test_new_queue_is_private_except_its_clock_file(self) -> None:
@@ -4486,7 +4489,10 @@ class InterruptedOnSharedFileSystem(PlainLives):
         the same result as one without an error."""
         self.patched(without_exchange())  # as on NFS
         steps = functools.partial(
-            Meanwhile.each, raising(errno.ENOENT), lambda name, _: name in ("move", "unlink"), 1
+            Meanwhile.each,
+            errno_raiser(errno.ENOENT),
+            lambda name, _: name in ("move", "unlink"),
+            1,
         )
         for keep_done in (True, False):
             self.check_all(functools.partial(self.unnoticed, steps), keep_done=keep_done)
@@ -5486,7 +5492,7 @@ class TroubleOfOneTask(QueueCase):
 
         def refuse(name: str, args: tuple[Any, ...]) -> None:
             if name == "open" and str(args[0]).endswith(idents):
-                fail_with(errno.EACCES)
+                raise_errno(errno.EACCES)
 
         return hooked(refuse)
 
@@ -5570,7 +5576,7 @@ class TroubleOfOneTask(QueueCase):
         """Such a task may be that of another user, in a pending/ with the sticky bit."""
         q, clock = self.queue(), self.clock()
         bad, *_ = q.push_many([b"bad", b"good", b"better"])
-        with hooked(at_call("move", bad, raising(errno.EPERM))):
+        with hooked(at_call("move", bad, errno_raiser(errno.EPERM))):
             with self.assertRaises(PermissionError) as caught:
                 q.pop()
             self.assertEqual(getattr(caught.exception, "task_id", None), bad)
@@ -5589,7 +5595,7 @@ class TroubleOfOneTask(QueueCase):
         q = self.queue()
         bad = q.push(b"x")
         with (
-            hooked(at_call("move", bad, raising(errno.EACCES))),
+            hooked(at_call("move", bad, errno_raiser(errno.EACCES))),
             mock.patch.object(os, "access", return_value=False),
             self.assertRaises(PermissionError) as caught,
         ):
@@ -5709,7 +5715,7 @@ class ManyUsers(QueueCase):
         """The try to open the missing file for reading does not hide why it can't be made."""
         q = self.queue()
         q.push(b"x", key="other")
-        with hooked(at_call("open", "/locks/", raising(errno.EACCES), times=1)):
+        with hooked(at_call("open", "/locks/", errno_raiser(errno.EACCES), times=1)):
             self.assertRaises(PermissionError, q.push, b"x", key="k")
         self.assertEqual(self.states(), {"pending": 1})
 
@@ -5796,10 +5802,10 @@ class ManyUsers(QueueCase):
 
         def refuse(path: str, flags: int, *rest: Any, **more: Any) -> int:
             if flags & (os.O_RDWR | os.O_WRONLY | os.O_CREAT):
-                fail_with(errno.EROFS)
+                raise_errno(errno.EROFS)
             return opened(path, flags, *rest, **more)
 
-        read_only = fake_os(open=refuse, mkdir=lambda *_: fail_with(errno.EROFS))
+        read_only = fake_os(open=refuse, mkdir=lambda *_: raise_errno(errno.EROFS))
         with mock.patch.object(femtoqueue, "os", read_only):
             task = q.peek(key="k")
             self.assertEqual((q.contains("k"), q.contains("j")), (True, False))
@@ -5811,7 +5817,7 @@ class ManyUsers(QueueCase):
 
         def refuse(path: str, flags: int, *rest: Any, **more: Any) -> int:
             if flags & (os.O_RDWR | os.O_CREAT):
-                fail_with(errno.EROFS)
+                raise_errno(errno.EROFS)
             return opened(path, flags, *rest, **more)
 
         with (
@@ -5845,7 +5851,7 @@ class ManyUsers(QueueCase):
 
         def refuse(path: str, flags: int, *rest: Any, **more: Any) -> int:
             if "/locks/" in str(path) and flags & (os.O_RDWR | os.O_CREAT):
-                fail_with(errno.EACCES)
+                raise_errno(errno.EACCES)
             return opened(path, flags, *rest, **more)
 
         with mock.patch.object(femtoqueue, "os", fake_os(open=refuse)):
@@ -6203,7 +6209,7 @@ class Tickets(TicketCase):
         call. If register() returns, the ticket is in line. An error of close() does not undo that,
         but for the file with the last number on NFS.
         """
-        cut = raising(errno.ENOTCONN)
+        cut = errno_raiser(errno.ENOTCONN)
         ways = (Step, cut), (Step, interrupt), (Meanwhile, interrupt)
         for fs_type, (kind, happen) in itertools.product((EXT4, NFS), ways):
             for step in kind.each(happen):
@@ -6296,7 +6302,7 @@ class Tickets(TicketCase):
         line passes over that ticket once the directory can be reached again."""
         line = self.line()
         _, member = line.register()
-        with hooked(at_call("unlink", member, raising(errno.ENOTCONN))):
+        with hooked(at_call("unlink", member, errno_raiser(errno.ENOTCONN))):
             try:
                 line.remove(member)
             except OSError as error:
@@ -6397,10 +6403,10 @@ class SharedTickets(TicketCase):
             if not swept and any(name.startswith(".") for name in self.names("line")):
                 swept.append(True)
                 sweep()
-                fail_with(errno.EBADF)
+                raise_errno(errno.EBADF)
 
         swept: list[bool] = []
-        missing, stale = raising(errno.ENOENT), raising(errno.ESTALE)
+        missing, stale = errno_raiser(errno.ENOENT), errno_raiser(errno.ESTALE)
         for call, part, happens, times, ours in (
             ("open", "/last~", lambda: draw(1), 1, 2),
             ("move", "/last~", lambda: draw(5), 1, 6),
@@ -6583,7 +6589,7 @@ class Shrinking(QueueCase):
         """RACE: another worker replaces pending/ before the rename of push(), twice. The rename
         fails with ENOENT though its source exists, and push() repeats it."""
         q = self.queue()
-        with hooked(at_call("move", None, raising(errno.ENOENT), times=2)):
+        with hooked(at_call("move", None, errno_raiser(errno.ENOENT), times=2)):
             q.push(b"x")
         self.assertEqual(self.drain(q), [b"x"])
 
@@ -6710,7 +6716,7 @@ class Lacking(QueueCase):
             q.done(task)
 
     def test_without_hard_links_all_workers_still_share_one_clock(self) -> None:
-        with hooked(at_call("link", None, raising(errno.EPERM))):
+        with hooked(at_call("link", None, errno_raiser(errno.EPERM))):
             first, clock = self.queue("a"), self.clock()
             clock.wall_shift_s = 5000.0
             self.check_one_clock(first, self.queue("b"))
@@ -7385,7 +7391,7 @@ class Coroutines(QueueCase, unittest.IsolatedAsyncioTestCase):
     async def test_wait_raises_the_error_of_its_look(self) -> None:
         q = self.queue()
         q.push(b"x", key="k")
-        with hooked(at_call("move", "/pending/", raising(errno.EIO))):
+        with hooked(at_call("move", "/pending/", errno_raiser(errno.EIO))):
             for look in (q.pop_async(), q.take_async("k")):
                 with self.assertRaisesRegex(OSError, r"\[Errno 5\]"):
                     await look
@@ -7596,7 +7602,7 @@ class Processing(QueueCase):
         with q.processing(leased(q)) as task, q.processing(leased(q)) as other, q.processing(keyed):
             with (
                 self.locked("k"),
-                hooked(at_call("move", task.id, raising(errno.EIO))),
+                hooked(at_call("move", task.id, errno_raiser(errno.EIO))),
                 mock.patch.object(handler, "handle", side_effect=SystemExit) as handle,
             ):
                 before = keyed.path
@@ -7672,7 +7678,7 @@ class Processing(QueueCase):
         q = self.queue()
         task = leased(q)
         q.checkpoint(task, b"former")
-        with hooked(at_call("move", f"checkpoints/{task.id}", raising(errno.EIO))):
+        with hooked(at_call("move", f"checkpoints/{task.id}", errno_raiser(errno.EIO))):
             self.assertRaises(OSError, q.checkpoint, task, b"newer")
         self.check_invariants()
         q.release(task)
@@ -7746,7 +7752,7 @@ class Work(QueueCase):
             (lambda: clock.advance(61), as_usual, None, True),
             (sys.exit, as_usual, SystemExit, False),
             (int, lambda: hooked(at_call("open", claimed, stop.set)), None, False),
-            (int, lambda: hooked(at_call("move", ends, raising(errno.EIO))), OSError, False),
+            (int, lambda: hooked(at_call("move", ends, errno_raiser(errno.EIO))), OSError, False),
             (int, lambda: hooked(at_call("move", ends, interrupt)), KeyboardInterrupt, False),
             (int, no_more_threads, RuntimeError, False),
         )
@@ -7779,7 +7785,7 @@ class Work(QueueCase):
             def fail(name: str, args: tuple[Any, ...], broken: threading.Event = broken) -> None:
                 if name == "list" and args[0].endswith("pending") and not self.names("pending"):
                     broken.set()
-                    fail_with(errno.ENOSPC)
+                    raise_errno(errno.ENOSPC)
 
             def handle(_: object, event: Any = broken, is_signal: bool = is_signal) -> None:
                 event.wait(60)
@@ -7953,10 +7959,10 @@ class Checking(QueueCase):
     def test_unreadable_directory_is_reported_and_the_check_goes_on(self) -> None:
         q = self.queue()
         self.put(f"{1:020d}-0000aaaa", b"torn")
-        with hooked(at_call("list", "/failed", raising(errno.EACCES))):
+        with hooked(at_call("list", "/failed", errno_raiser(errno.EACCES))):
             kinds = {it.kind for it in q.check()}
         self.assertEqual(kinds, {"unreadable", "corrupt"})
-        with hooked(at_call("move", "/failed", raising(errno.EACCES))):
+        with hooked(at_call("move", "/failed", errno_raiser(errno.EACCES))):
             self.assertEqual({*q.check(repair=True)}, {*q.check()})
         q.pop()
 
@@ -8664,7 +8670,7 @@ class CommandLine(QueueCase):
         self.put("file", b"", "")
         for text, line in self.WRONG_USES_OF_A_QUEUE:
             self.check_wrong(line, text)
-        with hooked(at_call("stat", "jobs/pending", raising(errno.EACCES))):
+        with hooked(at_call("stat", "jobs/pending", errno_raiser(errno.EACCES))):
             self.check_wrong("ls jobs", "Permission denied")
         self.assertEqual(self.states(), {"pending": 1})
 
@@ -9687,7 +9693,7 @@ class Meeting(QueueCase):
                 with self.locked(key) if key else contextlib.nullcontext(), in_threads(q.close):
                     pass
                 if key is None:
-                    fail_with(errno.EIO)
+                    raise_errno(errno.EIO)
 
             raises = contextlib.nullcontext() if key else self.assertRaises(OSError)
             closes = hooked(at_call("open", "inflight-n1/", close, times=1))
