@@ -3812,7 +3812,7 @@ def copy_tree(source: str, target: str) -> None:
                 copy.write(file.read())
 
 
-def those(word: str, said: list[str]) -> list[str]:
+def names_after(word: str, said: list[str]) -> list[str]:
     """Return the rest of each line that begins with this word."""
     return [line.removeprefix(f"{word} ") for line in said if line.startswith(f"{word} ")]
 
@@ -4094,13 +4094,13 @@ class PlainLives(Interrupted):
         waiting = self.payloads(q, "pending", "scheduled", "inflight")
         failed = self.payloads(q, "failed")
         is_kept = q.keep_done and not self.is_full
-        done = self.payloads(q, "done") if is_kept else those("done", said)
+        done = self.payloads(q, "done") if is_kept else names_after("done", said)
         present = waiting + failed + done
         self.assertEqual(len(present), len({*present}))
         where = {"push": waiting, "took": waiting, "retry": waiting, "done": done, "fail": failed}
         for name, word in last.items():
             self.assertIn(name, where.get(word, [name]), said)
-        self.assertEqual({*those("raised push", said)} & {*present}, set())
+        self.assertEqual({*names_after("raised push", said)} & {*present}, set())
         drained = []
         while task := q.pop():
             drained.append(task.data.decode())
@@ -4412,12 +4412,15 @@ class KeyedInterrupted(Interrupted):
             task = self.take(q, id=later.id)
             delivered.append(task.data.decode())
             q.done(task)
-        self.assertTrue(those("try fail", said) or q.stats().failed == 0, "a second task")
-        taken, retried = those("took", said), those("retry", said)
+        self.assertTrue(names_after("try fail", said) or q.stats().failed == 0, "a second task")
+        taken, retried = names_after("took", said), names_after("retry", said)
         self.assertTrue(retried or taken == sorted(taken), said)
-        [newest], tried = those("push", said)[-1:] or ["nothing"], those("try push", said)[-1:]
+        [newest], tried = (
+            names_after("push", said)[-1:] or ["nothing"],
+            names_after("try push", said)[-1:],
+        )
         allowed = {newest, *tried, *retried}
-        if newest in those("done", said):
+        if newest in names_after("done", said):
             allowed = {"nothing", *tried, *retried} - {newest}
         elif said and said[-1] == f"try done {newest}":
             allowed.add("nothing")
