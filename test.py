@@ -761,7 +761,7 @@ def reason_of(q: FemtoQueue, ident: str) -> str:
         return file.read()
 
 
-def _taken(q: FemtoQueue, timeout: float = 0) -> FemtoTask:
+def popped(q: FemtoQueue, timeout: float = 0) -> FemtoTask:
     """Pop a task, which must be there, without a check of the invariants."""
     task = q.pop(timeout)
     assert task is not None
@@ -771,7 +771,7 @@ def _taken(q: FemtoQueue, timeout: float = 0) -> FemtoTask:
 def leased(q: FemtoQueue, data: bytes = b"x", key: str | None = None) -> FemtoTask:
     """Push a task, and return a lease of the oldest task."""
     q.push(data, key=key)
-    return _taken(q)
+    return popped(q)
 
 
 # Calls with a wrong argument, which must be refused. A Refusal has four parts:
@@ -1265,7 +1265,7 @@ class Lifecycle(QueueCase):
             ident = q.push(b"x")
             os.link(self.file("pending", ident), self.file(state, ident))
             for _ in range(2):
-                end(_taken(q))
+                end(popped(q))
                 clock.advance(31)
             self.assertIsNone(q.pop())
             self.assertEqual((self.states(), self.names(state)), ({state: 1}, [ident]))
@@ -1588,7 +1588,7 @@ class Liveness(QueueCase):
         housekeeping."""
         self.set_constant("base interval", 10)
         task, other = leased(self.queue(timeout_stale_ms=100)), self.queue("n2")
-        self.assertEqual(_taken(other, 4).id, task.id)
+        self.assertEqual(popped(other, 4).id, task.id)
 
     def test_dead_workers_leases_of_another_boot_end_at_their_deadlines(self) -> None:
         """In the directory of a dead worker, only leases of this boot end before their deadlines.
@@ -1626,12 +1626,12 @@ class Liveness(QueueCase):
                 with on_boot(first):
                     dead = self.queue("dead", timeout_stale_ms=None)
                     dead.push(b"x")
-                    _taken(dead)
+                    popped(dead)
                 simulate_death(dead)
                 with on_boot(second):
                     q = self.queue("other", timeout_stale_ms=None)
                     self.assertEqual([it.liveness for it in q.stats().nodes], ["dead"])
-                    self.assertEqual(_taken(q).attempts, 2)
+                    self.assertEqual(popped(q).attempts, 2)
 
     def test_lease_of_an_earlier_boot_is_not_of_this_boot_where_the_boot_id_is_not_seen(
         self,
@@ -1645,7 +1645,7 @@ class Liveness(QueueCase):
             with on_boot("1"), on_file_system(fs_type):
                 living = self.queue("living", timeout_stale_ms=None)
                 living.push(b"x")
-                _taken(living)
+                popped(living)
             simulate_death(living)  # no lock shows its life, as if it lived on another host
             clock.wall_shift_s += shift_s
             with on_boot(None):
@@ -1663,14 +1663,14 @@ class Liveness(QueueCase):
         living = self.queue("living")
         living.push(b"1")
         clock.wall_shift_s = 0.0
-        task = _taken(living)
+        task = popped(living)
         with on_boot("other host"):
             self.queue("other").push(b"2")
         q = self.queue("new")
-        q.done(_taken(q))
+        q.done(popped(q))
         self.assertIsNone(q.pop())
         clock.advance(31)
-        self.assertEqual(_taken(q).id, task.id)
+        self.assertEqual(popped(q).id, task.id)
 
     def test_leases_end_after_a_reboot_that_set_the_wall_clock_far_back(self) -> None:
         """A lease ends in time after a reboot with a dead battery, which sets the date back. The
@@ -1739,7 +1739,7 @@ class Liveness(QueueCase):
 
         def be_quicker() -> None:
             os.rmdir(lease_dir(starting))
-            taken.append(_taken(quicker))
+            taken.append(popped(quicker))
 
         with hooked(at_call("lock", fcntl.LOCK_SH, be_quicker, times=1)):
             self.assertIsNone(starting.pop())
@@ -1825,7 +1825,7 @@ class Liveness(QueueCase):
         self.addCleanup(child.go)  # ends the process that `child` has forked
         self.assertEqual(child.line(), "forked")
         child.kill()
-        q.done(_taken(q, 10))
+        q.done(popped(q, 10))
 
     def test_forked_child_that_outlives_its_parent_keeps_none_of_its_leases(self) -> None:
         """The leases of a killed worker end although a forked child of the worker still lives. The
@@ -1854,7 +1854,7 @@ class Liveness(QueueCase):
         mine = self.pop(q)
 
         def work(child: Child) -> None:
-            task = _taken(q)
+            task = popped(q)
             child.say(f"{task.data.decode()} {q.node_id} {q.push(b'3')}")
             q.done(task)
             q.close()
@@ -1900,8 +1900,8 @@ class PlaceLost(QueueCase):
                 if call != "next":
                     q.push(b"1", key="k")
                     q.push(b"2")
-                mine = self.take(q, "k") if call == "take" else _taken(q)
-                theirs = _taken(observer)
+                mine = self.take(q, "k") if call == "take" else popped(q)
+                theirs = popped(observer)
                 self.assertEqual((mine.data, theirs.data, observer.pop()), (b"1", b"2", None))
                 q.done(mine)
                 observer.done(theirs)
@@ -1947,7 +1947,7 @@ class PlaceLost(QueueCase):
             with on_file_system(fs_type):
                 q = self.worker_that_listed(300)
                 shutil.rmtree(lease_dir(q))
-                claims = calls_of("move", functools.partial(_taken, q))
+                claims = calls_of("move", functools.partial(popped, q))
             self.assertEqual([task.data for task in q.tasks("inflight")], [b"1"])
             self.assertLessEqual(len([it for it in claims if "/pending/" in it[0]]), most)
 
@@ -2291,7 +2291,7 @@ class Sharing(QueueCase):
         q, clock = self.queue(), self.clock()
         q.push_many([b"1", b"2"])
         mine, theirs = self.pop(q), list[FemtoTask]()
-        popper = threading.Thread(target=lambda: theirs.append(_taken(q)))
+        popper = threading.Thread(target=lambda: theirs.append(popped(q)))
 
         def hang() -> None:
             popper.start()
@@ -2548,7 +2548,7 @@ class Keyed(QueueCase):
             q.push(b"old", key=key)
             for _ in range(2):
                 q.release(self.take(q, key), front=True)
-            step.happen = lambda: taken.append(_taken(other))
+            step.happen = lambda: taken.append(popped(other))
             with hooked(step):
                 q.push(b"new", key=key)
             if step.reached:
@@ -2653,7 +2653,7 @@ class Keyed(QueueCase):
             with ended, slept, hooked(hook):
                 task = q.pop()
             with self.subTest(error=error):
-                task = task or other.pop() or _taken(q)
+                task = task or other.pop() or popped(q)
                 self.assertEqual((task.id, task.data, task.attempts), (ident, b"new", 1))
                 (q if task.node == "n1" else other).done(task)
                 self.assertEqual((self.drain(q), q.stats().buffered), ([], 0))
@@ -2905,7 +2905,7 @@ class Healed(QueueCase):
             with self.subTest(name, key=key):
                 self.assertFalse(key and q.contains(key))
                 self.assertNotEqual(q.push(b"2", key=key), task.id)
-                newer = self.take(q, key) if key else _taken(q)
+                newer = self.take(q, key) if key else popped(q)
                 self.assertEqual(newer.data, b"2")
                 q.done(newer)
                 clock.advance(3600)
@@ -2960,7 +2960,7 @@ class Healed(QueueCase):
         newest = q.push(b"4", key="k")
         for behind in (ident, newest):
             ghost = self.put(behind, record(b"2", b"k"), "keys")
-            task = _taken(q)
+            task = popped(q)
             self.assertEqual((task.id, task.data), (newest, b"4"))
             q.release(task) if behind == ident else q.done(task)
             self.assertEqual(self.names("keys"), [behind])
@@ -2993,7 +2993,7 @@ class Healed(QueueCase):
             (name,) = self.names("pending")
             os.link(self.file("pending", name), self.file("failed", dead.id))
             self.assertTrue(key is None or q.contains(key))
-            self.assertEqual(_taken(q).id, dead.id)
+            self.assertEqual(popped(q).id, dead.id)
             os.unlink(self.file("failed", dead.id))
 
     def test_failed_statfs_is_raised_and_does_not_mean_a_local_file_system(self) -> None:
@@ -3283,7 +3283,7 @@ class Durability(StepCase):
                 os.rename(self.file(path, "done"), self.file(f"done-{len(path)}"))
                 os.symlink(self.file(f"done-{len(path)}"), self.file(path, "done"))
                 q.push(b"x")
-                q.done(_taken(q))
+                q.done(popped(q))
                 self.assertEqual(q.stats().done, 1)
 
     def test_entry_of_each_directory_is_synced_whoever_made_it(self) -> None:
@@ -3444,7 +3444,7 @@ class TwoMounts(QueueCase):
         self.assertTrue(self.local.contains("k"))
         self.local.push(b"newer", key="k")
         self.assertEqual(self.states(), {"pending": 1})
-        self.assertEqual(_taken(self.local).data, b"newer")
+        self.assertEqual(popped(self.local).data, b"newer")
 
     def test_key_states_of_local_objects_are_no_finding(self) -> None:
         self.path = self.new_dir(self.memory)
@@ -3462,7 +3462,7 @@ class TwoMounts(QueueCase):
             self.client.push(b"newer", key="k")
         self.assertEqual(self.states(), {"pending": 1, "keys": 1})
         self.assertEqual([it.data for it in self.local.tasks("pending")], [b"newer"])
-        self.assertEqual(_taken(self.local).data, b"newer")
+        self.assertEqual(popped(self.local).data, b"newer")
 
     def test_two_pushes_at_once_never_give_a_key_to_two_workers(self) -> None:
         """RACE: a client pushes between the look of a local push and its rename. Then the key has
@@ -4170,7 +4170,7 @@ class Faults(PlainLives):
                     FemtoQueue(self.path, "n1", sync_after_write=True)
                     self.assertNotEqual(step.at, "statfs")
                 ident = self.queue().push(b"x")
-                self.assertEqual(_taken(self.queue("n2")).id, ident, step.at)
+                self.assertEqual(popped(self.queue("n2")).id, ident, step.at)
                 self.check_invariants(leftovers=step.at == "unlink")
 
     def test_worker_starts_on_a_full_disk(self) -> None:
@@ -4425,9 +4425,9 @@ class KeyedInterrupted(Interrupted):
         elif said and said[-1] == f"try done {newest}":
             allowed.add("nothing")
         elif not delivered and q.retry_failed():
-            delivered.append(_taken(q).data.decode())
+            delivered.append(popped(q).data.decode())
             q.close()
-            q.done(_taken(q))
+            q.done(popped(q))
         self.assertIn(delivered[-1] if delivered else "nothing", allowed, said)
         if os.path.exists(self.file("keys")):
             self.now.advance(601)  # until the repair of keys removes files that an error has left
@@ -6568,7 +6568,7 @@ class Shrinking(QueueCase):
         q = self.queue()
         before = self.opened("failed", "done")
         q.push(b"x")
-        q.fail(_taken(q), "why")
+        q.fail(popped(q), "why")
         with with_constant("shrink", -1):
             q.purge(3600, ("done", "failed"))
             self.assertEqual(self.are_replaced(before), [False, True])
@@ -6578,7 +6578,7 @@ class Shrinking(QueueCase):
     def test_keys_and_checkpoints_are_replaced_by_the_sweep(self) -> None:
         q, clock = self.queue(), self.clock()
         q.push(b"x", key="k")
-        task = _taken(q)
+        task = popped(q)
         q.checkpoint(task, b"1")
         q.done(task)
         before = self.opened("keys", "checkpoints")
@@ -6604,7 +6604,7 @@ class Shrinking(QueueCase):
 
         def pop() -> None:
             nonlocal task
-            task = _taken(q)
+            task = popped(q)
 
         def replace() -> None:
             pop()
@@ -6739,11 +6739,11 @@ class Lacking(QueueCase):
         ident = q.push(b"x")
         with mock.patch("os.rename", rename):
             for _ in range(2):
-                q.done(_taken(q))
+                q.done(popped(q))
                 shutil.copy(self.file("done", ident), self.file("pending", ident))
             os.unlink(self.file("done", ident))
             for reason in ("first", "second"):
-                q.fail(_taken(q), reason)
+                q.fail(popped(q), reason)
                 os.replace(self.file("failed", ident), self.file("pending", ident))
         self.assertEqual(reason_of(q, ident), "second\n")
 
@@ -6752,21 +6752,21 @@ def make_queue_like_the_old_one(path: str) -> None:
     """Do what made AN_OLD_QUEUE. The queue then has tasks in every state, of every kind."""
     dead = FemtoQueue(path, "dead")
     dead.push(b"of a dead worker")
-    dead.checkpoint(_taken(dead), b"half way")
+    dead.checkpoint(popped(dead), b"half way")
     for key in ("b", "d"):
         dead.push(b"of a key in flight", key=key)
-        _taken(dead)
+        popped(dead)
     with FemtoQueue(path, "n1", detached=True) as q:
         q.push(b"newer", key="b")
         q.schedule(b"newer, and later", 4e15, key="d")
         q.push(b"detached")
-        _taken(q)
+        popped(q)
         q.push(b"done")
-        q.done(_taken(q))
+        q.done(popped(q))
         q.push(b"failed")
-        q.fail(_taken(q), "why\nso")
+        q.fail(popped(q), "why\nso")
         q.push_many([b"back", b"front"])
-        back, front = _taken(q), _taken(q)
+        back, front = popped(q), popped(q)
         q.checkpoint(front, b"far")
         q.release(front, front=True)
         q.release(back)
@@ -6894,9 +6894,9 @@ class Compatibility(QueueCase):
             self.assertEqual(given, (self.path, "node1", 100, True))
         with FemtoQueue(data_dir=self.path, node_id="node1", timeout_stale_ms=100) as q:
             q.schedule(data=b"x", time_us=0)
-            q.fail(task=_taken(q))
+            q.fail(task=popped(q))
             q.push(data=b"x")
-            q.done(task=_taken(q))
+            q.done(task=popped(q))
         self.assertEqual(self.states(), {"failed": 1, "done": 1})
 
 
@@ -7027,7 +7027,7 @@ class Waiting(QueueCase):
             other.push(b"behind", key="k")
             other.done(held)
             self.assertFalse(other.join(0))
-            other.done(_taken(other))
+            other.done(popped(other))
 
         pop, join = FemtoQueue.pop, FemtoQueue.join
         take, keyed = (functools.partial(it, key="k") for it in (FemtoQueue.take, leased))
@@ -7126,7 +7126,7 @@ class Hearing(QueueCase):
             return poll(PATIENCE_S * 1000) or self.fail("no event came")
 
         with hooked_poll(sleep):
-            return _taken(q, 60).data
+            return popped(q, 60).data
 
     def replace(self, directory: str, fresh: str = "fresh", old: str | None = "old") -> None:
         """Replace a directory of the queue by an empty one.
@@ -7422,7 +7422,7 @@ class Coroutines(QueueCase, unittest.IsolatedAsyncioTestCase):
             got.extend(task.data for task in tasks if task)
 
         loops = [lambda: asyncio.run(wait())] * 2
-        with in_threads(*loops, lambda: got.append(_taken(q, 60).data)):
+        with in_threads(*loops, lambda: got.append(popped(q, 60).data)):
             q.push_many(b"%d" % number for number in range(11))
         self.assertEqual(sorted(got, key=int), [b"%d" % number for number in range(11)])
 
@@ -7514,7 +7514,7 @@ class Processing(QueueCase):
         ident = q.push(b"x")
         name = f"{ident[:20]}~{attempts - 1}~{ident}"
         os.rename(self.file("pending", ident), self.file("pending", name))
-        with contextlib.suppress(ValueError), q.processing(_taken(q)) as task:
+        with contextlib.suppress(ValueError), q.processing(popped(q)) as task:
             self.assertEqual((task.id, task.attempts), (ident, attempts))
             raise ValueError
         (name,) = self.names("scheduled")
@@ -9518,7 +9518,7 @@ class Meeting(QueueCase):
                 return names
 
             with mock.patch.object(femtoqueue, "os", fake_os(listdir=listdir)):
-                ids = [_taken(q).id for _ in range(before + meanwhile)]
+                ids = [popped(q).id for _ in range(before + meanwhile)]
             self.assertEqual(ids, sorted(ids))
 
     def test_push_of_a_signal_handler_while_an_id_is_made_gets_another_id(self) -> None:
