@@ -568,7 +568,7 @@ class QueueCase(unittest.TestCase):
         self.addCleanup(q.close)
         return q
 
-    def anew(self, **settings: Any) -> FemtoQueue:
+    def new_queue(self, **settings: Any) -> FemtoQueue:
         """Set `path` to a new directory, and open a queue there."""
         self.path = self.new_dir(self.memory if self.in_memory else None)
         return self.queue(**settings)
@@ -903,7 +903,7 @@ class Lifecycle(QueueCase):
     def test_done_on_a_full_disk_removes_the_task(self) -> None:
         """Otherwise the task would run again and again until somebody purges done/."""
         for code, key in ((errno.ENOSPC, None), (errno.EDQUOT, "k")):
-            q = self.anew()
+            q = self.new_queue()
             task = leased(q, key=key)
             full = at_call("move", "/done/", errno_raiser(code))
             said = self.assertLogs("femtoqueue", "WARNING")
@@ -1497,7 +1497,7 @@ class ReplacedClock(QueueCase):
         now_s = time.time()
         for has_looked in (False, True):
             with self.subTest(has_looked=has_looked), self.both_clocks(now_s):
-                q = self.anew()
+                q = self.new_queue()
                 q.schedule(b"x", (now_s + 60) * 1e6)
                 if has_looked:
                     self.assertIsNone(q.pop())
@@ -1598,7 +1598,7 @@ class Liveness(QueueCase):
         Then st_ctime is in the future, and does not show the age of the lease."""
         clock = self.clock()
         for back_s in (0, 1e8):
-            q, dead = self.anew(), self.queue("dead")
+            q, dead = self.new_queue(), self.queue("dead")
             q.push_many([b"1", b"2"])
             mine = os.path.basename(self.pop(q).path)
             self.pop(dead)
@@ -1874,7 +1874,7 @@ class PlaceLost(QueueCase):
     def worker_that_listed(self, count: int) -> FemtoQueue:
         """Return a worker in a new queue. The worker has a lease directory, has listed `count`
         tasks, and has finished the first of them."""
-        q = self.anew()
+        q = self.new_queue()
         q.push_many([b"%d" % n for n in range(count)])
         q.done(self.pop(q))
         return q
@@ -2071,7 +2071,7 @@ class StepCase(QueueCase):
         self, words: str, row: Row, key: str | None = None, **settings: Any
     ) -> Callable[[], object]:
         """Prepare a step in a new queue. Return a function that does the step."""
-        q = self.anew(**row.settings, **settings)
+        q = self.new_queue(**row.settings, **settings)
         self.assertIsNone(q.pop())
         life, (*before, step) = Life(q, lambda _: None, key), words.split(" | ")
         for part in before:
@@ -2217,7 +2217,7 @@ class LostReply(QueueCase):
         and only these count."""
         for fs_type in (EXT4, NFS):
             self.patched(on_file_system(fs_type))
-            q, looks = self.anew(), list[list[str]]()
+            q, looks = self.new_queue(), list[list[str]]()
             anchor = self.file(f"clock-{self.boot()}")
             with open(anchor, "r+", encoding="ascii") as file:
                 ahead_ns = int(file.read()) + 7200 * 10**9
@@ -2435,7 +2435,7 @@ class LeftBehind(QueueCase):
     def interrupt_at_line(self, number: int, key: str | None) -> bool:
         """Raise KeyboardInterrupt at a line of pop(), and check what is left. Return False if pop()
         has fewer lines."""
-        q = self.anew()
+        q = self.new_queue()
         task = leased(q, b"x", key)
         if key:
             q.push(b"newer", key=key)
@@ -2452,7 +2452,7 @@ class LeftBehind(QueueCase):
     def close_at_line(self, number: int, deliver: Callable[[FemtoQueue], FemtoTask | None]) -> bool:
         """Call close() in another thread at a line of a delivery, and check what is left. Return
         False if the delivery has fewer lines."""
-        q = self.anew(max_attempts=1)
+        q = self.new_queue(max_attempts=1)
         q.push(b"x")
         self.assertIsNone(q.take(key="none"))
         closer = threading.Thread(target=q.close)
@@ -2613,7 +2613,7 @@ class Keyed(QueueCase):
         for state, way in itertools.product(self.STATES, ("buffer", "update", "schedule")):
             is_synced = can_exchange or way in behind.get(state, "").split()
             for step in Step.each(errno_raiser(errno.EIO)):
-                with self.anew(sync_after_write=is_synced) as q:
+                with self.new_queue(sync_after_write=is_synced) as q:
                     self.bring_to_state(q, state, clock.time())
                     before = self.task_and_buffered(q)
                     push = functools.partial(q.push, b"new", key="k", if_in_flight=way)
@@ -2873,7 +2873,7 @@ class KeyedByRename(Keyed):
                 raise_errno(errno.EIO)
 
         for is_leased in (False, True):
-            q = self.anew(sync_after_write=True)
+            q = self.new_queue(sync_after_write=True)
             task = leased(q, key="k") if is_leased else None
             q.push(b"1", key="k")
             moves.clear()
@@ -2897,7 +2897,7 @@ class Healed(QueueCase):
         not count as the task of its key, and does not become a dead letter."""
         front = "pending/{id:.20}~1~{id}"
         for key, name in itertools.product((None, "k"), ("pending/{id}", front, "{path}")):
-            q, clock = self.anew(max_attempts=1), self.clock()
+            q, clock = self.new_queue(max_attempts=1), self.clock()
             task = leased(q, b"1", key)
             path = self.file(name.format(id=task.id, path=task.path))
             q.done(task)
@@ -2933,7 +2933,7 @@ class Healed(QueueCase):
         The task of the old record was finished with a newer payload, in another file. So no link in
         done/ shows that the old record is outdated."""
         for name in ("pending/{id}", "{path}"):
-            q, other, clock = self.anew(), self.queue("n2"), self.clock()
+            q, other, clock = self.new_queue(), self.queue("n2"), self.clock()
             ended = leased(other, b"1", "k")
             ident = q.push(b"2", key="k")
             other.done(ended)
@@ -3141,7 +3141,7 @@ class Healed(QueueCase):
             return raise_errno(errno.ENOTCONN) if "/inflight-n1/" in path else os.lstat(path)
 
         for is_answered in (False, True):
-            q = self.anew(timeout_stale_ms=None)
+            q = self.new_queue(timeout_stale_ms=None)
             q.push(b"1")
             renames.clear()
             fake = fake_os(rename=rename, replace=rename, lstat=lstat)
@@ -4207,7 +4207,7 @@ class Faults(PlainLives):
             ("read", MemoryError(), False, 3),
             ("open", TimeoutError("raised by a signal handler"), True, 1),
         ):
-            q, other = self.anew(), self.queue("n2")
+            q, other = self.new_queue(), self.queue("n2")
             ident = q.push_many([b"large" * 10_000, b"small"])[0]
 
             def refuse(name: str, args: tuple[Any, ...], row: Any = (event, error, ident)) -> None:
@@ -4284,7 +4284,7 @@ class Faults(PlainLives):
         If failed/ accepts no file at all, the task goes to the back of the queue. Other tasks are
         delivered in both cases."""
         for refused in ("creating/", "failed/"):
-            q = self.anew()
+            q = self.new_queue()
             self.put(q.push(b"corrupt"), b"rubbish")
             worn = q.push(b"worn out")
             os.rename(self.file("pending", worn), self.file("pending", f"{1:020d}~5~{worn}"))
@@ -5553,7 +5553,7 @@ class TroubleOfOneTask(QueueCase):
 
     def test_work_logs_an_unreadable_task_and_goes_on(self) -> None:
         for concurrency in (1, 2):
-            q, handled = self.anew(max_attempts=3), list[bytes]()
+            q, handled = self.new_queue(max_attempts=3), list[bytes]()
             bad, *_ = q.push_many([b"bad", b"0", b"1", b"2"])
             with self.subTest(concurrency), self.with_unreadable(bad):
                 counts = q.work(
@@ -5763,7 +5763,7 @@ class ManyUsers(QueueCase):
         for link in (os.symlink, os.link):
             with open(outside, "w", encoding="ascii"):
                 os.chmod(outside, 0o600)
-            q = self.anew()
+            q = self.new_queue()
             os.chmod(self.path, 0o777)
             place = self.file("locks", key_tag("k")[-2:])
 
@@ -5891,7 +5891,7 @@ class ByHand(QueueCase):
         and has already listed the tasks; worker n2 has not."""
         clock = self.clock()
         for (command, is_lost, wanted), node in itertools.product(self.COMMANDS, ("n1", "n2")):
-            q = self.anew(timeout_stale_ms=None)
+            q = self.new_queue(timeout_stale_ms=None)
             ids = q.push_many([b"1", b"2", b"3"])
             task = self.pop(q)
             self.sh(command, LEASED=ids[0], ID=ids[1])
@@ -7043,7 +7043,7 @@ class Waiting(QueueCase):
             (keyed, join, finish, True),
         )
         for before, wait, event, result in rows:
-            q, other = self.anew(), self.queue("n2", timeout_stale_ms=None)
+            q, other = self.new_queue(), self.queue("n2", timeout_stale_ms=None)
             it = before(other)
             self.assertFalse(wait(q, timeout=0.01))
             event_now = functools.partial(event, other, it)
@@ -7760,7 +7760,7 @@ class Work(QueueCase):
             (int, no_more_threads, RuntimeError, False),
         )
         for concurrency, (happens, broken, error, is_done) in itertools.product((1, 2), rows):
-            q, handled = self.anew(max_attempts=2), list[object]()
+            q, handled = self.new_queue(max_attempts=2), list[object]()
             q.push_many([b"x"] * 9)
             stop.clear()
 
@@ -7855,7 +7855,7 @@ class Work(QueueCase):
             (1, "released", 0),
             (2, "released", 0),
         ):
-            q, begun, is_over = self.anew(), threading.Barrier(concurrency), threading.Event()
+            q, begun, is_over = self.new_queue(), threading.Barrier(concurrency), threading.Event()
             q.push_many([b"0", b"1", b"2"])
 
             def handle(_: object, end: str = end, begun: Any = begun, over: Any = is_over) -> None:
@@ -9505,7 +9505,7 @@ class Meeting(QueueCase):
         passed the place of the oldest one, and returns only the younger ones. The oldest is still
         delivered first. This also holds if most of the listed names are foreign."""
         for before, foreign, meanwhile in ((0, 0, 300), (300, 0, 300), (0, 300, 2)):
-            q, pushed = self.anew(), list[str]()
+            q, pushed = self.new_queue(), list[str]()
             self.assertIsNone(q.pop())
             q.push_many([b"x"] * before)
             self.foreign = tuple(self.put(f"foreign{n}", b"") for n in range(foreign))
@@ -9560,7 +9560,7 @@ class Meeting(QueueCase):
                 self.check_push_and_fork_while_hanging(event)
 
     def check_push_and_fork_while_hanging(self, event: str) -> None:
-        q, other = self.anew(), FemtoQueue(self.new_dir(self.memory))
+        q, other = self.new_queue(), FemtoQueue(self.new_dir(self.memory))
         self.addCleanup(other.close)
         os.mkdir(self.file("inflight-n2"))
         hangs, goes_on = threading.Event(), threading.Event()
@@ -9686,7 +9686,7 @@ class Meeting(QueueCase):
         with its node_id lives.
         """
         for key, is_detached in (("k", False), (None, True), (None, False)):
-            q = self.anew(timeout_stale_ms=None, max_attempts=2, detached=is_detached)
+            q = self.new_queue(timeout_stale_ms=None, max_attempts=2, detached=is_detached)
             namesake = None if key else self.queue(timeout_stale_ms=None)
             self.assertIsNone(q.pop())
             self.assertIsNone(namesake and namesake.pop())
