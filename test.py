@@ -373,11 +373,11 @@ def interrupt() -> NoReturn:
 
 @contextlib.contextmanager
 def at_line(
-    number: int, happen: Callable[[], object], within: tuple[str, ...] = ()
+    number: int, action: Callable[[], object], within: tuple[str, ...] = ()
 ) -> Iterator[list[str]]:
-    """Call happen() before line `number` of those lines of femtoqueue that the block runs. Lines
+    """Call action() before line `number` of those lines of femtoqueue that the block runs. Lines
     count from 0, in any thread. With `within`, only the lines of these functions count. Yield a
-    list, which is empty until happen() is called."""
+    list, which is empty until action() is called."""
     came = list[str]()
     left, source = itertools.count(number, -1), linecache.getlines(femtoqueue.__file__)
     last: dict[int, int] = {}  # the last line of each frame, by the id() of the frame
@@ -396,7 +396,7 @@ def at_line(
         if event == "line" and not is_end and next(left) == 0:
             sys.settrace(None)
             came.append(f"{name}:{line}")
-            happen()
+            action()
         return trace
 
     threading.settrace(trace)
@@ -706,8 +706,8 @@ class QueueCase(unittest.TestCase):
 # A task's life
 
 
-def at_call(event: str, of: Any, happen: Callable[[], object], times: int = 10**9) -> Hook:
-    """Return a hook that calls happen() before each call of an event, at most `times` times.
+def at_call(event: str, of: Any, action: Callable[[], object], times: int = 10**9) -> Hook:
+    """Return a hook that calls action() before each call of an event, at most `times` times.
 
     `event` may name several events: "open move". With `of`, a call counts only if an argument is
     `of`, or is a path that contains `of`."""
@@ -716,7 +716,7 @@ def at_call(event: str, of: Any, happen: Callable[[], object], times: int = 10**
     def hook(name: str, args: tuple[Any, ...]) -> None:
         in_path = any(isinstance(it, str) and str(of) in it for it in args)
         if name in events and (of is None or of in args or in_path) and next(left) > 0:
-            happen()
+            action()
 
     return hook
 
@@ -2548,7 +2548,7 @@ class Keyed(QueueCase):
             q.push(b"old", key=key)
             for _ in range(2):
                 q.release(self.take(q, key), front=True)
-            step.happen = lambda: taken.append(popped(other))
+            step.action = lambda: taken.append(popped(other))
             with hooked(step):
                 q.push(b"new", key=key)
             if step.reached:
@@ -3372,32 +3372,32 @@ def possible_errors(name: str, args: tuple[Any, ...]) -> list[int]:
 
 
 class Step:
-    """A hook that calls happen() before system call `number`. Calls count from 0; with `counts`,
+    """A hook that calls action() before system call `number`. Calls count from 0; with `counts`,
     only those for which counts() returns True.
 
-    happen() is supposed to raise: then the system call is not made. Only close() is made first."""
+    action() is supposed to raise: then the system call is not made. Only close() is made first."""
 
     def __init__(
         self,
         number: int,
-        happen: Callable[[], object] = int,
+        action: Callable[[], object] = int,
         counts: Callable[[str, tuple[Any, ...]], bool] | None = None,
     ) -> None:
-        self.number, self.left, self.happen, self.counts = number, number, happen, counts
-        self.at = ""  # the event of the call before which happen() was called
+        self.number, self.left, self.action, self.counts = number, number, action, counts
+        self.at = ""  # the event of the call before which action() was called
         self.args: tuple[Any, ...] = ()
 
     @classmethod
     def each(
         cls,
-        happen: Callable[[], object] = int,
+        action: Callable[[], object] = int,
         counts: Callable[[str, tuple[Any, ...]], bool] | None = None,
         at_least: int = 8,
     ) -> Iterator[Step]:
         """Yield steps, numbered from 0. The caller does its work with each of them as the hook. The
         last step is the first one that the work does not reach."""
         for number in itertools.count():
-            step = cls(number, happen, counts)
+            step = cls(number, action, counts)
             yield step
             if not step.reached:
                 demand(number >= at_least, f"only {number} system calls")
@@ -3414,7 +3414,7 @@ class Step:
     def begin(self) -> None:
         if self.at == "close":
             os.close(self.args[0])  # close() closes the descriptor even if it fails
-        self.happen()
+        self.action()
 
     @property
     def reached(self) -> bool:
@@ -3426,7 +3426,7 @@ class Meanwhile(Step):
     this after the call."""
 
     def begin(self) -> None:
-        self.happen()
+        self.action()
 
 
 class TwoMounts(QueueCase):
@@ -3938,7 +3938,7 @@ class Interrupted(QueueCase):
             )
 
         for step in Step.each(counts=counts, at_least=1 - bool(turn)):
-            step.happen = lambda step=step: raise_errno(self.errno_of(step, turn))  # type: ignore[misc]
+            step.action = lambda step=step: raise_errno(self.errno_of(step, turn))  # type: ignore[misc]
             yield step
 
     def errno_of(self, step: Step, turn: int) -> int:
@@ -4000,7 +4000,7 @@ class Interrupted(QueueCase):
             other, finished = FemtoQueue(self.path, "intruder", **settings), list[str]()
             self.assertIsNone(other.pop())
             late_s = (0.5, 31)[step.number % 2]
-            step.happen = functools.partial(self.finish_one, other, said, finished, late_s)
+            step.action = functools.partial(self.finish_one, other, said, finished, late_s)
             with contextlib.suppress(AssertionError, LeaseLost):  # its task was taken away
                 scenario(q, said.append, step)
             other.close()
@@ -4031,7 +4031,7 @@ class Interrupted(QueueCase):
 
         for step in Meanwhile.each(counts=counts, at_least=1):
             q, said = self.new_life(step.number, settings)
-            step.happen = functools.partial(self.move_by_hand, is_bare=step.number % 2 == 1)
+            step.action = functools.partial(self.move_by_hand, is_bare=step.number % 2 == 1)
             with contextlib.suppress(LeaseLost, AssertionError):
                 scenario(q, said.append, step)
             q.close()
@@ -6214,15 +6214,15 @@ class Tickets(TicketCase):
         """
         cut = errno_raiser(errno.ENOTCONN)
         ways = (Step, cut), (Step, interrupt), (Meanwhile, interrupt)
-        for fs_type, (kind, happen) in itertools.product((EXT4, NFS), ways):
-            for step in kind.each(happen):
+        for fs_type, (kind, action) in itertools.product((EXT4, NFS), ways):
+            for step in kind.each(action):
                 line, members = self.line(), list[str]()
                 with on_file_system(fs_type), self.subTest(fs_type, number=step.number):
                     ended = contextlib.suppress(OSError, KeyboardInterrupt)
                     with ended, hooked(step, after=kind is Meanwhile):
                         members.append(line.register()[1])
                     self.assertEqual(self.line().is_empty(), not members)
-                    if happen is cut:
+                    if action is cut:
                         self.assertEqual(self.members(), members)
                         self.assertTrue(members or step.at != "close" or fs_type == NFS)
                     for member in members:
@@ -6628,8 +6628,8 @@ class Shrinking(QueueCase):
         def hook(name: str, args: tuple[Any, ...]) -> None:
             nonlocal step
             if step and name == step[0] and str(args[0]).endswith(step[1]):
-                (_, _, happen), step = step, None  # its own calls are no steps
-                happen()
+                (_, _, action), step = step, None  # its own calls are no steps
+                action()
                 step = next(steps, None)
 
         with hooked(hook):
