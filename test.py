@@ -2252,7 +2252,7 @@ class LostReply(QueueCase):
             q.done(task)
 
 
-def wait_until_it_stands(thread: threading.Thread) -> None:
+def wait_until_blocked(thread: threading.Thread) -> None:
     """Wait until a thread stays at one place in its code, because the thread waits for a lock."""
     end_s, before = time.monotonic() + PATIENCE_S, None
     while time.monotonic() < end_s:
@@ -2295,7 +2295,7 @@ class Sharing(QueueCase):
 
         def hang() -> None:
             popper.start()
-            wait_until_it_stands(popper)
+            wait_until_blocked(popper)
             clock.advance(40)
 
         with hooked(at_call("move", None, hang, times=1)):
@@ -6359,7 +6359,7 @@ class SharedTickets(TicketCase):
         before = {*threading.enumerate()}
         with self.line(stale_timeout=1e11).turn():
             (thread,) = {*threading.enumerate()} - before
-            wait_until_it_stands(thread)
+            wait_until_blocked(thread)
             self.assertTrue(thread.is_alive())
 
     def test_last_number_is_kept_in_a_file_name_and_the_directory_stays(self) -> None:
