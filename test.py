@@ -1868,7 +1868,7 @@ class Liveness(QueueCase):
         self.assertEqual(self.states(), {"done": 2, "pending": 1})
 
 
-class PlaceLost(QueueCase):
+class LeaseDirectoryLost(QueueCase):
     """A worker whose lease directory was removed while the worker lives."""
 
     def worker_that_listed(self, count: int) -> FemtoQueue:
@@ -2341,7 +2341,7 @@ class Sharing(QueueCase):
             self.assertIsInstance(error, FemtoQueueError)
 
 
-class LeftBehind(QueueCase):
+class InterruptedDelivery(QueueCase):
     """A task whose delivery is interrupted waits again, as if it had not been taken."""
 
     DELIVERS = (
