@@ -2067,7 +2067,7 @@ class StepCase(QueueCase):
         shown = "move", "unlink", "file", "directory"
         return [name for name in self.calls(work) if name in shown]
 
-    def ready(
+    def prepare_step(
         self, words: str, row: Row, key: str | None = None, **settings: Any
     ) -> Callable[[], object]:
         """Prepare a step in a new queue. Return a function that does the step."""
@@ -2082,7 +2082,7 @@ class StepCase(QueueCase):
         """Fail if found(step) differs from this column of the table, for any step."""
         for key, steps in ((None, STEPS), ("k", KEY_STEPS)):
             for words, row in steps.items():
-                step = self.ready(words, row, key, **settings)
+                step = self.prepare_step(words, row, key, **settings)
                 with self.subTest(words, key=key):
                     self.assertEqual(" ".join(found(step)), getattr(row, column))
 
@@ -2103,7 +2103,7 @@ class Cost(StepCase):
         Calls of stat() are not counted: the NFS client answers most of them itself."""
         self.patched(on_file_system(NFS))
         for words in ("push x", "push x, push y, take | take", "push x, take | done"):
-            calls = self.calls(self.ready(words, STEPS[words]))
+            calls = self.calls(self.prepare_step(words, STEPS[words]))
             self.assertEqual(" ".join(it for it in calls if it != "stat"), STEPS[words].calls)
 
 
@@ -3250,7 +3250,7 @@ class Durability(StepCase):
             (on_file_system(NFS), "schedule x 4e15", None, "file move directory"),
         ):
             with self.subTest(words, key=key), system:
-                step = self.ready(words, Row("", ""), key, sync_after_write=True)
+                step = self.prepare_step(words, Row("", ""), key, sync_after_write=True)
                 self.assertEqual(" ".join(self.moves_and_syncs(step)), synced)
 
     def test_no_renewal_comes_between_the_sync_of_a_lease_and_its_removal(self) -> None:
