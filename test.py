@@ -1163,7 +1163,7 @@ class Lifecycle(QueueCase):
         Another worker releases the task and takes the task again, at just these moments."""
         self.check_join_sees_a_task_that_moves()
 
-    def test_join_does_not_miss_such_a_task_where_times_have_whole_seconds(self) -> None:
+    def test_join_does_not_miss_a_moving_task_where_times_have_whole_seconds(self) -> None:
         """On ext4 with inodes of 128 bytes, a move changes the time of a directory only if the last
         move was in another second. Here such times are made from a clock that sleep() advances."""
         now_s, seen, real_stat = [1e9], dict[str, tuple[int, int]](), os.stat
@@ -2193,7 +2193,7 @@ class LostReply(QueueCase):
         q.done(task)
         self.assertRaises(LeaseLost, q.done, task)
 
-    def test_older_payload_at_the_target_is_not_taken_for_a_removed_new_one(self) -> None:
+    def test_write_fails_if_its_file_was_removed_although_the_target_exists(self) -> None:
         """A write fails if another host removed its file from creating/ before the rename. The
         target exists, but has the older payload. The host of the writer was suspended for an hour:
         its wall clock went on, its monotonic clock stood still."""
@@ -3480,7 +3480,7 @@ class TwoMounts(QueueCase):
         self.local.done(tasks[0]) if tasks[0].node == "local" else self.client.done(tasks[0])
         self.assertEqual(self.states(), {"done": 1, "failed": 1})
 
-    def test_tickets_of_both_are_in_one_order(self) -> None:
+    def test_tickets_of_local_processes_and_clients_are_in_one_order(self) -> None:
         local = TicketQueue(self.file("line"))
         local.remove(local.register()[1])
         with on_file_system(NFS):
@@ -3528,7 +3528,7 @@ class TwoMounts(QueueCase):
             self.assertIsNone(self.local.pop())
         self.assertEqual(os.stat(self.file("pending")).st_ino, before)
 
-    def test_local_push_finds_the_task_of_another_that_found_the_mark_first(self) -> None:
+    def test_local_push_finds_a_task_pushed_after_the_directory_was_marked_shared(self) -> None:
         """RACE: a local push is about to lock its key. Before that, a client makes the mark, and
         another local object finds it and pushes. That object keeps no key state."""
         self.path = self.new_dir()
@@ -3544,7 +3544,7 @@ class TwoMounts(QueueCase):
         self.assertEqual(self.states(), {"pending": 1})
         self.assertEqual(self.drain(second), [b"newer"])
 
-    def test_mark_that_a_full_disk_refused_is_made_before_the_first_push(self) -> None:
+    def test_file_shared_that_a_full_disk_refused_is_made_before_the_first_push(self) -> None:
         self.path = self.new_dir()
         local = self.queue("local")
         full = hooked(at_call("open", "SHARED", errno_raiser(errno.ENOSPC), times=1))
@@ -3554,7 +3554,7 @@ class TwoMounts(QueueCase):
         local.push(b"newer", key="k")
         self.assertEqual(self.states(), {"pending": 1})
 
-    def test_directory_where_the_mark_can_not_be_made_is_opened_all_the_same(self) -> None:
+    def test_queue_is_opened_where_the_file_shared_can_not_be_made(self) -> None:
         self.path = self.new_dir(self.memory)
         with on_file_system(NFS), hooked(at_call("open", "SHARED", errno_raiser(errno.EROFS))):
             self.queue().push(b"x")
