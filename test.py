@@ -301,15 +301,15 @@ def hooked_call(
 class HookedModule(types.ModuleType):
     """Stands in for os, os.path or fcntl, and wraps their functions for a hook."""
 
-    def __init__(self, module: Any, hear: Callable[..., Any]) -> None:
+    def __init__(self, module: Any, wrap: Callable[..., Any]) -> None:
         super().__init__(module.__name__)
-        self._module, self._hear = module, hear
+        self._module, self._wrap = module, wrap
 
     def __getattr__(self, name: str) -> Any:
         it = getattr(self._module, name)
-        is_heard = not IN_PROCESS.fullmatch(name) if self._module is os else name in EVENTS
-        if is_heard and callable(it) and not isinstance(it, type):
-            it = self._hear(EVENTS.get(name, name), it, name in ASKING)
+        is_wrapped = not IN_PROCESS.fullmatch(name) if self._module is os else name in EVENTS
+        if is_wrapped and callable(it) and not isinstance(it, type):
+            it = self._wrap(EVENTS.get(name, name), it, name in ASKING)
         setattr(self, name, it)  # __getattr__() is not called for this name again
         return it
 
@@ -318,8 +318,8 @@ class HookedLibrary:
     """Stands in for the C library, and wraps its functions for a hook. An OSError that the hook
     raises becomes a result of -1 and an errno."""
 
-    def __init__(self, library: Any, hear: Callable[..., Any]) -> None:
-        self._library, self._hear = library, hear
+    def __init__(self, library: Any, wrap: Callable[..., Any]) -> None:
+        self._library, self._wrap = library, wrap
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         import ctypes
@@ -330,9 +330,9 @@ class HookedLibrary:
 
         def call(*args: Any) -> Any:
             paths = [os.fsdecode(arg) for arg in args if isinstance(arg, bytes)]
-            heard = self._hear(EVENTS.get(name, name), lambda *_: function(*args))
+            wrapped = self._wrap(EVENTS.get(name, name), lambda *_: function(*args))
             try:
-                return heard(*(paths or args))
+                return wrapped(*(paths or args))
             except OSError as error:
                 ctypes.set_errno(error.errno or 0)
                 return -1
@@ -347,22 +347,22 @@ def hooked(hook: Hook, *, after: bool = False) -> Iterator[None]:
 
     The garbage collector is off in the block: finalizers of objects from earlier tests would call
     the hook, too."""
-    hear = functools.partial(hooked_call, hook, after)
+    wrap = functools.partial(hooked_call, hook, after)
     library = through_seam("C library")()
-    opens = hear("open", getattr(femtoqueue, "open", open))
+    opens = wrap("open", getattr(femtoqueue, "open", open))
     with contextlib.ExitStack() as stack:
         if gc.isenabled():
             gc.disable()
             stack.callback(gc.enable)
-        fake = HookedModule(os, hear)
-        fake.__dict__["path"] = HookedModule(os.path, hear)
+        fake = HookedModule(os, wrap)
+        fake.__dict__["path"] = HookedModule(os.path, wrap)
         stack.enter_context(mock.patch.object(femtoqueue, "os", fake))
         stack.enter_context(mock.patch.object(femtoqueue, "open", opens, create=True))
         if library is not None:
-            stack.enter_context(seam("C library", lambda: HookedLibrary(library, hear)))
-        stack.enter_context(seam("exchange", hear("move", through_seam("exchange"))))
+            stack.enter_context(seam("C library", lambda: HookedLibrary(library, wrap)))
+        stack.enter_context(seam("exchange", wrap("move", through_seam("exchange"))))
         if locks := sys.modules.get("fcntl"):
-            stack.enter_context(mock.patch.object(femtoqueue, "fcntl", HookedModule(locks, hear)))
+            stack.enter_context(mock.patch.object(femtoqueue, "fcntl", HookedModule(locks, wrap)))
         yield
 
 
@@ -477,17 +477,17 @@ class Child:
 
     def __init__(self, work: Callable[[Child], object], number: int = 0) -> None:
         self.chance = random.Random(f"{SEED} {number}")
-        said, says = os.pipe()
-        waits, goes = os.pipe()
+        lines_in, lines_out = os.pipe()
+        go_in, go_out = os.pipe()
         self.pid = os.fork()
         if self.pid == 0:
-            os.close(said)
-            os.close(goes)
-            self._says, self._waits = says, waits
+            os.close(lines_in)
+            os.close(go_out)
+            self._lines_out, self._go_in = lines_out, go_in
             self._run(work)
-        os.close(says)
-        os.close(waits)
-        self._said, self._goes = os.fdopen(said, encoding="ascii"), goes
+        os.close(lines_out)
+        os.close(go_in)
+        self._lines_in, self._go_out = os.fdopen(lines_in, encoding="ascii"), go_out
         self._status: int | None = None
 
     def _run(self, work: Callable[[Child], object]) -> None:
@@ -501,17 +501,17 @@ class Child:
             os._exit(code)
 
     def say(self, text: str) -> None:
-        os.write(self._says, f"{text}\n".encode("ascii"))
+        os.write(self._lines_out, f"{text}\n".encode("ascii"))
 
     def wait_for_go(self) -> None:
-        if not os.read(self._waits, 1):
+        if not os.read(self._go_in, 1):
             os._exit(0)  # the parent has ended
 
     def line(self) -> str:
-        return self._said.readline().rstrip("\n")
+        return self._lines_in.readline().rstrip("\n")
 
     def go(self) -> None:
-        os.write(self._goes, b"g")
+        os.write(self._go_out, b"g")
 
     def kill(self) -> None:
         if self._status is None:
@@ -519,11 +519,11 @@ class Child:
 
     def finish(self) -> tuple[list[str], int]:
         """Wait until the process ends. Return its unread lines and its exit status."""
-        lines = [line.rstrip("\n") for line in self._said]
+        lines = [line.rstrip("\n") for line in self._lines_in]
         if self._status is None:
             self._status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-            self._said.close()
-            os.close(self._goes)
+            self._lines_in.close()
+            os.close(self._go_out)
         return lines, self._status
 
     def end(self) -> None:
