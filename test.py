@@ -2,8 +2,9 @@
 
 The classes run side by side, in one process for each processor. `python -m unittest test` runs all
 of them in one process. The seed of the random numbers is printed; set FEMTOQUEUE_SEED to that
-number to repeat a run. Tests that promise nothing about the disk use /dev/shm. If TMPDIR is set,
-all tests use that directory: `TMPDIR=/var/tmp python test.py` tests the file system of /var/tmp.
+number to repeat a run. Tests whose promise does not depend on the disk use /dev/shm. If TMPDIR is
+set, all tests use that directory: `TMPDIR=/var/tmp python test.py` tests the file system of
+/var/tmp.
 
 A class stands for a promise, a test for one outcome. These are tested, with real processes:
 
@@ -84,8 +85,8 @@ with contextlib.suppress(ImportError):  # not on Windows
     import termios
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-# A hook is called for each call by which femtoqueue leaves its process. These are all callables of
-# os, except names that match this pattern: they touch neither a disk nor another process.
+# A hook is called for each call that touches a disk or another process. All callables of os count
+# as such calls, except those whose names match this pattern.
 IN_PROCESS = re.compile(
     r"""_.*|W[A-Z]+|abort|confstr|cpu_count|ctermid|device_encoding|fdopen|fs(de|en)code|fspath
     |get(?!xattr).*|isatty|major|makedev|minor|nice|putenv|register_at_fork|sched_.*
@@ -93,8 +94,9 @@ IN_PROCESS = re.compile(
     |waitstatus_to_exitcode""",
     re.VERBOSE,
 )
-# The name of the event that a hook gets, by the name of the function. Other functions have an event
-# of their own name. Equivalent functions share an event: the library may use any of them.
+# The name of the event that a hook gets, by the name of the function. The event of a function that
+# is not listed here has the name of the function. Equivalent functions share an event, because
+# femtoqueue may use any of them.
 EVENTS = {
     **dict.fromkeys(("write", "writev", "pwrite", "pwritev"), "write"),
     **dict.fromkeys(("read", "readv", "pread", "preadv"), "read"),
@@ -108,14 +110,15 @@ EVENTS = {
     **dict.fromkeys(("flock", "lockf"), "lock"),
     **dict.fromkeys(("inotify_init1", "inotify_add_watch"), "inotify"),
 }
-# These functions ask the disk a question. They return False after any OSError.
+# These functions answer a question about a path with True or False. After any OSError, they return
+# False.
 ASKING = ("access", "exists", "lexists", "isdir", "isfile", "islink", "ismount")
 EXT4, NFS, FUSE = 0xEF53, 0x6969, 0x65735546  # f_type of statfs(2)
 FORK = unittest.skipUnless(hasattr(os, "fork"), "needs fork()")
-PATIENCE_S = 60  # a test that has waited for so long gives up
+PATIENCE_S = 60  # a test that has waited this long gives up
 LOG = logging.getLogger("femtoqueue")
 SEED = int(os.environ.get("FEMTOQUEUE_SEED") or time.time_ns() // 1000 % 10**6)
-SUITE_S = 900  # a class of tests that runs for so long hangs: the longest takes half a minute
+SUITE_S = 900  # a class that has run this long hangs: the slowest class takes half a minute
 MEMORY_BYTES = 1 << 28  # free space needed in /dev/shm: 20,000 tasks take a third of this
 
 
@@ -131,8 +134,8 @@ def memory_dir() -> str | None:
 class Clock:
     """Stands in for the time module in femtoqueue. It shows real time, shifted by the test.
 
-    The arguments are a time of the wall clock and one of the monotonic clock. With arguments, the
-    clocks stand still unless the test moves them: then a run depends on its seed alone."""
+    The arguments are the times that the wall clock and the monotonic clock show. With arguments,
+    the clocks stand still until the test moves them, so that a run depends on its seed alone."""
 
     def __init__(self, *stands_at_s: float) -> None:
         self.wall_shift_s = self.monotonic_shift_s = 0.0
@@ -326,7 +329,7 @@ class HookedLibrary:
 
         function: Callable[..., Any] = getattr(self._library, name)
         if name == "renameat2":
-            return function  # hooked() wraps femtoqueue's caller of renameat2, for the paths
+            return function  # hooked() wraps femtoqueue's caller of renameat2, which gets paths
 
         def call(*args: Any) -> Any:
             paths = [os.fsdecode(arg) for arg in args if isinstance(arg, bytes)]
@@ -342,11 +345,11 @@ class HookedLibrary:
 
 @contextlib.contextmanager
 def hooked(hook: Hook, *, after: bool = False) -> Iterator[None]:
-    """Call hook(event, arguments) before each call by which femtoqueue leaves its process. With
-    `after`, call the hook after each such call. EVENTS has the names of the events.
+    """Call hook(event, arguments) before each call of femtoqueue that touches a disk or another
+    process. With `after`, call the hook after each such call. EVENTS has the names of the events.
 
-    The garbage collector is off in the block: finalizers of objects from earlier tests would call
-    the hook, too."""
+    The garbage collector is off in the block. Otherwise finalizers of objects from earlier tests
+    would also call the hook."""
     wrap = functools.partial(hooked_call, hook, after)
     library = through_seam("C library")()
     opens = wrap("open", getattr(femtoqueue, "open", open))
@@ -371,14 +374,18 @@ def interrupt() -> NoReturn:
     raise KeyboardInterrupt
 
 
+def do_nothing() -> None:
+    pass
+
+
 @contextlib.contextmanager
 def at_line(
     number: int, action: Callable[[], object], within: tuple[str, ...] = ()
 ) -> Iterator[list[str]]:
-    """Call action() before line `number` of those lines of femtoqueue that the block runs. Lines
-    count from 0, in any thread. With `within`, only the lines of these functions count. Yield a
-    list, which is empty until action() is called."""
-    came = list[str]()
+    """Count the lines of femtoqueue that the block runs, in any thread, and call action() before
+    line `number`. The first line is line 0. With `within`, only the lines of these functions count.
+    Yield a list, which is empty until action() is called. Then the list says at which line."""
+    reached = list[str]()
     left, source = itertools.count(number, -1), linecache.getlines(femtoqueue.__file__)
     last: dict[int, int] = {}  # the last line of each frame, by the id() of the frame
 
@@ -387,22 +394,22 @@ def at_line(
         if frame.f_code.co_filename != femtoqueue.__file__ or (within and name not in within):
             return None
         if "__del__" in (name, caller.f_code.co_name if caller else ""):
-            return None  # an exception in a finalizer is printed, and does not end the call
+            return None  # an exception in a finalizer is only printed: it does not end the call
         line, before = frame.f_lineno, last.get(id(frame), 0)
         last[id(frame)] = 0 if event == "call" else line
-        # At the end of a `with` block the trace goes back to the line of the `with`. A real signal
-        # is not handled there, before __exit__() is called: the line does not count.
+        # At the end of a `with` block, the trace shows the line of the `with` once more. That event
+        # does not count, because Python handles no signal between the block and __exit__().
         is_end = event == "line" and line < before and source[line - 1].lstrip().startswith("with ")
         if event == "line" and not is_end and next(left) == 0:
             sys.settrace(None)
-            came.append(f"{name}:{line}")
+            reached.append(f"{name}:{line}")
             action()
         return trace
 
     threading.settrace(trace)
     sys.settrace(trace)
     try:
-        yield came
+        yield reached
     finally:
         sys.settrace(None)
         threading.settrace(None)
@@ -414,7 +421,8 @@ def at_line(
 NUMBER, TAG = "0[0-8][0-9]{18}", "[0-9a-f]{8}"  # nanoseconds, up to the year 2255; random digits
 ID, KEYED_ID, STAMP = f"{NUMBER}-{TAG}", f"{NUMBER}-[89a-f][0-9a-f]{{7}}", f"{NUMBER}~[0-9]{{1,6}}~"
 TASKS = {  # the names of tasks in each state, as in femtoqueue's docstring
-    # These three may hold a lease's name, with a boot id: a person may have moved the file.
+    # A file in these three directories may still have the name of a lease, with a boot id, because
+    # a person has moved the file.
     **dict.fromkeys(("pending", "done", "failed"), f"({STAMP}({TAG}~)?)?{ID}"),
     "scheduled": STAMP + ID,
     "inflight": f"{STAMP}{TAG}~{ID}",
@@ -472,8 +480,8 @@ def key_tag(key: str) -> str:
 
 
 class Child:
-    """A forked process that runs work(child). The process sends lines with say(), which the parent
-    reads with line(). The process waits in wait_for_go() for the parent's go()."""
+    """A forked process that runs work(child). The process sends a line with say(), and the parent
+    reads the line with line(). wait_for_go() in the process waits for go() in the parent."""
 
     def __init__(self, work: Callable[[Child], object], number: int = 0) -> None:
         self.chance = random.Random(f"{SEED} {number}")
@@ -580,10 +588,10 @@ class QueueCase(unittest.TestCase):
         return child
 
     def clock(self) -> Clock:
-        """Replace femtoqueue's clock by one that the test advances, and return that clock.
+        """Replace femtoqueue's clock by a Clock, which the test advances, and return the Clock.
 
-        A housekeeping job that took long then makes no longer pause. On a busy machine such a pause
-        could outlast the seconds by which a test advances the clock."""
+        From then on, a housekeeping job does not make a longer pause after a long run. On a busy
+        machine, such a pause could be longer than the time by which a test advances the Clock."""
         clock = Clock()
         self.patched(mock.patch.object(femtoqueue, "time", clock))
         self.set_constant("longest pause", 0)
@@ -643,9 +651,8 @@ class QueueCase(unittest.TestCase):
         return os.path.join(self.path, *parts)
 
     def locked(self, key: str, wait: bool = True) -> io.FileIO:
-        """Take the lock of a key, as a process does that works on the key. Return the file that
-        holds the lock until it is closed. Raises BlockingIOError if another process holds the lock
-        and `wait` is False."""
+        """Lock a key, as a process does while it moves the key's task. Return a file: closing the
+        file unlocks the key. Raises BlockingIOError if `wait` is False and the key is locked."""
         path = self.file("locks", key_tag(key)[-2:])
         file = io.FileIO(os.open(path, os.O_RDWR | os.O_CREAT), "r+")
         try:
@@ -680,8 +687,9 @@ class QueueCase(unittest.TestCase):
         return path
 
     def check_invariants(self, *, leftovers: bool = False) -> dict[str, str]:
-        """Fail unless each task is in exactly one directory and each name has a valid form; and,
-        without `leftovers`, unless creating/ is empty. Return the directory of each task, by id."""
+        """Fail unless each task is in exactly one directory and each name has a valid form. Without
+        `leftovers`, also fail unless creating/ is empty. Return the directory of each task, by id.
+        """
         where: dict[str, str] = {}
         for directory in sorted(os.listdir(self.path)):
             state = "inflight" if directory.startswith("inflight-") else directory
@@ -690,7 +698,7 @@ class QueueCase(unittest.TestCase):
             for name in self.names(directory):
                 if not is_task(state, name):
                     known = is_ours(state, name) or name in self.foreign
-                    self.assertTrue(known, f"{directory}/{name} is of no form")
+                    self.assertTrue(known, f"{directory}/{name} has no valid form")
                     continue
                 self.assertNotIn(name[-29:], where, f"in {directory} too")
                 where[name[-29:]] = directory
@@ -709,8 +717,8 @@ class QueueCase(unittest.TestCase):
 def at_call(event: str, of: Any, action: Callable[[], object], times: int = 10**9) -> Hook:
     """Return a hook that calls action() before each call of an event, at most `times` times.
 
-    `event` may name several events: "open move". With `of`, a call counts only if an argument is
-    `of`, or is a path that contains `of`."""
+    `event` may name several events: "open move". If `of` is not None, a call counts only if an
+    argument equals `of`, or is a path that contains `of`."""
     left, events = itertools.count(times, -1), event.split()
 
     def hook(name: str, args: tuple[Any, ...]) -> None:
@@ -746,7 +754,8 @@ def calls_of(event: str, work: Callable[[], object]) -> list[tuple[Any, ...]]:
 
 @contextlib.contextmanager
 def in_threads(*works: Callable[[], object]) -> Iterator[None]:
-    """Run each function in a thread beside the block. At the end of the block, wait for them."""
+    """Run each function in a thread during the block. At the end of the block, wait for the
+    threads."""
     threads = [threading.Thread(target=it, daemon=True) for it in works]
     for thread in threads:
         thread.start()
@@ -775,10 +784,12 @@ def leased(q: FemtoQueue, data: bytes = b"x", key: str | None = None) -> FemtoTa
 
 
 # Calls with a wrong argument, which must be refused. A Refusal has four parts:
-# - the call; its arguments are a queue, a task that the queue has leased, and the wrong argument;
+# - a function that makes the call; it gets a queue, a task that the queue has leased, and a wrong
+#   argument;
 # - the type of the exception;
-# - a pattern of the message, where {it} stands for the wrong argument (if it is None: the task);
-# - the wrong arguments.
+# - a pattern of the message; in the pattern, {it} stands for the wrong argument, or, if that is
+#   None, for the task;
+# - the wrong arguments. NO_BYTES are values that are not accepted as bytes, and so on.
 Refusal = tuple[Callable[[Any, Any, Any], object], type[Exception], str, tuple[Any, ...]]
 NAN, INFINITE = float("nan"), float("inf")
 NO_BYTES = 7, None, memoryview(b"abcd")[::2], ["x"]
@@ -787,8 +798,8 @@ NO_AGES = -1, NAN, INFINITE
 
 
 class AsyncHandlers:
-    """Handlers that are async functions. A call only makes a coroutine or a generator: their code
-    would never run."""
+    """Handlers that are async functions. A call of such a handler only makes a coroutine or an
+    async generator, so the code of the handler would never run."""
 
     async def __call__(self, task: FemtoTask) -> None:
         raise AssertionError
@@ -878,7 +889,8 @@ REFUSALS: tuple[Refusal, ...] = (
 
 
 class Lifecycle(QueueCase):
-    """A task's way from push() to its end, and the calls that look at tasks or operate a queue."""
+    """A task's way from push() to done() or fail(); the calls that look at tasks or operate a
+    queue."""
 
     in_memory = False
 
@@ -897,11 +909,12 @@ class Lifecycle(QueueCase):
         for seconds in (time.time(), time.time() * 1e3, 1e6, 94_694_399.0):
             with self.assertRaisesRegex(ValueError, "microseconds, as time.time"):
                 q.schedule(b"x", seconds)
-        for past_us in (-1e13, 0, 1, 300_000):  # as programs of 0.4 do for a task that is due
+        for past_us in (-1e13, 0, 1, 300_000):  # as programs for version 0.4 do, to be due at once
             self.assertEqual(q.schedule(b"now", past_us), self.pop(q).id)
 
     def test_done_on_a_full_disk_removes_the_task(self) -> None:
-        """Otherwise the task would run again and again until somebody purges done/."""
+        """done() on a full disk removes the task, and on another error leaves the task leased."""
+        # If done() raised ENOSPC, the task would run again and again until somebody purges done/.
         for code, key in ((errno.ENOSPC, None), (errno.EDQUOT, "k")):
             q = self.new_queue()
             task = leased(q, key=key)
@@ -922,7 +935,7 @@ class Lifecycle(QueueCase):
 
     @unittest.skipUnless(sys.platform == "linux", "PATH_MAX of Linux")
     def test_a_data_dir_that_is_too_long_for_a_lease_is_refused(self) -> None:
-        """Each push that a queue accepts can be delivered."""
+        """A data_dir in which a task can be pushed is short enough for the path of its lease."""
         opened = 0
         for length in range(3990, 4060):
             path = self.path + f"/{'d' * 199}" * ((length - len(self.path)) // 200 - 1)
@@ -958,9 +971,9 @@ class Lifecycle(QueueCase):
             q.done(task)
 
     def test_payload_is_delivered_unchanged(self) -> None:
-        """A payload is delivered as it was pushed. The sizes go from 0 to 64 MB; some are near 4096
-        bytes, where files are read in another way. A payload may be a bytearray or any contiguous
-        memoryview, with items of any size."""
+        """A payload of any size and of any bytes-like type is delivered as it was pushed."""
+        # Files of more than 4096 bytes are read in another way. A memoryview must be contiguous,
+        # but its items may have any size.
         q, sizes = self.queue(), (0, 1, 100, 4079, 4080, 4081, 4082, 4096, 10**6, 64 * 10**6)
         payloads: list[Any] = [random.Random(size).randbytes(size) for size in sizes]
         payloads += [bytearray(b"ab"), memoryview(b"abcd")[1:3], memoryview(b"abcdefgh").cast("I")]
@@ -974,13 +987,13 @@ class Lifecycle(QueueCase):
         """A call with a wrong argument raises an error that says why, and changes nothing."""
         q = self.queue()
         task, new = leased(q), self.file("new")
-        for call, error, text, those in REFUSALS:
-            for it in those:
-                said = text.format(it=task if it is None else it)
-                with self.subTest(text, it=it), self.assertRaisesRegex(error, said):
+        for call, error, text, wrong_arguments in REFUSALS:
+            for it in wrong_arguments:
+                pattern = text.format(it=task if it is None else it)
+                with self.subTest(text, it=it), self.assertRaisesRegex(error, pattern):
                     call(q, task, it)
-        for name, error, those in NO_SETTINGS:
-            for it in those:
+        for name, error, wrong_arguments in NO_SETTINGS:
+            for it in wrong_arguments:
                 with self.subTest(name, it=it), self.assertRaisesRegex(error, name):
                     FemtoQueue(**{"data_dir": new, name: it})
         self.assertEqual(self.states(), {"inflight-n1": 1})
@@ -988,8 +1001,9 @@ class Lifecycle(QueueCase):
         q.done(task)
 
     def test_member_of_a_str_enum_counts_as_its_value(self) -> None:
-        """A member of a str enum works like its value, although format() of the member is another
-        text (Python 3.11). It may be a key, state, id, node_id, directory or reason."""
+        """A member of a str enum works like its value as key, state, id, node_id, directory or
+        reason."""
+        # From Python 3.11 on, format() of a member gives another text than the value.
         ident = self.queue().push(b"x", key="k")
 
         class Word(str, enum.Enum):
@@ -1012,8 +1026,9 @@ class Lifecycle(QueueCase):
         self.assertEqual(q.purge(0, Word.FAILED), 1)
 
     def test_task_objects_compare_by_value_but_only_a_lease_can_be_settled(self) -> None:
-        """A leased task equals the same task seen by peek(), but only the leased object can end the
-        delivery. A changed attribute of the object changes nothing in the queue."""
+        """A leased task equals the task that peek() returns, but only the leased object can end the
+        delivery."""
+        # If the caller changes an attribute of the object, nothing changes in the queue.
         q = self.queue()
         ident = q.push(b"x")
         task = self.pop(q)
@@ -1032,8 +1047,8 @@ class Lifecycle(QueueCase):
         self.assertEqual((caught.exception.id, caught.exception.expired), (ident, False))
 
     def test_attach_to_an_ended_lease_says_whether_it_expired(self) -> None:
-        """attach() of a lease that has ended raises LeaseLost; `expired` says whether the lease's
-        deadline has passed."""
+        """attach() of a lease that has ended raises LeaseLost, whose attribute `expired` says
+        whether the deadline of the lease has passed."""
         q, clock = self.queue(), self.clock()
         path, waiting = leased(q).path, f"pending/{q.push(b'waits')}"
         q.done(q.attach(path))
@@ -1047,7 +1062,7 @@ class Lifecycle(QueueCase):
             self.assertRaises(LeaseLost, q.attach, no_lease)
 
     def test_changed_id_of_a_task_object_is_not_used_in_file_names(self) -> None:
-        """A program may set `id` of a task to a text of its own: file names do not change."""
+        """If a program assigns another text to a task's `id`, file names still have the true id."""
         q = self.queue(keep_done=False, retry_delay_s=0)
         ident = q.push(b"x")
 
@@ -1069,10 +1084,11 @@ class Lifecycle(QueueCase):
         self.assertEqual(self.states(), {})
 
     def test_tasks_released_to_the_front_are_delivered_in_the_order_of_push(self) -> None:
-        """Tasks released to the front are delivered in the order of their pushes. Some come back
-        before the first name that the worker has listed, some behind it."""
+        """Tasks released to the front are delivered in the order of their pushes."""
         q, payloads = self.queue(), [b"%d" % number for number in range(8)]
         q.push_many(payloads)
+        # In the worker's list of names, the first task goes before the first name, and the other
+        # two go behind the first name.
         for task in [self.pop(q) for _ in range(3)]:
             q.release(task, front=True)
         self.assertEqual(self.drain(q), payloads)
@@ -1088,9 +1104,8 @@ class Lifecycle(QueueCase):
         self.assertRegex(reason_of(q, ident), r"\ATraceback[^$]*in test_fail_keeps_an_exception")
 
     def test_times_that_names_can_not_hold_become_the_earliest_or_the_latest(self) -> None:
-        """A time outside the range of file names becomes the first or last time of the range.
-
-        A lease shorter than a nanosecond is still a lease: its holder can settle it in time."""
+        """A time outside the range of file names becomes the first or last time of the range."""
+        # A lease of less than a nanosecond can still be settled while no other worker reclaims it.
         q = self.queue(timeout_stale_ms=1e-7)
         for lease_ms in (None, 1e-7):
             q.push(b"x")
@@ -1102,8 +1117,9 @@ class Lifecycle(QueueCase):
         self.assertEqual((self.drain(q), len(self.names("scheduled"))), ([b"before 1970"], 2))
 
     def test_push_many_that_fails_half_way_says_how_many_were_pushed(self) -> None:
-        """If push_many() fails half way, the payloads before the error are pushed. The exception is
-        raised unchanged, with their ids in `pushed_ids` if the attribute can be set."""
+        """If push_many() fails half way, the exception has the ids of the tasks that were pushed
+        before."""
+        # If the attribute `pushed_ids` can't be set, the exception is raised without it.
         q = self.queue()
         with self.assertRaisesRegex(TypeError, "encode it") as caught:
             q.push_many([b"1", b"2", "3", b"4"])  # type: ignore[list-item]
@@ -1124,8 +1140,8 @@ class Lifecycle(QueueCase):
     # Scheduled tasks
 
     def test_many_due_tasks_are_enqueued_in_several_rounds(self) -> None:
-        """If very many tasks are due, one pop() moves only some of them to pending/. It holds the
-        worker's lock meanwhile, and no lease of the worker can be renewed."""
+        """If very many tasks are due, one pop() moves only some of them to pending/."""
+        # During these moves, pop() holds the worker's lock: no lease of the worker can be renewed.
         q, clock, wanted = self.queue(), self.clock(), [b"%d" % number for number in range(20)]
         for due_us, data in enumerate(wanted, 10**14):
             q.schedule(data, due_us)
@@ -1136,14 +1152,19 @@ class Lifecycle(QueueCase):
         q.done(first)
 
     def test_due_task_scheduled_by_another_process_is_seen_at_once_if_none_waits(self) -> None:
-        """If no task waits, pop() sees at once a due task that another process has scheduled. If a
-        person removes the file of a due task while take() moves it, take() returns None."""
+        """If no task waits, pop() sees at once a due task that another process has scheduled."""
         self.clock().stand_still()  # no job comes due
         q, other = self.queue(), self.queue("n2")
         self.assertIsNone(q.pop())
         other.schedule(b"1", 0)
         self.assertEqual(self.pop(q).data, b"1")
-        other.schedule(b"2", 0, key="k")
+
+    def test_due_task_that_a_person_removes_while_take_moves_it_is_not_taken(self) -> None:
+        """If a person removes the file of a due task while take() moves it, take() returns None."""
+        self.clock().stand_still()  # no job comes due
+        q = self.queue()
+        self.assertIsNone(q.pop())
+        self.queue("n2").schedule(b"2", 0, key="k")
         path = self.file("scheduled", *self.names("scheduled"))
         with hooked(at_call("move", "/scheduled/", lambda: os.unlink(path))):
             self.assertIsNone(q.take("k"))
@@ -1159,13 +1180,14 @@ class Lifecycle(QueueCase):
     # Finished tasks, and operating a queue
 
     def test_join_does_not_miss_a_task_that_moves_while_it_looks(self) -> None:
-        """join() sees that work is left even if a task moves before each listing of a directory.
-        Another worker releases the task and takes the task again, at just these moments."""
+        """join() sees that work is left even if a task moves before each listing of a directory."""
         self.check_join_sees_a_task_that_moves()
 
     def test_join_does_not_miss_a_moving_task_where_times_have_whole_seconds(self) -> None:
-        """On ext4 with inodes of 128 bytes, a move changes the time of a directory only if the last
-        move was in another second. Here such times are made from a clock that sleep() advances."""
+        """join() sees a task that moves even if the times of directories are in whole seconds."""
+        # On ext4 with inodes of 128 bytes, a move does not change the time of a directory if the
+        # last move was in the same second. The replaced stat() returns such times for directories,
+        # taken from a clock that sleep() advances.
         now_s, seen, real_stat = [1e9], dict[str, tuple[int, int]](), os.stat
 
         def coarse_stat(path: Any, **options: Any) -> Any:
@@ -1183,6 +1205,8 @@ class Lifecycle(QueueCase):
             self.check_join_sees_a_task_that_moves()
 
     def check_join_sees_a_task_that_moves(self) -> None:
+        """Call join() while another worker releases and takes a task, in turn. The task is always
+        in the directory that join() does not list at that moment. Fail if join() misses it."""
         q, other = self.queue(), self.queue("n2")
         lease = self.file(leased(q).path)
         waits = self.file("pending", lease[-29:])
@@ -1197,8 +1221,8 @@ class Lifecycle(QueueCase):
             self.assertFalse(other.join(0))
 
     def test_finished_tasks_are_deleted_after_keep_done_seconds(self) -> None:
-        """pop() deletes finished tasks that are older than `keep_done` seconds. It does so in
-        slices, so that no single pop() lists all of done/."""
+        """pop() deletes finished tasks that are older than `keep_done` seconds."""
+        # Each pop() lists only a slice of done/, so that no single pop() lists all of it.
         q, clock = self.queue(keep_done=60), self.clock()
         with with_constant("purge slice", 0):
             for _ in range(10):
@@ -1219,8 +1243,8 @@ class Lifecycle(QueueCase):
         self.assertLessEqual(max(a - b for a, b in itertools.pairwise([12, *counts])), 4)
 
     def test_slices_of_done_follow_quickly_while_old_tasks_are_found(self) -> None:
-        """While pop() finds finished tasks to delete, the next slice of done/ follows soon.
-        Otherwise the done/ of a fast worker would grow for ever."""
+        """While pop() finds finished tasks to delete, it soon purges the next slice of done/."""
+        # Otherwise the done/ of a fast worker would grow for ever.
         q, clock = self.queue(keep_done=1), self.clock()
         with with_constant("purge slice", 0):
             for _ in range(5):
@@ -1231,10 +1255,9 @@ class Lifecycle(QueueCase):
                 clock.advance(0.02)
 
     def test_paused_queue_hands_out_no_task(self) -> None:
-        """No task is handed out while the queue is paused, even if it was listed before the pause.
-
-        The object that called pause() stops at once, as does an object whose `paused` was True.
-        Other objects stop within a second, even if their last listing took long."""
+        """While the queue is paused, no task is handed out, even if it was listed before."""
+        # A queue object stops at once if its pause() was called, or if it has seen that `paused` is
+        # True. Other objects stop within a second, even if their last listing took long.
         clock, q, other = self.clock(), self.queue(), self.queue("n2")
         clock.stand_still()  # no job comes due
         ways: tuple[tuple[FemtoQueue, float, Callable[[], object]], ...] = (
@@ -1256,10 +1279,9 @@ class Lifecycle(QueueCase):
                 self.assertEqual(len(self.drain(q)), listed)
 
     def test_task_with_a_second_name_in_an_end_state_can_be_finished(self) -> None:
-        """A task whose file has a name in pending/ and one in done/ or failed/ can be settled.
-
-        A file system that has healed after a network failure may show two names of one file. Then
-        rename() of one name to the other does nothing, and reports success."""
+        """A task whose file has a name in pending/ and one in done/ or failed/ can be settled."""
+        # A file system that has healed after a network failure may show two names of one file. Then
+        # rename() of one name to the other does nothing, and reports success.
         q, clock = self.queue(), self.clock()
         for state, end in (("done", q.done), ("failed", q.fail)):
             ident = q.push(b"x")
@@ -1272,10 +1294,9 @@ class Lifecycle(QueueCase):
             os.unlink(self.file(state, ident))
 
     def test_tasks_without_data_reads_headers_only(self) -> None:
-        """tasks(data=False) reads headers, and no payload.
-
-        A file without a valid header is shown; tasks() leaves such a file out. For such a file,
-        peek() raises CorruptTask, and the error says what is wrong."""
+        """tasks(data=False) reads headers, and no payload."""
+        # tasks(data=False) also yields a file without a valid header; tasks() leaves such a file
+        # out. For such a file, peek() raises CorruptTask, and the error says what is wrong.
         q, tasks = self.queue(), list[FemtoTask]()
         q.push(b"x" * 100_000, key="k")
         self.put(f"{1:020d}-00000000", b"rubbish")
@@ -2117,7 +2138,7 @@ class LostReply(QueueCase):
     exchanges = False  # as on NFS
 
     @contextlib.contextmanager
-    def lost_reply(self, then: Callable[[], object] = int) -> Iterator[None]:
+    def lost_reply(self, then: Callable[[], object] = do_nothing) -> Iterator[None]:
         """Lose the reply to the first rename of the block: call then(), and raise ENOENT."""
         lost = list[str]()
 
@@ -3380,7 +3401,7 @@ class Step:
     def __init__(
         self,
         number: int,
-        action: Callable[[], object] = int,
+        action: Callable[[], object] = do_nothing,
         counts: Callable[[str, tuple[Any, ...]], bool] | None = None,
     ) -> None:
         self.number, self.left, self.action, self.counts = number, number, action, counts
@@ -3390,7 +3411,7 @@ class Step:
     @classmethod
     def each(
         cls,
-        action: Callable[[], object] = int,
+        action: Callable[[], object] = do_nothing,
         counts: Callable[[str, tuple[Any, ...]], bool] | None = None,
         at_least: int = 8,
     ) -> Iterator[Step]:
