@@ -1321,38 +1321,39 @@ class Ordering(QueueCase):
     in_memory = False
 
     def test_order_survives_restarts_and_set_clocks(self) -> None:
-        """Tasks of several processes keep the order of their pushes when clocks change in between.
-
-        A reboot sets the monotonic clock back, and with a dead battery the wall clock, too. Without
-        a boot id, as on Windows and macOS, each process computes an anchor of its own."""
+        """Tasks of several processes keep the order of their pushes when clocks change."""
+        # A reboot sets the monotonic clock back, and with a dead battery the wall clock, too.
+        # Without a boot id, as on Windows and macOS, each process computes an anchor of its own.
         year_s, one_s = 365 * 86400.0, 1.0 - time.monotonic()
-        lives: dict[str, list[tuple[str | None, float, float]]] = {
+        # The boot id and the shifts of both clocks, in seconds, for each process of a case.
+        cases: dict[str, list[tuple[str | None, float, float]]] = {
             "the date is set": [("1", 0, 0), ("1", -year_s, 0), ("1", year_s, 0), ("1", 0, 0)],
             "a reboot": [("1", 0, 0), ("2", -year_s, one_s)],
             "no boot id": [(None, 0, 0), (None, -1000, 0)],
             "a reboot, no boot id": [(None, 0, 0), (None, -year_s, one_s)],
         }
         clock = self.clock()
-        for name, life in lives.items():
+        for name, rows in cases.items():
             self.path = self.new_dir()
-            for number, (boot, clock.wall_shift_s, clock.monotonic_shift_s) in enumerate(life):
-                for directory in os.listdir(self.path):  # their dates are not by the fake clock
+            for number, (boot, clock.wall_shift_s, clock.monotonic_shift_s) in enumerate(rows):
+                for directory in os.listdir(self.path):  # the dates are not set by the fake clock
                     os.utime(self.file(directory), (0, 0))
                 with on_boot(boot):
                     q = self.queue()
                     q.push(b"%d" % number)
             with self.subTest(name):
-                self.assertEqual(self.drain(q), [b"%d" % n for n in range(len(life))])
+                self.assertEqual(self.drain(q), [b"%d" % n for n in range(len(rows))])
                 # The first process of a boot removes the clock file of the boot before. Processes
                 # without a boot id have no clock file.
-                self.assertEqual(len(self.clocks()), int(life[-1][0] is not None))
+                self.assertEqual(len(self.clocks()), int(rows[-1][0] is not None))
 
     def clocks(self) -> list[str]:
+        """Return the sorted names of the clock files."""
         return sorted(name for name in os.listdir(self.path) if name.startswith("clock-"))
 
     def test_clock_files_of_earlier_boots_do_not_pile_up(self) -> None:
-        """The clock file of a boot stays while it has a lease. A worker that lives beside us, in a
-        container with another boot id, puts its clock file back in time."""
+        """A clock file of another boot stays while a task is leased by its clock, and no longer."""
+        # That boot may be the one of a container whose worker still lives.
         clock = self.clock()
         with on_boot("container"):
             q = self.queue("container")
@@ -1367,16 +1368,16 @@ class Ordering(QueueCase):
             self.queue()
         self.assertNotIn(theirs, self.clocks())
         clock.advance(601)
-        q.pop()
+        q.pop()  # makes the clock file of the container again
         self.assertIn(theirs, self.clocks())
         clock.wall_shift_s += 3600
         with on_boot("container"):
             before, after = q.push(b"1"), self.queue("second").push(b"2")
-        self.assertLess(int(after[:20]) - int(before[:20]), 3600e9)  # of one clock
+        self.assertLess(int(after[:20]) - int(before[:20]), 3600e9)  # both use one queue clock
 
     def test_service_that_can_not_see_the_boot_id_keeps_the_order_after_a_reboot(self) -> None:
-        """The clock file of an earlier boot does not agree with the wall clock. The service does
-        not use that file, even if the queue is empty."""
+        """A service that can't see the boot id does not use the clock file of an earlier boot."""
+        # That file does not agree with the wall clock. The queue is empty.
         clock = self.clock()
         with on_boot("1"):
             self.queue().close()
@@ -1405,8 +1406,9 @@ class Ordering(QueueCase):
     def test_clock_file_of_this_boot_stays_when_a_service_that_can_not_see_the_boot_id_starts(
         self,
     ) -> None:
-        """After the date was set, the service does not find a clock that agrees. Its own clock has
-        no file. The processes of another clock file may live, so that file stays."""
+        """A service that can't see the boot id leaves a clock file that it does not use."""
+        # After the date was set, no clock file agrees with the wall clock. So the service has a
+        # clock of its own, without a file. Processes that use the clock file may still live.
         clock = self.clock()
         q = self.queue()
         clock.wall_shift_s += 3600
@@ -1415,16 +1417,17 @@ class Ordering(QueueCase):
         self.check_one_clock(q, self.queue("later"))
 
     def test_clock_files_of_other_hosts_stay(self) -> None:
-        """Hosts of a shared file system have clocks of their own, and so have the clients beside a
-        server that uses the directory as a local one."""
+        """A host leaves the clock files of other hosts, even if it uses data_dir as a local one."""
+        # The last host is an NFS server; the other two are its clients.
         for number, fs_type in enumerate((NFS, NFS, EXT4)):
             with on_boot(f"host {number}"), on_file_system(fs_type):
                 self.queue().push(b"x")
         self.assertEqual(len(self.clocks()), 3)
 
     def test_unreadable_clock_file_is_made_again_after_the_newest_task(self) -> None:
-        """An invalid clock-<boot> does not change the order of tasks. The file may hold rubbish, or
-        a number that no clock can have. A FIFO of that name is replaced; a directory stays."""
+        """An invalid clock-<boot> does not change the order of tasks."""
+        # The file may hold rubbish, or a number that no clock can have. A FIFO of that name is
+        # replaced; a directory stays.
         q = self.queue()
         q.push(b"0")
         clock = f"clock-{self.boot()}"
@@ -1439,8 +1442,8 @@ class Ordering(QueueCase):
         self.assertEqual(self.drain(self.queue()), [b"%d" % n for n in range(len(rubbish) + 3)])
 
     def test_anchor_set_by_a_faster_process_is_not_overwritten(self) -> None:
-        """If two processes create clock-<boot> at once, both use the anchor of the faster one. A
-        different date in the slower process, or in a later one, does not change the anchor."""
+        """If two processes create clock-<boot> at once, both use the anchor of the faster one."""
+        # A different date in the slower process, or in a later process, does not change the anchor.
         clock, others = self.clock(), list[FemtoQueue]()
 
         def be_quicker() -> None:
@@ -1455,8 +1458,8 @@ class Ordering(QueueCase):
         self.boot()  # fails unless there is exactly one clock-<boot>
 
     def test_wall_clock_of_the_far_future_is_not_used_for_the_anchor(self) -> None:
-        """A date in the far future does not start the queue clock. Otherwise a second queue clock
-        would be started when the date is corrected."""
+        """A date in the far future does not start the queue clock."""
+        # Otherwise a second queue clock would be started when the date is corrected.
         clock = self.clock()
         clock.wall_shift_s = 80 * 365 * 86400.0
         q = self.queue()
@@ -1464,9 +1467,10 @@ class Ordering(QueueCase):
         self.check_one_clock(q, self.queue())
 
     def test_huge_backlog_is_delivered_in_order_though_only_part_is_in_memory(self) -> None:
-        """A huge backlog is delivered in order, although a worker that lists it keeps only a
-        sixteenth of the names in memory. Foreign names are dropped, and the names of the youngest
-        tasks."""
+        """A huge backlog is delivered in order, although the worker keeps only a part of the names
+        in memory."""
+        # A listing drops foreign names, and the names of the youngest tasks. It keeps 20 names
+        # here, or a sixteenth of the backlog if that is more.
         q = self.queue()
         ids = q.push_many([b""] * 300)
         self.foreign = tuple(f"00-{n:03d}.swp" for n in range(40))
@@ -1486,8 +1490,9 @@ class ReplacedClock(QueueCase):
         return mock.patch.multiple(time, time=lambda: seconds, monotonic=lambda: seconds)
 
     def test_program_that_does_not_put_the_clock_back_ends_quietly(self) -> None:
-        """A function in the time module refers to the program's queue. So the queue is finalized
-        when the interpreter has already cleared other modules, such as fcntl."""
+        """A program that leaves its own function in the time module ends without an error."""
+        # That function refers to the program's variables, and so to its queue. So the queue is
+        # finalized when the interpreter has already cleared other modules, such as fcntl.
         program = (
             "import sys, time; from femtoqueue import FemtoQueue, TicketQueue\n"
             "q, line = FemtoQueue(sys.argv[1]), TicketQueue(sys.argv[1]); q.push(b'x')\n"
@@ -1526,8 +1531,8 @@ class ReplacedClock(QueueCase):
                     self.assertEqual(self.pop(q).data, b"x")
 
     def test_task_is_due_when_the_clock_shows_the_float_of_its_due_time(self) -> None:
-        """A task that is scheduled for time.time() * 1e6 is due when time.time() shows that float.
-        Both the due time and the time that it is compared with are rounded products of a float."""
+        """A task scheduled for t * 1e6, where t is a float, is due when time.time() returns t."""
+        # Both the due time and the time that it is compared with are rounded products of a float.
         q = self.queue()
         for number in range(200):
             now_s = 1_800_000_000 + number * 0.01234567
@@ -1568,8 +1573,8 @@ class ReplacedClock(QueueCase):
             self.assertEqual([self.pop(q).id for _ in wanted], wanted)
 
     def test_order_survives_a_monotonic_clock_that_begins_anew_under_one_boot_id(self) -> None:
-        """A restored virtual machine delivers its tasks in order, and leases end. Such a machine
-        has the same boot id as before, and a monotonic clock near zero."""
+        """A restored virtual machine delivers its tasks in order, and leases end."""
+        # Such a machine has the same boot id as before, and a monotonic clock near zero.
         clock = self.clock()
         clock.monotonic_shift_s = 40 * 86400.0
         q = self.queue("n1", detached=True)
@@ -1590,11 +1595,10 @@ class Liveness(QueueCase):
     """Leases of dead workers end at once, and those of living workers at their deadlines."""
 
     def test_empty_lease_directory_of_unknown_boot_is_kept_for_a_minute(self) -> None:
-        """An empty lease directory of unknown boot is removed only after a minute. The directory
-        may belong to an idle worker on another host; with FUSE, a lock is not seen on other hosts.
-
-        If rmdir() fails, pop() raises no error, and the directory stays. This happens with a lease
-        directory of another user, if data_dir is sticky."""
+        """An empty lease directory of unknown boot is removed only after a minute."""
+        # The directory may belong to an idle worker on another host: with FUSE, a lock is not seen
+        # on other hosts. If rmdir() fails, pop() raises no error, and the directory stays. rmdir()
+        # fails for a lease directory of another user if data_dir is sticky.
         q, clock = self.queue(), self.clock()
         os.mkdir(self.file("inflight-other"))
         sticky = hooked(at_call("rmdir", "-other", errno_raiser(errno.EPERM), times=1))
@@ -1612,11 +1616,10 @@ class Liveness(QueueCase):
         self.assertEqual(popped(other, 4).id, task.id)
 
     def test_dead_workers_leases_of_another_boot_end_at_their_deadlines(self) -> None:
-        """In the directory of a dead worker, only leases of this boot end before their deadlines.
-
-        A worker on another host may use the same node_id, and thus the same directory, and may
-        still live. The lease of that worker also ends at its deadline if the wall clock went back.
-        Then st_ctime is in the future, and does not show the age of the lease."""
+        """In a dead worker's directory, only leases of this boot end before their deadlines."""
+        # A worker on another host may use the same node_id, and thus the same directory, and may
+        # still live. The lease of that worker also ends at its deadline if the wall clock went
+        # back. Then st_ctime is in the future, and does not show the age of the lease.
         clock = self.clock()
         for back_s in (0, 1e8):
             q, dead = self.new_queue(), self.queue("dead")
@@ -1634,9 +1637,11 @@ class Liveness(QueueCase):
             self.assertEqual(self.pop(q).attempts, 2)
 
     def test_leases_of_a_dead_worker_that_can_not_see_the_boot_id_come_back_at_once(self) -> None:
-        """A service may not see the boot id (ProcSubset=pid of systemd). It uses the clock file of
-        the services that see the boot id, or else a clock of its own. Its lease without a deadline
-        comes back when it has died, and such a lease of another service comes back to it."""
+        """A lease without a deadline comes back when its worker is dead, even if that worker or the
+        worker that comes after it can't see the boot id."""
+        # A service of systemd with ProcSubset=pid can't see the boot id. The service uses the clock
+        # file of the services that see the boot id, or, if there is no such file, a clock of its
+        # own.
         for first, second in ((None, "1"), ("1", None), (None, None)):
             with self.subTest(first=first, second=second):
                 self.path = self.new_dir()
@@ -1657,9 +1662,11 @@ class Liveness(QueueCase):
     def test_lease_of_an_earlier_boot_is_not_of_this_boot_where_the_boot_id_is_not_seen(
         self,
     ) -> None:
-        """After the date was set, or after a reboot, no clock file agrees with the wall clock. Then
-        a service that can't see the boot id does not use the clock of another boot. It does not do
-        so either where other hosts use the directory: their clock may agree by chance."""
+        """A service that can't see the boot id does not take a lease of another boot for one of
+        this boot."""
+        # After the date was set, or after a reboot, no clock file agrees with the wall clock. Then
+        # the service does not use the clock of another boot. Nor does it use that clock if other
+        # hosts use the directory: the clock of another host may agree by chance.
         for shift_s, fs_type in ((3600, EXT4), (-3600, EXT4), (0, NFS)):
             clock = self.clock()
             self.path = self.new_dir()
@@ -1667,7 +1674,7 @@ class Liveness(QueueCase):
                 living = self.queue("living", timeout_stale_ms=None)
                 living.push(b"x")
                 popped(living)
-            simulate_death(living)  # no lock shows its life, as if it lived on another host
+            simulate_death(living)  # as on another host, no lock shows that this worker lives
             clock.wall_shift_s += shift_s
             with on_boot(None):
                 self.assertIsNone(self.queue("other").pop())
@@ -1675,18 +1682,19 @@ class Liveness(QueueCase):
     def test_living_worker_keeps_its_lease_when_the_clock_file_of_its_boot_is_made_anew(
         self,
     ) -> None:
-        """The date was set forward after the boot, or the host was suspended. Then another host
-        pushes a task, and the clock of this boot seems to have gone back. A new worker makes the
-        clock file anew. By its clock, the lease of a living worker ended an hour ago."""
+        """A living worker keeps its lease even if, by the clock of a new worker, the lease ended an
+        hour ago."""
         self.patched(on_file_system(NFS))
         clock = self.clock()
         clock.wall_shift_s = -3600.0
         living = self.queue("living")
         living.push(b"1")
-        clock.wall_shift_s = 0.0
+        clock.wall_shift_s = 0.0  # the date is set forward, or the host was suspended
         task = popped(living)
         with on_boot("other host"):
             self.queue("other").push(b"2")
+        # The id of the other host's task is an hour ahead of the queue clock of this boot. So a new
+        # worker supposes that the monotonic clock began anew, and makes the clock file anew.
         q = self.queue("new")
         q.done(popped(q))
         self.assertIsNone(q.pop())
@@ -1694,8 +1702,9 @@ class Liveness(QueueCase):
         self.assertEqual(popped(q).id, task.id)
 
     def test_leases_end_after_a_reboot_that_set_the_wall_clock_far_back(self) -> None:
-        """A lease ends in time after a reboot with a dead battery, which sets the date back. The
-        ids of all tasks are hours older than the lease; the date of the lease directory is not."""
+        """A lease ends in time after a reboot with a dead battery, which sets the date back."""
+        # The ids of all tasks are hours older than the lease; the date of the lease directory is
+        # not.
         clock = self.clock()
         with on_boot("1"):
             q = self.queue("dead")
@@ -1711,22 +1720,23 @@ class Liveness(QueueCase):
             self.assertEqual(self.pop(q).attempts, 2)
 
     def test_task_that_can_not_be_moved_does_not_delay_other_tasks(self) -> None:
-        """If a due task can't be moved, or the lease of a dead worker, other tasks are delivered
-        all the same. This holds for this round of housekeeping and for later rounds. When no other
-        task waits, pop() raises the error."""
+        """If a due task or the lease of a dead worker can't be moved, pop() still delivers other
+        tasks."""
+        # This holds for this round of housekeeping and for later rounds. When no other task waits,
+        # pop() raises the error.
         q, clock = self.queue(), self.clock()
 
-        def die(node_id: str) -> str:
+        def lease_and_die(node_id: str) -> str:
             dead = self.queue(node_id)
             ident = leased(dead).id
             simulate_death(dead)
             return ident
 
-        for come in (lambda node_id: q.schedule(b"x", 0), die):
-            stuck = come("dead")
+        for make_task in (lambda node_id: q.schedule(b"x", 0), lease_and_die):
+            stuck = make_task("dead")
             with hooked(at_call("move", stuck, errno_raiser(errno.EACCES))):
                 for node_id in ("dead2", "dead3"):
-                    ident = come(node_id)
+                    ident = make_task(node_id)
                     clock.advance(1)
                     self.assertEqual(self.pop(q).id, ident)
                 for _ in range(2):
@@ -1736,8 +1746,9 @@ class Liveness(QueueCase):
 
     def test_lease_directory_removed_by_an_observer_is_made_again(self) -> None:
         """If an observer removes the lease directory of a starting worker, the worker makes a new
-        directory. The observer saw an empty directory without a lock. The removal comes before the
-        worker opens the directory, or between the opening and the lock."""
+        directory."""
+        # The observer sees an empty directory without a lock. The removal comes before the worker
+        # opens the directory, or after that and before the worker locks it.
         place = self.file("inflight-n1")
 
         def is_there(name: str, args: tuple[Any, ...]) -> bool:
@@ -1751,9 +1762,9 @@ class Liveness(QueueCase):
                 self.assertEqual(self.names("inflight-n1"), [])
 
     def test_starting_worker_leaves_the_lease_of_a_quicker_worker_of_its_node_id(self) -> None:
-        """A starting worker does not take back the lease of a quicker worker with the same node_id.
-        The lease directory is removed while the first worker opens it; then the quicker worker
-        makes the directory again, and claims a task there."""
+        """A starting worker does not take back the lease of a quicker worker of its node_id."""
+        # The lease directory is removed while the first worker opens it. Then the quicker worker
+        # makes the directory again, and claims a task there.
         starting, quicker, taken = self.queue("same"), self.queue("same"), list[FemtoTask]()
         self.queue("producer").push(b"x")
         os.mkdir(lease_dir(starting))
@@ -1768,13 +1779,13 @@ class Liveness(QueueCase):
         self.assertEqual(self.states(), {"done": 1})
 
     def test_ctrl_c_in_a_pop_loses_no_lease_of_a_dead_worker(self) -> None:
-        """After Ctrl-C at any call of a pop(), the leases of dead workers still come back. One
-        worker with the same node_id died before; another worker dies later. Ctrl-C also comes at
-        each reading of the monotonic clock."""
+        """After Ctrl-C at any system call of pop(), the leases of dead workers come back."""
+        # One worker with the same node_id died before the pop(); another worker dies later. Ctrl-C
+        # also comes at each reading of the monotonic clock.
         clock = self.clock()
         monotonic = clock.monotonic
         for step in Step.each(interrupt, at_least=20):
-            q, again, dead = (self.queue(it, timeout_stale_ms=None) for it in ("a", "a", "b"))
+            q, again, later = (self.queue(it, timeout_stale_ms=None) for it in ("a", "a", "b"))
             q.push_many([b"1", b"2"])
             self.assertEqual(len([*iter(q.pop, None)]), 2)
             simulate_death(q)
@@ -1788,16 +1799,16 @@ class Liveness(QueueCase):
                 again.pop()
             if not step.reached:
                 again.close()
-            self.assertIsNotNone(dead.take(id=dead.push(b"3")))
-            simulate_death(dead)
+            self.assertIsNotNone(later.take(id=later.push(b"3")))
+            simulate_death(later)
             clock.advance(60)
             self.assertEqual(sorted(self.drain(again)), [b"1", b"2", b"3"], step.at)
             again.close()
 
     def test_restarted_worker_takes_its_leases_back_while_an_observer_has_the_lock(self) -> None:
         """A restarted worker waits until an observer unlocks the worker's lease directory, and then
-        takes back its leases. No other worker would end a lease of an earlier boot before its
-        deadline."""
+        takes back its leases."""
+        # No other worker would end a lease of an earlier boot before its deadline.
         q, again = self.queue(), self.queue()
         leased(q)
         simulate_death(q)
@@ -1809,10 +1820,9 @@ class Liveness(QueueCase):
             self.assertEqual(self.pop(again).attempts, 2)
 
     def test_dropped_queue_object_leaves_no_descriptor_warning_or_directory(self) -> None:
-        """A queue object is closed at once when its last reference goes, like a file. No reference
-        cycle keeps the object until the garbage collector runs."""
+        """A queue object is closed at once when its last reference goes, like a file."""
         before = len(os.listdir("/dev/fd"))
-        gc.disable()
+        gc.disable()  # no reference cycle may keep the object until a collection
         self.addCleanup(gc.enable)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -1849,15 +1859,16 @@ class Liveness(QueueCase):
         q.done(popped(q, 10))
 
     def test_forked_child_that_outlives_its_parent_keeps_none_of_its_leases(self) -> None:
-        """The leases of a killed worker end although a forked child of the worker still lives. The
-        fork may even come, in another thread, while the worker locks its directory."""
+        """The leases of a killed worker end although a forked child of the worker still lives."""
+        # At "lock", the worker forks while it locks its lease directory, as another thread may do.
         for call in ("read", "lock"):
             with self.subTest(call):
                 self.check_child_outlives_parent(call)
 
     def test_forked_child_has_no_leases_of_its_parent_after_ctrl_c_in_the_fork(self) -> None:
-        """Ctrl-C at the start of a fork does not give the parent's leases to the child. Python
-        completes such a fork."""
+        """Ctrl-C at the start of a fork does not give the parent's leases to the child."""
+        # The Ctrl-C interrupts the function that Python calls before the fork. Python then prints
+        # the exception, and forks all the same.
         q = self.queue()
         task = leased(q)
         lock = mock.Mock(acquire=interrupt)
@@ -1868,8 +1879,8 @@ class Liveness(QueueCase):
         q.done(task)
 
     def test_forked_child_is_a_worker_of_its_own(self) -> None:
-        """In a forked child, a queue object gets its own node_id, lease directory and id tag. After
-        close() in the child, the parent still has its lease."""
+        """In a forked child, a queue object gets its own node_id, lease directory and id tag."""
+        # After close() in the child, the parent still has its lease.
         q = self.queue(None)
         ids = q.push_many([b"1", b"2"])
         mine = self.pop(q)
@@ -1902,12 +1913,11 @@ class LeaseDirectoryLost(QueueCase):
 
     def test_claim_goes_only_into_a_locked_lease_directory(self) -> None:
         """A worker claims only into a directory that the worker has locked and that has the right
-        path.
-
-        The worker does not claim into a new directory of the same name: without a lock, another
-        worker would take the leases for those of a dead worker. Nor does the worker claim into its
-        own directory after a move to another path. The claimed task was listed before the loss of
-        the directory, or was pushed after the loss."""
+        path."""
+        # The worker does not claim into a new directory of the same name: without a lock, another
+        # worker would take the leases for those of a dead worker. Nor does the worker claim into
+        # its own directory after a move to another path. The claimed task was listed before the
+        # loss of the directory ("next"), or was pushed after the loss.
         self.clock().stand_still()  # no job comes due
         losses: dict[str, Callable[[str], object]] = {
             "removed": os.rmdir,
@@ -1929,8 +1939,8 @@ class LeaseDirectoryLost(QueueCase):
                 self.assertEqual(self.states(), {"done": 3})
 
     def test_lease_directory_removed_by_another_host_is_made_again(self) -> None:
-        """A worker whose lease directory was removed by another host makes a new one. After that
-        removal, the descriptor of the directory gives ESTALE."""
+        """A worker whose lease directory was removed by another host makes a new directory."""
+        # After that removal, calls with the worker's descriptor of the directory raise ESTALE.
         q = self.worker_that_listed(5)
         place, [gone] = lease_dir(q), descriptors_of(lease_dir(q))
         os.rmdir(place)
@@ -1946,9 +1956,9 @@ class LeaseDirectoryLost(QueueCase):
         self.assertNotIn(gone, descriptors_of(place))
 
     def test_nothing_is_claimed_while_the_lease_directory_can_not_be_opened(self) -> None:
-        """pop() raises the error, and claims nothing, while it can't open a lease directory. Tasks
-        that were listed before must not go into an unlocked directory. An ESTALE that stays is an
-        error, and not an endless loop."""
+        """While a lease directory can't be opened, pop() raises the error and claims nothing."""
+        # Tasks that were listed before must not go into an unlocked directory. If open() raises
+        # ESTALE each time, pop() raises it, and does not try again for ever.
         clock = self.clock()
         for code in (errno.EMFILE, errno.ESTALE):
             q = self.worker_that_listed(3)
@@ -1962,8 +1972,9 @@ class LeaseDirectoryLost(QueueCase):
             self.assertEqual([task.data for task in tasks], [b"1", b"2"])
 
     def test_worker_without_a_lease_directory_does_not_try_a_whole_batch(self) -> None:
-        """A worker whose lease directory is gone makes it again after a few failed claims. It does
-        not try each task of a long batch: on NFS, each claim would ask the server."""
+        """A worker whose lease directory is gone makes it again after a few failed claims."""
+        # The worker does not try each task of a long batch: on NFS, each claim would ask the
+        # server.
         for fs_type, most in ((EXT4, 99), (NFS, 2)):
             with on_file_system(fs_type):
                 q = self.worker_that_listed(300)
@@ -1973,7 +1984,7 @@ class LeaseDirectoryLost(QueueCase):
             self.assertLessEqual(len([it for it in claims if "/pending/" in it[0]]), most)
 
     def test_lease_whose_directory_is_gone_is_lost(self) -> None:
-        """After its lease directory is gone, a lease can't be renewed or settled: LeaseLost."""
+        """To renew or settle a lease whose directory is gone raises LeaseLost."""
         q = self.queue(sync_after_write=True, keep_done=False)
         for call in (q.extend, q.done, q.release, q.fail):
             for lose in (functools.partial(shutil.rmtree, lease_dir(q)), q.close):
