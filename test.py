@@ -1994,17 +1994,16 @@ class LeaseDirectoryLost(QueueCase):
 
 
 class Row(NamedTuple):
-    """The system calls of a step, in `calls`. `synced`: its moves and syncs in a queue with
-    sync_after_write; a sync is written as the kind of what is synced."""
+    """What a step does. A sync is written as "file" or "directory", by what is synced."""
 
-    calls: str
-    synced: str
+    calls: str  # all system calls
+    synced: str  # the moves, unlinks and syncs in a queue with sync_after_write
     settings: dict[str, Any] = {}  # noqa: RUF012
 
 
-# The system calls of each step: no more than its promise needs. The steps are in words of Life: the
-# words before the bar prepare the step, in an empty queue. After an intended change of the calls,
-# edit these tables.
+# The system calls of each step: no more than the promise of the step needs. The steps are in words
+# of Life; the words before a bar prepare the step, in a new queue. After an intended change of the
+# system calls, edit these tables.
 STEPS = {
     "push x": Row("open write close move", "move file directory"),
     "schedule x 4e15": Row("open write close move", "move file directory"),
@@ -2080,8 +2079,7 @@ class StepCase(QueueCase):
     """A test that checks the system calls of steps."""
 
     def calls(self, work: Callable[[], object]) -> list[str]:
-        """Run work(), and return its system calls in order. A sync is written as "file" or
-        "directory", by what is synced; lstat as "stat"."""
+        """Run work(), and return its system calls in order, as in a Row; lstat counts as "stat"."""
         calls: list[str] = []
 
         def note(name: str, args: tuple[Any, ...]) -> None:
@@ -2111,7 +2109,7 @@ class StepCase(QueueCase):
         return functools.partial(life.live, step)
 
     def check_steps(self, found: Callable[[Any], list[str]], column: str, **settings: Any) -> None:
-        """Fail if found(step) differs from this column of the table, for any step."""
+        """Fail unless found(step) is, for each step, what this column of the tables says."""
         for key, steps in ((None, STEPS), ("k", KEY_STEPS)):
             for words, row in steps.items():
                 step = self.prepare_step(words, row, key, **settings)
@@ -2173,11 +2171,11 @@ class LostReply(QueueCase):
         self.assertEqual(self.states(), {"done": 1, "failed": 1})
 
     def test_push_succeeds_though_another_worker_has_moved_the_task_on(self) -> None:
-        """push() succeeds even if its file is gone from the target of the lost rename.
-
-        Another worker has finished the task before the request is sent again. Or the payload was
-        buffered behind a lease; the lease ended, and another worker promoted the payload. The other
-        worker could lock the key, because the reboot of the server dropped this client's lock."""
+        """push() succeeds even if another worker has already moved the file on from the target of
+        the lost rename."""
+        # First, another worker finishes the task before the request is sent again. Then, a payload
+        # was buffered behind a lease; the lease ends, and another worker promotes the payload. That
+        # worker can lock the key, because the reboot of the server dropped this client's lock.
         q, other = self.queue(), self.queue("n2")
         with self.lost_reply(then=lambda: other.done(self.pop(other))):
             q.push(b"1")
@@ -2193,8 +2191,8 @@ class LostReply(QueueCase):
         self.assertEqual(self.pop(q).data, b"3")
 
     def test_expired_lease_is_lost_though_a_stale_cache_still_shows_it(self) -> None:
-        """done() raises LeaseLost if the lease expired and another delivery made done/<id>. The
-        client's cache still shows the lease, as it was half a minute ago."""
+        """done() raises LeaseLost if the lease expired and another delivery made done/<id>."""
+        # The client's cache still shows the lease, as it was half a minute ago.
         q, other, clock = self.queue(timeout_stale_ms=1000), self.queue("n2"), self.clock()
         late, seen = leased(q), list[str]()
         clock.advance(3)
@@ -2212,9 +2210,9 @@ class LostReply(QueueCase):
         self.assertEqual(len(seen), 1)
 
     def test_delivery_that_was_given_up_or_settled_is_lost(self) -> None:
-        """A lease that was given up, or that was settled before, is lost. The task is already where
-        done() or fail() would move it, and the deadline has not passed; but an earlier call moved
-        the task."""
+        """A lease that was given up, or that was settled before, is lost."""
+        # The task is already where fail() or done() would move it, and the deadline has not passed.
+        # But it was an earlier call that moved the task.
         q, other = self.queue(), self.queue("n2")
         task = leased(q)
         q.close()
@@ -2226,9 +2224,10 @@ class LostReply(QueueCase):
         self.assertRaises(LeaseLost, q.done, task)
 
     def test_write_fails_if_its_file_was_removed_although_the_target_exists(self) -> None:
-        """A write fails if another host removed its file from creating/ before the rename. The
-        target exists, but has the older payload. The host of the writer was suspended for an hour:
-        its wall clock went on, its monotonic clock stood still."""
+        """A write fails if another host removed its file from creating/ before the rename, even if
+        the target exists."""
+        # The target has the older content. The host of the writer was suspended for an hour: its
+        # wall clock went on, and its monotonic clock stood still.
         q, clock = self.queue(), self.clock()
         task = leased(q, b"old", "k")
 
@@ -2244,9 +2243,9 @@ class LostReply(QueueCase):
         self.assertEqual(self.pop(q).checkpoint, b"half")
 
     def test_host_whose_queue_clock_is_ahead_leaves_files_that_are_being_written(self) -> None:
-        """A file in creating/ is not removed by a host whose queue clock is two hours ahead. The
-        queue clock of the writer is behind because its host was suspended. The wall clocks agree,
-        and only these count."""
+        """A host whose queue clock is hours ahead does not remove a file that is being written."""
+        # The queue clock of the writer is behind because its host was suspended. The wall clocks of
+        # both hosts agree, and only the wall clocks count.
         for fs_type in (EXT4, NFS):
             self.patched(on_file_system(fs_type))
             q, looks = self.new_queue(), list[list[str]]()
@@ -2267,9 +2266,9 @@ class LostReply(QueueCase):
             self.assertNotIn("leftover", looks[0])
 
     def test_missing_file_is_an_error_on_glusterfs(self) -> None:
-        """On GlusterFS, a rename that reports a missing file has failed. GlusterFS never sends a
-        request twice. After a network failure, a replica may show the rename as carried out,
-        although another host was faster."""
+        """On GlusterFS, a rename that reports a missing file has failed."""
+        # GlusterFS never sends a request twice. After a network failure, a replica may show the
+        # rename as carried out, although another host was faster.
         self.patched(on_file_system(FUSE))
         q = self.queue()
         with self.lost_reply(), self.assertRaises(FileNotFoundError):
@@ -2300,8 +2299,9 @@ class Sharing(QueueCase):
     """Threads share a queue object, and processes share a lease."""
 
     def test_thread_copes_with_a_batch_that_another_thread_uses_up(self) -> None:
-        """A thread that lost its claims copes with a batch of names that another thread uses up. A
-        look at a file releases the interpreter's lock, and then the other thread can run."""
+        """A thread whose claims fail goes on even if another thread empties the batch of names."""
+        # After a failed claim, a thread looks for the file of the next name. This look releases the
+        # interpreter's lock, and the other thread can run.
         q, thief = self.queue(), self.queue("n2")
         q.push_many([b"0", b"1", b"2"])
         self.pop(q)
@@ -2318,8 +2318,9 @@ class Sharing(QueueCase):
         self.assertEqual((self.names("pending"), q._worker.lease_dir.undelivered), ([], {}))
 
     def test_lease_begins_when_the_task_is_claimed_however_long_the_pop_waited(self) -> None:
-        """The deadline of a lease counts from the claim. Before the claim, pop() may wait for
-        another thread of the object, whose system call takes longer than the lease."""
+        """The deadline of a lease counts from the claim."""
+        # Before the claim, pop() waits for another thread of the queue object. A system call of
+        # that thread takes longer than a lease lasts.
         q, clock = self.queue(), self.clock()
         q.push_many([b"1", b"2"])
         mine, theirs = self.pop(q), list[FemtoTask]()
@@ -2338,8 +2339,9 @@ class Sharing(QueueCase):
         self.assertGreater(until.timestamp(), clock.time())
 
     def test_checkpoint_saved_by_another_process_is_kept(self) -> None:
-        """A checkpoint that another process saves with attach() is in the next delivery. A
-        checkpoint belongs to a payload, which attach() does not read: checkpoint() reads it."""
+        """A checkpoint that another process saves after attach() is in the next delivery."""
+        # A checkpoint belongs to one payload. attach() does not read the payload: checkpoint()
+        # does.
         q, other = self.queue(), self.queue("n2")
         q.checkpoint(leased(q), b"1")
         attached = other.attach(self.names("inflight-n1")[0])
@@ -2353,8 +2355,9 @@ class Sharing(QueueCase):
 
     def test_detached_leases_end_by_their_deadline_only(self) -> None:
         """A detached lease ends at its deadline only: not when its worker closes or dies, and not
-        when a worker with the same node_id starts or closes. The lease still has a deadline after
-        a renewal by a queue object whose own leases have no deadline."""
+        when a worker with the same node_id starts or closes."""
+        # The lease still has a deadline after a renewal by a queue object whose own leases have
+        # none.
         q, clock = self.queue(detached=True), self.clock()
         endless = self.queue("n2", timeout_stale_ms=None)
         endless.extend(endless.attach(leased(q).id))
@@ -2376,14 +2379,15 @@ class Sharing(QueueCase):
 class InterruptedDelivery(QueueCase):
     """A task whose delivery is interrupted waits again, as if it had not been taken."""
 
-    DELIVERS = (
+    DELIVERS = (  # the functions of femtoqueue that take part in a delivery
         *("pop", "take_oldest", "claim", "_deliver"),
         *("_look", "_look_for_all", "_answer", "wait_for_async", "hand_over"),
     )
 
     def test_queue_object_in_a_reference_cycle_gives_its_task_back_silently(self) -> None:
         """A queue object that is freed by the garbage collector gives back its task, removes its
-        lease directory, and prints nothing. The finalizer of its lock may even run first."""
+        lease directory, and prints nothing."""
+        # With lock_first, the finalizer of its lock runs before that of the queue object.
         for lock_first in (False, True):
             with (
                 self.subTest(lock_first=lock_first),
@@ -2396,7 +2400,8 @@ class InterruptedDelivery(QueueCase):
 
     def test_interpreter_exits_while_ended_threads_hold_locks(self) -> None:
         """The interpreter exits without an error even if threads that have ended hold all locks of
-        a queue object. If the worker's lock is free, the worker's task is given back at exit."""
+        a queue object."""
+        # If the worker's own lock is free, the worker's task is given back at exit.
         code = """if True:
             import sys, threading
             import femtoqueue
@@ -2441,9 +2446,9 @@ class InterruptedDelivery(QueueCase):
         gc.collect()
 
     def test_close_at_any_line_of_a_delivery_counts_only_a_delivered_task(self) -> None:
-        """If close() comes at any line of a delivery, the caller gets the task and the delivery is
-        counted, or neither. Otherwise, with max_attempts=1, the task would be a dead letter that
-        was never delivered."""
+        """If close() comes at any line of a delivery, the delivery is counted only if the caller
+        gets the task."""
+        # Otherwise, with max_attempts=1, the task would be a dead letter that was never delivered.
         ways: dict[str, Callable[[FemtoQueue], FemtoTask | None]] = {
             "pop": FemtoQueue.pop,
             "wait": lambda q: q.pop(PATIENCE_S),
@@ -2457,8 +2462,9 @@ class InterruptedDelivery(QueueCase):
 
     def test_ctrl_c_at_any_line_of_a_pop_leaves_no_lease(self) -> None:
         """After Ctrl-C at any line of pop(), the task waits at its place, and the delivery was not
-        counted. A task may also have a newer payload buffered behind it; then the next delivery has
-        the newer payload, and is attempt 1."""
+        counted."""
+        # With the key, a newer payload is buffered behind the task. Then the next delivery has the
+        # newer payload, and is attempt 1.
         for key in (None, "k"):
             numbers = itertools.count()
             lines = next(it for it in numbers if not self.interrupt_at_line(it, key))
@@ -2474,12 +2480,12 @@ class InterruptedDelivery(QueueCase):
         name = f"{task.id[:20]}~1~{task.id}" if key else task.id
         os.rename(self.file(task.path), self.file("pending", name))
         try:
-            with at_line(number, interrupt) as came:
+            with at_line(number, interrupt) as reached:
                 q.pop()
         except KeyboardInterrupt:
             self.assertEqual(self.names("inflight-n1"), [], number)
             self.assertEqual(self.pop(q), FemtoTask(task.id, b"newer" if key else b"x", 1, key))
-        return bool(came)
+        return bool(reached)
 
     def close_at_line(self, number: int, deliver: Callable[[FemtoQueue], FemtoTask | None]) -> bool:
         """Call close() in another thread at a line of a delivery, and check what is left. Return
@@ -2493,18 +2499,19 @@ class InterruptedDelivery(QueueCase):
             closer.start()
             closer.join(0.01)  # close() waits for this thread if a claim is under way
 
-        with at_line(number, close, self.DELIVERS) as came:
+        with at_line(number, close, self.DELIVERS) as reached:
             task = deliver(q)
-        if not came:
+        if not reached:
             return False
         until(lambda: closer.ident is not None)
         closer.join()
         while task is None:  # the thread that looks for coroutines may still hold the task
             self.assertEqual(q.stats().failed, 0)
             task = q.pop()
-        # If the lease is gone, close() has reclaimed the task after its only attempt: the next
-        # pop() makes it a dead letter. If the file is there, the caller has a valid lease; the
-        # interrupted pop() may also have gone on, and taken the reclaimed task again.
+        # If the file of the lease is gone, close() has reclaimed the task after its only attempt.
+        # Then the next pop() makes the task a dead letter. If the file is there, the caller has a
+        # valid lease: perhaps close() had reclaimed the task, and the delivery went on and took the
+        # task again.
         is_lost = not os.path.exists(self.file(task.path))
         self.assertEqual((q.pop(), q.stats().failed, task.attempts), (None, is_lost, 1))
         q.close()
@@ -2535,8 +2542,8 @@ class Keyed(QueueCase):
             self.assertTrue(all(map(q.contains, found)))
 
     def test_looking_for_a_key_or_work_in_a_missing_queue_raises(self) -> None:
-        """contains(), peek() and join() raise FileNotFoundError if the queue's directories are
-        gone: they do not report an empty queue."""
+        """If the queue's directories are gone, contains(), peek() and join() do not report an empty
+        queue, but raise FileNotFoundError."""
         q = self.queue()
         shutil.rmtree(self.path)
         os.mkdir(self.path)  # the mount point of a file system that is not mounted
@@ -2553,7 +2560,7 @@ class Keyed(QueueCase):
     # Which texts are keys, and what push() does with a key
 
     def test_any_text_is_a_key_and_can_be_read_back(self) -> None:
-        """Any text of 1 to 200 bytes is a key; it can be read from the task and from its file."""
+        """Any text of 1 to 200 bytes can be a key, and is read back from the task and its file."""
         q = self.queue()
         keys = ["k" * 200, "a b", "\n", "%41", "A", "-", "größe", "\U0001f40d" * 50, "\0", "../x"]
         ids = [q.push(key.encode(), key=key) for key in keys]
@@ -2562,15 +2569,16 @@ class Keyed(QueueCase):
             self.assertEqual((task.key, task.data), (key, key.encode()))
             q.done(task)
         self.assertEqual(self.names("keys"), [])
-        # The files of locks are never removed. A host that waits for a lock on a network file
-        # system may still be shown the removed file.
+        # Lock files are never removed. On a network file system, a host that waits for a lock may
+        # still see the removed file.
         self.assertEqual(self.names("locks"), sorted({it[-2:] for it in ids}))
         with open(self.file("pending", q.push(b"x", key="user:42 ü")), "rb") as file:
             self.assertTrue(file.read().endswith(b" 1 user:42%20%C3%BC\nx"))
 
     def test_waiting_task_can_be_taken_while_its_payload_is_replaced(self) -> None:
         """A pop() at any system call of the push gets the task, with the old payload or the new
-        one. The attempts of the new payload do not include deliveries of the old one."""
+        one."""
+        # The attempts of the new payload do not include deliveries of the old payload.
         q, other = self.queue(max_attempts=3), self.queue("n2", max_attempts=3)
         if not self.can_exchange():
             self.skipTest("names can't be exchanged here")
@@ -2591,8 +2599,9 @@ class Keyed(QueueCase):
         self.assertEqual(seen, {(b"old", 3), (b"old", 1), (b"new", 1)})
 
     def test_replaced_payload_keeps_its_place_for_workers_that_have_listed_the_task(self) -> None:
-        """A task whose payload is replaced keeps its place, also for workers that have listed its
-        old name. The name changes, because the attempts begin anew."""
+        """A task whose payload is replaced keeps its place, also for workers that have listed the
+        old name of the task."""
+        # The replacement changes the name, because the attempts begin anew.
         q = self.queue(max_attempts=3)
         for attempts in (1, 3):
             q.push_many([b"first"] * 3)
@@ -2627,23 +2636,26 @@ class Keyed(QueueCase):
             q.push(b"1", key="k")
 
     def task_and_buffered(self, q: FemtoQueue) -> list[object]:
-        """Return the task of the key, its path, and the names and tasks buffered behind it."""
+        """Return the task of the key and its path, and the names and tasks of the payloads that are
+        buffered behind it."""
         task = q.peek(key="k")
         behind = [name for name in self.names("keys") if len(name) > 8]
         return [task, task and task.path, *behind, *(q.peek(name[-29:]) for name in behind)]
 
     def test_keyed_push_that_raises_changes_nothing(self) -> None:
-        """If any system call of a keyed push fails, nothing has changed. This includes a failed
-        sync, except after a rename over the old record, which can't be undone."""
+        """If any system call of a keyed push fails, nothing has changed."""
+        # This includes a failed sync, except after a rename over the old record, which can't be
+        # undone. Such pushes are tested without sync.
         self.in_memory = True  # syncs to a disk would take too long
         clock, _ = self.clock(), self.queue()
         can_exchange = self.can_exchange()
-        behind = {
+        # The pushes that do not rename over the old record even if names can't be exchanged.
+        buffering = {
             **dict.fromkeys(("waits", "is back"), "buffer update"),
             "is leased": "buffer schedule",
         }
         for state, way in itertools.product(self.STATES, ("buffer", "update", "schedule")):
-            is_synced = can_exchange or way in behind.get(state, "").split()
+            is_synced = can_exchange or way in buffering.get(state, "").split()
             for step in Step.each(errno_raiser(errno.EIO)):
                 with self.new_queue(sync_after_write=is_synced) as q:
                     self.bring_to_state(q, state, clock.time())
@@ -2662,15 +2674,16 @@ class Keyed(QueueCase):
     # Buffered payloads
 
     def test_undone_claim_does_not_lead_to_the_delivery_of_an_outdated_payload(self) -> None:
-        """If a claim is undone after a newer payload was buffered, the newer payload is delivered.
-
-        The payload was buffered after the claim, before the task was read. The claim is undone for
-        one of four reasons: the file is missing, no descriptor is left, the read fails, or Ctrl-C.
-        On a shared file system, the worker looks for a missing file several times."""
+        """If a claim is undone after a newer payload was buffered, that payload is delivered."""
+        # The newer payload is buffered after the claim, before the task is read. Then the claim is
+        # undone for one of four reasons: the file is missing, no descriptor is left, the read
+        # fails, or Ctrl-C. On a shared file system, the worker looks for a missing file several
+        # times.
         gone, interrupted = FileNotFoundError(errno.ENOENT, "gone"), KeyboardInterrupt()
         for error in (gone, OSError(errno.EMFILE, "too many"), OSError(errno.EIO, ""), interrupted):
             q, other, key, newer = self.queue(), self.queue("n2"), repr(error), list[str]()
-            self.assertEqual((q.pop(), other.pop()), (None, None))  # they repair keys only now
+            # Both workers repair keys now, and not during the rest of the test.
+            self.assertEqual((q.pop(), other.pop()), (None, None))
             ident, task = q.push(b"old", key=key), None
 
             def undo(key: str = key, newer: list[str] = newer, error: Any = error) -> None:
@@ -2691,8 +2704,8 @@ class Keyed(QueueCase):
                 self.assertEqual((self.drain(q), q.stats().buffered), ([], 0))
 
     def test_buffered_payload_whose_state_file_was_lost_is_promoted(self) -> None:
-        """A buffered payload becomes a task even if the state file of its key was lost. If a newer
-        payload was pushed since, only the newer one is delivered."""
+        """A buffered payload becomes a task even if the state file of its key was lost."""
+        # If a newer payload is pushed after the loss, only the newer payload is delivered.
         q, clock = self.queue(), self.clock()
         for newest in (b"2", b"3"):
             task = self.leased_with_buffered(q)
@@ -2706,9 +2719,10 @@ class Keyed(QueueCase):
             self.assertEqual(self.names("keys"), [])
 
     def test_payload_buffered_behind_a_dead_workers_finished_task_comes_at_once(self) -> None:
-        """If a worker dies after it has finished a task, and before it has promoted the payload
-        behind the task, the payload is promoted at once. Other workers do not wait for the next
-        repair of keys: a dead worker starts a repair."""
+        """If a worker dies between finishing a task and promoting the payload behind the task,
+        another worker promotes the payload at once."""
+        # The other worker does not wait for the next periodic repair of keys: when it finds a dead
+        # worker, it starts a repair.
         q, victim, clock = self.queue(), self.queue("victim"), self.clock()
         self.assertIsNone(q.pop())
         task = self.leased_with_buffered(victim)
@@ -2720,9 +2734,9 @@ class Keyed(QueueCase):
         self.assertEqual(self.drain(q), [b"2"])
 
     def test_corrupt_buffered_payload_is_quarantined(self) -> None:
-        """A corrupt payload in keys/ ends in failed/. If a person removes the file while pop()
-        looks at it, nothing is renamed. In particular, the directory keys/ itself is not renamed
-        over an empty pending/ because of an empty file name."""
+        """A corrupt payload in keys/ ends in failed/."""
+        # If a person removes the file while pop() looks at it, nothing is renamed. In particular,
+        # an empty file name does not cause a rename of the directory keys/ over an empty pending/.
         q, name = self.queue(), f"{1:020d}-80000000"
         os.mkdir(self.file("keys"))
         path = self.put(name, b"rubbish", "keys")
@@ -2741,9 +2755,10 @@ class Keyed(QueueCase):
         os.rename(self.file("failed", ident), self.file("pending", ident))
 
     def test_dead_letter_moved_back_does_not_join_or_replace_a_newer_task(self) -> None:
-        """A person moves a dead letter to pending/. While its key has a newer task, the dead letter
-        is not delivered, and does not replace the newer task. The state file may still name the
-        dead letter. If the key has no other task, the dead letter is delivered."""
+        """A dead letter that a person moves to pending/ is not delivered while its key has a newer
+        task, and does not replace that task."""
+        # The state file may still name the dead letter. If the key has no other task, the dead
+        # letter is delivered.
         q = self.queue("a-node-with-a-name-that-is-longer-than-pending")
         old = self.leased_with_buffered(q)
         q.fail(old, "why")
@@ -2778,8 +2793,8 @@ class Keyed(QueueCase):
 
     def test_task_moved_back_by_hand_is_not_delivered_before_its_state_is_saved(self) -> None:
         """A keyed task that a person moved to pending/ is not delivered while the state file of its
-        key can't be written. Otherwise a push would not know of the task, and would make a second
-        task of the key."""
+        key can't be written."""
+        # Otherwise a push would not know of the task, and would make a second task of the key.
         q, other = self.queue(), self.queue("n2")
         task = leased(q, b"1", "k")
         q.fail(task)
@@ -2792,7 +2807,7 @@ class Keyed(QueueCase):
         self.assertEqual(q.stats().inflight, 1)
 
     def test_promoted_payload_wins_though_its_state_was_not_saved(self) -> None:
-        """A promoted payload is delivered, and not an older one that a person moved back, even if
+        """A promoted payload is delivered instead of an older one that a person moved back, even if
         the promotion was not saved in the state file."""
         q = self.queue()
         old = self.leased_with_buffered(q)
@@ -2802,8 +2817,8 @@ class Keyed(QueueCase):
         self.assertEqual(self.drain(q), [b"2"])
 
     def test_wrong_or_invalid_state_file_does_no_harm(self) -> None:
-        """A key works although its state file is invalid, or names a task of no key. No push() has
-        written such a file."""
+        """A key works although its state file is invalid, or names a task without a key."""
+        # No push() writes such a file.
         q = self.queue()
         os.mkdir(self.file("keys"))
         self.put(key_tag("k"), b"k ../../etc/passwd -\nrub bish\n\xff\n\n", "keys")
@@ -2817,8 +2832,9 @@ class Keyed(QueueCase):
     # Locks
 
     def test_thread_that_waits_for_a_key_does_not_block_other_threads(self) -> None:
-        """While threads wait for the lock of a key, other threads of the object deliver tasks and
-        renew leases. The lock may be held by a process that is stopped."""
+        """While threads wait for the lock of a key, another thread of the queue object can deliver
+        and finish tasks."""
+        # The lock may be held for long, for example by a process that is stopped.
         q, waits = self.queue(), threading.Semaphore(0)
         task = leased(q, b"1", "k")
         q.push(b"2")
@@ -2840,8 +2856,8 @@ class Keyed(QueueCase):
         self.assertEqual(self.drain(q), [b"3"])
 
     def test_task_of_a_locked_key_is_reclaimed_or_enqueued_later(self) -> None:
-        """While another process holds the lock of a key, an ended lease or a due task of the key
-        stays where it is, and other tasks are delivered. After the unlock, the task comes back."""
+        """While a key is locked, its due task or ended lease stays where it is and other tasks are
+        delivered; after the unlock, the task comes back."""
         q, clock, other = self.queue(), self.clock(), self.queue("n2")
         leased(other, b"1", "k")
         q.push(b"2")
@@ -2854,8 +2870,8 @@ class Keyed(QueueCase):
 
     def test_task_that_processing_could_not_give_back_comes_back_when_its_key_is_free(self) -> None:
         """A task that processing() could not give back, because of an I/O error, is delivered again
-        as soon as the lock of its key is free. The deadline of the lease is too far off to help."""
-        q = self.queue(timeout_stale_ms=10**15)
+        as soon as the lock of its key is free."""
+        q = self.queue(timeout_stale_ms=10**15)  # the lease does not end by its deadline
         task = leased(q, key="k")
         with (
             contextlib.suppress(OSError),
@@ -2878,10 +2894,10 @@ class Keyed(QueueCase):
 
     def test_newer_payload_with_equal_bytes_begins_without_attempts_and_checkpoint(self) -> None:
         """A newer payload starts with attempt 1 and without a checkpoint, even if its bytes equal
-        those of the older payload. The saved checkpoint belongs to the older payload."""
+        those of the older payload."""
         q = self.queue()
         task = leased(q, b"", "k")
-        q.checkpoint(task, b"half")
+        q.checkpoint(task, b"half")  # belongs to the older payload
         q.push(b"", key="k")
         q.release(task)
         task = self.pop(q)
@@ -2896,7 +2912,8 @@ class KeyedByRename(Keyed):
 
     def test_scheduled_payload_whose_sync_failed_is_not_delivered_before_its_time(self) -> None:
         """If the sync of a replacing schedule() fails, the new payload is delivered at its time,
-        not before. A rename over the old payload, or over the buffered one, can't be undone."""
+        not before."""
+        # The rename over the old payload, or over the buffered payload, can't be undone.
         clock, moves = self.clock(), list[str]()
 
         def fail(name: str, args: tuple[Any, ...]) -> None:
