@@ -2942,8 +2942,8 @@ class Healed(QueueCase):
     fs_type = FUSE
 
     def test_finished_task_whose_old_name_comes_back_is_not_delivered_again(self) -> None:
-        """A finished task is not delivered again if one of its old names comes back. The task does
-        not count as the task of its key, and does not become a dead letter."""
+        """A finished task is not delivered again if one of its old names comes back."""
+        # Nor does it count as the task of its key, or become a dead letter.
         front = "pending/{id:.20}~1~{id}"
         for key, name in itertools.product((None, "k"), ("pending/{id}", front, "{path}")):
             q, clock = self.new_queue(max_attempts=1), self.clock()
@@ -2962,8 +2962,8 @@ class Healed(QueueCase):
                 self.assertEqual(self.states(), {"done": 2})
 
     def test_old_name_that_can_not_be_removed_at_its_claim_is_removed_later(self) -> None:
-        """If a worker claims an old name of a finished task, and can't remove it, the name stays in
-        flight only until the next housekeeping."""
+        """If a worker claims an old name of a finished task and can't remove it, the next
+        housekeeping removes the name."""
         q, clock = self.queue(timeout_stale_ms=None), self.clock()
         task = leased(q)
         q.done(task)
@@ -2976,11 +2976,11 @@ class Healed(QueueCase):
         self.assertEqual(self.states(), {"done": 1})
 
     def test_replaced_record_that_comes_back_does_not_become_the_task_of_its_key(self) -> None:
-        """If a replaced record comes back, the key's younger task is delivered, and so are payloads
-        buffered behind that task; the old record ends in failed/.
-
-        The task of the old record was finished with a newer payload, in another file. So no link in
-        done/ shows that the old record is outdated."""
+        """A replaced record that comes back ends in failed/, and the key's younger task is
+        delivered."""
+        # Payloads that are buffered behind the younger task are delivered, too. The task of the old
+        # record was finished with a newer payload, in another file. So no link in done/ shows that
+        # the old record is outdated.
         for name in ("pending/{id}", "{path}"):
             q, other, clock = self.new_queue(), self.queue("n2"), self.clock()
             ended = leased(other, b"1", "k")
@@ -3016,9 +3016,9 @@ class Healed(QueueCase):
             os.unlink(ghost)
 
     def test_old_lease_that_comes_back_is_not_reclaimed_over_its_waiting_task(self) -> None:
-        """If an old lease of a waiting task comes back, its reclaim does not overwrite the task.
-        Both have the same number of attempts, so that the reclaim would use the name of the task.
-        Both records are delivered."""
+        """If an old lease of a waiting task comes back, its reclaim does not overwrite the task."""
+        # Both have the same number of attempts. So the reclaim would rename the old lease to the
+        # name of the waiting task. Both records are delivered.
         q, other, clock = self.queue(), self.queue("n2"), self.clock()
         old = leased(other, b"1", "k")
         q.push(b"2", key="k")
@@ -3032,8 +3032,8 @@ class Healed(QueueCase):
         self.assertEqual(sorted(taken), [b"1", b"2"])
 
     def test_retried_task_whose_dead_letter_comes_back_is_delivered(self) -> None:
-        """A retried task is delivered even if its old name in failed/ comes back. Nothing shows
-        which of the two names is the older one."""
+        """A retried task is delivered even if its old name in failed/ comes back."""
+        # Nothing shows which of the two names is the older name.
         q = self.queue()
         for key in (None, "k"):
             dead = leased(q, b"1", key)
@@ -3046,9 +3046,9 @@ class Healed(QueueCase):
             os.unlink(self.file("failed", dead.id))
 
     def test_failed_statfs_is_raised_and_does_not_mean_a_local_file_system(self) -> None:
-        """If statfs() fails, a waiting pop() and register() raise the error. A file system that is
-        wrongly taken for a local one would hide the locks of other hosts. The interrupted wait
-        leaves no descriptor and no ticket."""
+        """If statfs() fails, a waiting pop() and register() raise the error."""
+        # On a file system that is wrongly taken for a local one, the locks of other hosts would not
+        # be seen. The calls that raised leave no descriptor and no ticket.
         q, line = self.queue(), self.new_dir()
         self.assertIsNone(q.pop())  # opens the lease directory, which stays open
         opened = len(os.listdir("/dev/fd"))
@@ -3067,8 +3067,8 @@ class Healed(QueueCase):
     def listed_phantom(
         self, directory: str, name: str, listing_s: float = 0
     ) -> Iterator[list[float]]:
-        """Show a name without a file in each listing of a directory. A listing takes `listing_s`.
-        Yield a list of the seconds that femtoqueue sleeps."""
+        """Show a name without a file in each listing of a directory. A listing takes `listing_s`
+        seconds. Yield a list, to which the length of each sleep of femtoqueue is appended."""
         clock = self.clock()
         slept: list[float] = []
 
@@ -3094,8 +3094,7 @@ class Healed(QueueCase):
         self.assertLess(len(slept), 40)
 
     def test_phantom_whose_file_comes_back_is_found(self) -> None:
-        """A phantom whose file comes back counts again as the task of its key. A worker whose mount
-        hangs for a while does not take a task for a phantom."""
+        """A phantom whose file comes back counts again as the task of its key."""
         q = self.queue()
         ident = q.push(b"1", key="k")
         os.rename(self.file("pending", ident), self.file("aside"))
@@ -3105,6 +3104,8 @@ class Healed(QueueCase):
         os.rename(self.file("aside"), self.file("pending", ident))
         clock = self.clock()
         self.patched(mock.patch.object(clock, "sleep", clock.advance, create=True))
+        # The second worker has not seen the phantom. Its mount hangs for a while: the worker does
+        # not take the task for a phantom.
         for worker, hangs_s in ((q, 0), (self.queue("n2"), constant("stale"))):
 
             def miss(hangs_s: float = hangs_s) -> None:
@@ -3115,8 +3116,8 @@ class Healed(QueueCase):
                 self.assertEqual(worker.push(b"2", key="k"), ident)
 
     def test_lease_of_another_host_that_was_just_renewed_is_not_reclaimed(self) -> None:
-        """A worker leaves a lease of another host alone if the lease was renewed just now. The
-        deadline has passed only by this host's clock."""
+        """A worker leaves a lease of another host alone if the lease was renewed just now."""
+        # The deadline has passed only by this host's clock.
         with on_boot("another host's"):
             q = self.queue(timeout_stale_ms=1000)
             task = leased(q)
@@ -3128,8 +3129,8 @@ class Healed(QueueCase):
         self.assertEqual(self.states(), {"done": 1})
 
     def test_finished_task_that_another_host_removes_is_no_error(self) -> None:
-        """If another host removes a finished task at once, done() with sync and purge() raise no
-        error: the task was finished, and there is nothing left to purge."""
+        """done() with sync and purge() raise no error if another host removes the finished task
+        meanwhile."""
         q = self.queue(sync_after_write=True)
         task = leased(q)
         with hooked(at_call("open", f"done/{task.id}", errno_raiser(errno.ESTALE))):
@@ -3140,7 +3141,8 @@ class Healed(QueueCase):
 
     def test_dead_letter_that_can_not_be_read_is_not_retried(self) -> None:
         """retry() raises TaskNotFound, and moves nothing, if the file of a keyed dead letter can't
-        be found. Without the file the key is unknown, and may have another task."""
+        be found."""
+        # Only the file tells the key, and the key may have another task.
         q = self.queue()
         ident = q.push(b"1", key="k")
         q.fail(self.pop(q))
@@ -3152,8 +3154,8 @@ class Healed(QueueCase):
         q.retry(ident)
 
     def test_large_empty_pending_is_not_replaced_on_a_shared_file_system(self) -> None:
-        """On a shared file system, pop() does not replace a pending/ that has grown: other hosts
-        may look into the old directory for a long time."""
+        """On a shared file system, pop() does not replace a pending/ that has grown."""
+        # Other hosts may look into the old directory for a long time.
         q = self.queue()
         before = os.stat(self.file("pending")).st_ino
         with with_constant("shrink", -1):
@@ -3161,8 +3163,8 @@ class Healed(QueueCase):
         self.assertEqual(os.stat(self.file("pending")).st_ino, before)
 
     def test_checkpoints_are_listed_before_one_is_read(self) -> None:
-        """On a shared file system, pop() lists checkpoints/ before it reads a checkpoint: another
-        host may have replaced the file."""
+        """On a shared file system, pop() lists checkpoints/ before it reads a checkpoint."""
+        # Without the listing, pop() might read an old file that another host has replaced.
         q, seen = self.queue(), list[str]()
         task = leased(q)
         q.checkpoint(task, b"half")
@@ -3173,10 +3175,10 @@ class Healed(QueueCase):
         self.assertLess(seen.index("list checkpoints"), seen.index(f"open {task.id}"))
 
     def test_claim_that_can_be_neither_used_nor_undone_is_given_back_later(self) -> None:
-        """A claim that the worker can neither use nor undo is given back later, uncounted.
-
-        Either the claim is carried out, but reported as failed; or the file of the lease can't be
-        looked at. In both cases no caller has the lease, and it does not last for ever."""
+        """A claim that the worker can neither use nor undo is given back later, uncounted."""
+        # Either the claim is carried out, but reported as failed. Or (is_answered) the worker can't
+        # look at the file of the lease. In both cases no caller has the lease. The lease has no
+        # deadline, but does not last for ever.
         renames: list[str] = []
 
         def rename(*args: Any, **where: Any) -> None:
@@ -3210,8 +3212,8 @@ class KeyedOnSharedFileSystem(KeyedByRename):
 
     def test_two_tasks_of_a_key_claimed_at_once_lead_to_one_delivery(self) -> None:
         """If two hosts claim two tasks of one key at once, the newer task is delivered, and the
-        older one ends in failed/. Each host lists the lease of the other, but not both may give
-        way."""
+        older task ends in failed/."""
+        # Each host sees the lease of the other in a listing, but only one host may give way.
         q, other, ident = self.queue(), self.queue("n2"), f"{1:020d}-{key_tag('k')}"
         newer = q.push(b"2", key="k")
         self.put(ident, record(b"1", b"k"))
@@ -3230,17 +3232,17 @@ class KeyedOnSharedFileSystem(KeyedByRename):
         self.assertIn(ident, self.names("failed"))
 
     def test_push_replaces_the_payload_of_a_task_from_a_host_whose_clock_is_fast(self) -> None:
-        """A pushed payload replaces that of a waiting task, even if the clock of the task's host is
-        fast, so that the task has the newer date."""
+        """A pushed payload replaces that of a waiting task, even if the task has a later date,
+        because the clock of its host is fast."""
         q = self.queue()
         self.put(f"{time.time_ns() + 10**9:020d}-{key_tag('k')}", record(b"1", b"k"))
         q.push(b"2", key="k")
         self.assertEqual(self.drain(q), [b"2"])
 
     def test_older_of_two_buffered_payloads_is_never_delivered(self) -> None:
-        """If two payloads are buffered behind a task, only the newer one is delivered. This happens
-        if a host was cut off, lost the lock of the key without knowing, and pushed a payload at the
-        same time as another host."""
+        """If two payloads are buffered behind a task, only the newer payload is delivered."""
+        # This happens if a host was cut off from the network, lost the lock of the key without
+        # knowing, and pushed a payload at the same time as another host.
         q = self.queue()
         task = leased(q, b"1", "k")
         q.push(b"2", key="k")
@@ -3252,7 +3254,8 @@ class KeyedOnSharedFileSystem(KeyedByRename):
 
     def test_younger_task_of_a_key_moved_to_pending_by_hand_waits_for_the_older_one(self) -> None:
         """If a person moves a second task of a key to pending/, the task waits while the older task
-        of the key is leased. Then it is delivered; the delay does not count as an attempt."""
+        of the key is leased."""
+        # Then the second task is delivered. The delay does not count as an attempt.
         q, other, clock = self.queue(), self.queue("n2"), self.clock()
         for data in (b"1", b"2"):
             q.fail(leased(q, data, "k"))
@@ -3278,21 +3281,19 @@ class Durability(StepCase):
     in_memory = False
 
     def test_step_is_on_disk_when_it_returns(self) -> None:
-        """When a step returns, its record and the record's new directory have been synced.
-
-        Before an unlink, the record is synced where it was; otherwise, after power loss, the disk
-        may show an older place of the record. The reason of a failure is synced before the task
-        is. The state of a new key is synced before the task is moved; otherwise, after power loss,
-        no later push would know of the task."""
+        """When a step returns, its record and the record's new directory have been synced."""
+        # Before an unlink, the record is synced at the place from which it is removed. Otherwise,
+        # after power loss, the disk may show an older place of the record. The reason of a failure
+        # is synced before the record. The state of a new key is synced before the record is moved.
+        # Otherwise, after power loss, no later push would know of the task.
         self.clock().stand_still()
         self.check_steps(self.moves_and_syncs, "synced", sync_after_write=True)
 
     def test_step_is_on_disk_when_it_returns_on_other_file_systems(self) -> None:
-        """A step is also on disk where names can't be exchanged, and on NFS.
-
-        Where names can't be exchanged, a new payload is buffered in keys/, after its name was
-        written to the state file. On NFS, a record is synced before the rename. Otherwise another
-        host could read a torn record and quarantine the task, whose push is then acknowledged."""
+        """A step is also on disk where names can't be exchanged, and on NFS."""
+        # Where names can't be exchanged, a new payload is buffered in keys/, after its name was
+        # written to the state file. On NFS, a record is synced before the rename. Otherwise another
+        # host could read a torn record and quarantine a task whose push() then returns.
         for system, words, key, synced in (
             (without_exchange(), "push x | push y", "k", "file move file directory move directory"),
             (on_file_system(NFS), "push x", None, "file move directory"),
@@ -3303,8 +3304,9 @@ class Durability(StepCase):
                 self.assertEqual(" ".join(self.moves_and_syncs(step)), synced)
 
     def test_no_renewal_comes_between_the_sync_of_a_lease_and_its_removal(self) -> None:
-        """No other thread can renew a lease between the sync and the removal of its file in done().
-        The new name of the file would not have been synced."""
+        """In done(), no other thread can renew the lease between the sync and the removal of its
+        file."""
+        # A renewal would give the file a new name, which would not have been synced.
         q = self.queue(sync_after_write=True, keep_done=False)
         task = leased(q)
         lease = task.path
@@ -3336,8 +3338,8 @@ class Durability(StepCase):
                 self.assertEqual(q.stats().done, 1)
 
     def test_entry_of_each_directory_is_synced_whoever_made_it(self) -> None:
-        """A queue object with sync syncs the parents of all directories that it has made. It also
-        syncs the entries of a queue that another object has made without sync."""
+        """A queue object with sync syncs the entries of the queue's directories, whoever made the
+        directories."""
         synced = set[int]()
 
         def note(name: str, args: tuple[Any, ...]) -> None:
@@ -3353,8 +3355,9 @@ class Durability(StepCase):
         self.assertEqual(calls, ["directory"] * 2)
 
     def test_push_many_syncs_the_batch_once(self) -> None:
-        """push_many() with sync calls syncfs once. Without syncfs, it syncs each file, and pending/
-        once. Without sync_after_write, nothing is synced."""
+        """push_many() with sync calls syncfs() once for the whole batch."""
+        # Without syncfs(), it syncs each file, and pending/ once. Without sync_after_write, it
+        # syncs nothing.
         q, other, synced = self.queue(sync_after_write=True), self.queue("n2"), list[int]()
         with on_file_system(0):
             calls = self.moves_and_syncs(lambda: q.push_many([b"1", b"2", b"3"]))
@@ -3386,8 +3389,8 @@ class Durability(StepCase):
             sync()  # the first call has closed the directory
 
 
-# Calls that change no directory. A process leaves the same files if it dies before such a call or
-# after it.
+# Calls that change no directory and no file. A process that dies just before such a call leaves the
+# same files as a process that dies just after the call.
 UNCHANGING = (
     *("access", "close", "fstat", "fsync", "getxattr", "inotify", "list", "listxattr", "lock"),
     *("lseek", "lstat", "read", "readlink", "stat", "statfs", "statvfs", "syncfs"),
@@ -3421,10 +3424,11 @@ def possible_errors(name: str, args: tuple[Any, ...]) -> list[int]:
 
 
 class Step:
-    """A hook that calls action() before system call `number`. Calls count from 0; with `counts`,
-    only those for which counts() returns True.
+    """A hook that counts system calls and calls action() before call `number`. The first call is
+    call 0. With `counts`, only calls for which counts() returns True count.
 
-    action() is supposed to raise: then the system call is not made. Only close() is made first."""
+    action() must raise, so that the system call is not made. Only a close() is made all the same,
+    before action()."""
 
     def __init__(
         self,
@@ -3443,8 +3447,8 @@ class Step:
         counts: Callable[[str, tuple[Any, ...]], bool] | None = None,
         at_least: int = 8,
     ) -> Iterator[Step]:
-        """Yield steps, numbered from 0. The caller does its work with each of them as the hook. The
-        last step is the first one that the work does not reach."""
+        """Yield steps, numbered from 0. The caller does the same work with each step as the hook.
+        The last step is the first step that the work does not reach."""
         for number in itertools.count():
             step = cls(number, action, counts)
             yield step
@@ -3471,16 +3475,17 @@ class Step:
 
 
 class Meanwhile(Step):
-    """A step at which another process does something, and the system call goes on. A Scenario does
-    this after the call."""
+    """A step at which action() stands for another process, and does not raise. The system call is
+    made, too: after action(), or, in a Scenario, before action()."""
 
     def begin(self) -> None:
         self.action()
 
 
 class TwoMounts(QueueCase):
-    """One directory is used through two kinds of mount: on an NFS server's own disk, and by its
-    clients. The locks of the two kinds do not exclude each other."""
+    """One directory is used through two kinds of mount: by an NFS server on its own disk (local),
+    and by the clients of the server. The locks of the two kinds do not exclude each other. So the
+    first client makes the file SHARED, and from then on local objects do not use key states."""
 
     def setUp(self) -> None:
         super().setUp()
@@ -3496,6 +3501,7 @@ class TwoMounts(QueueCase):
         self.assertEqual(popped(self.local).data, b"newer")
 
     def test_key_states_of_local_objects_are_no_finding(self) -> None:
+        """check() accepts the key states that a local object wrote before the first client came."""
         self.path = self.new_dir(self.memory)
         self.queue("local").push(b"x", key="k")
         with on_file_system(NFS):
@@ -3504,8 +3510,9 @@ class TwoMounts(QueueCase):
         self.assertEqual([it for it in client.check() if "keys/" in it.path], [])
 
     def test_pop_takes_along_the_payload_that_a_client_pushed(self) -> None:
-        """The client can't exchange names, so its payload is behind the task, in keys/. No local
-        key state names it."""
+        """A local pop() delivers a payload that a client has buffered behind the waiting task."""
+        # The client can't exchange names, so it puts the payload into keys/. No key state names the
+        # payload.
         self.local.push(b"older", key="k")
         with without_exchange():
             self.client.push(b"newer", key="k")
@@ -3514,8 +3521,11 @@ class TwoMounts(QueueCase):
         self.assertEqual(popped(self.local).data, b"newer")
 
     def test_two_pushes_at_once_never_give_a_key_to_two_workers(self) -> None:
-        """RACE: a client pushes between the look of a local push and its rename. Then the key has
-        two tasks. Of these, the younger one is delivered, and the older is a dead letter."""
+        """If a local object and a client push at once, one of the key's two tasks is delivered, and
+        the other is a dead letter."""
+        # RACE: the client pushes after the local push has looked for a task of the key, and before
+        # the local push renames its file. Then the key has two tasks. The younger task is
+        # delivered.
 
         def push_by_client() -> None:
             with mock.patch.object(vars(femtoqueue)["fcntl"], "flock", return_value=None):
@@ -3542,18 +3552,23 @@ class TwoMounts(QueueCase):
         self.assertEqual(numbers, [2, 3, 4, 5])
 
     def test_ticket_drawn_while_a_client_opens_the_line_is_drawn_again(self) -> None:
-        """RACE: a client opens the line and has its turn, after a local process drew its number.
-        Both numbers are equal, and the boots say which ticket sorts first. If it is the local one,
-        it must not have a turn, too."""
+        """If a client has its turn with the number that a local process drew, the local process
+        does not have a turn with that number."""
+        # RACE: the local process draws a number. Then a client opens the line, draws the same
+        # number and has its turn. Of two tickets with the same number, the one whose boot sorts
+        # first is the head. If that is the local ticket, the local process must not have a turn,
+        # too.
         for number in range(8):
             line, boot = self.file(f"line{number}"), f"boot {number}"
             self.assertEqual(self.turns_of_client_and_local(line, boot), (True, False))
 
     def turns_of_client_and_local(self, path: str, boot: str) -> tuple[bool, bool]:
+        """Let a client register while a local process registers. Return whether the client has its
+        turn, and whether the local process has its turn."""
         local, turns, locks = TicketQueue(path), list[bool](), itertools.count()
 
         def flock(fd: int, how: int) -> None:
-            if next(locks):  # the first lock is that of "last", which does not exclude ours
+            if next(locks):  # the first lock is that of "last"; it does not exclude local processes
                 fcntl.flock(fd, how)
 
         def have_turn() -> None:
@@ -3571,15 +3586,18 @@ class TwoMounts(QueueCase):
         return turns[0], turns[1]
 
     def test_directory_that_clients_use_is_not_replaced(self) -> None:
-        """A client may look into the old directory for a long time (stale)."""
+        """A local pop() does not replace a pending/ that has grown if clients use the directory."""
+        # A client may look into the old directory for a long time.
         before = os.stat(self.file("pending")).st_ino
         with with_constant("shrink", -1):
             self.assertIsNone(self.local.pop())
         self.assertEqual(os.stat(self.file("pending")).st_ino, before)
 
     def test_local_push_finds_a_task_pushed_after_the_directory_was_marked_shared(self) -> None:
-        """RACE: a local push is about to lock its key. Before that, a client makes the mark, and
-        another local object finds it and pushes. That object keeps no key state."""
+        """A local push() finds a task that another local object has pushed after a client made
+        SHARED."""
+        # RACE: a local push is about to lock its key. Before that, a client makes SHARED. Another
+        # local object finds SHARED, and pushes a task without a key state.
         self.path = self.new_dir()
         first, second = self.queue("first"), self.queue("second")
 
@@ -3594,6 +3612,7 @@ class TwoMounts(QueueCase):
         self.assertEqual(self.drain(second), [b"newer"])
 
     def test_file_shared_that_a_full_disk_refused_is_made_before_the_first_push(self) -> None:
+        """A client that could not make SHARED on a full disk makes it before its first push."""
         self.path = self.new_dir()
         local = self.queue("local")
         full = hooked(at_call("open", "SHARED", errno_raiser(errno.ENOSPC), times=1))
@@ -3604,6 +3623,7 @@ class TwoMounts(QueueCase):
         self.assertEqual(self.states(), {"pending": 1})
 
     def test_queue_is_opened_where_the_file_shared_can_not_be_made(self) -> None:
+        """A client can use a queue even if a read-only file system refuses to make SHARED."""
         self.path = self.new_dir(self.memory)
         with on_file_system(NFS), hooked(at_call("open", "SHARED", errno_raiser(errno.EROFS))):
             self.queue().push(b"x")
