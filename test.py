@@ -2105,8 +2105,8 @@ class StepCase(QueueCase):
         self.assertIsNone(q.pop())
         life, (*before, step) = Life(q, lambda _: None, key), words.split(" | ")
         for part in before:
-            life.live(part)
-        return functools.partial(life.live, step)
+            life.do(part)
+        return functools.partial(life.do, step)
 
     def check_steps(self, found: Callable[[Any], list[str]], column: str, **settings: Any) -> None:
         """Fail unless found(step) is, for each step, what this column of the tables says."""
@@ -3665,7 +3665,7 @@ def is_look_at_task(name: str, args: tuple[Any, ...]) -> bool:
 
 Say = Callable[[str], None]
 # A function that runs a scenario in a new queue in self.path, with a hook for its system calls.
-Living = Callable[[Hook, Say], object]
+RunScenario = Callable[[Hook, Say], object]
 # How a life ended (text), a queue object that goes on with the queue, and the lines of the life.
 Ending = tuple[str, FemtoQueue, list[str]]
 
@@ -3681,7 +3681,7 @@ class Life:
         self.held: list[FemtoTask] = []  # leased tasks; the first one is settled first
         self.failed: FemtoTask | None = None  # the task that failed last
 
-    def live(self, words: str) -> None:
+    def do(self, words: str) -> None:
         """Do the operations, which are separated by commas."""
         try:
             for operation in words.split(", "):
@@ -3692,7 +3692,7 @@ class Life:
                 self.other.close()
             raise
 
-    def said(self, what: str, call: Callable[..., object], *args: Any) -> None:
+    def say_and_call(self, what: str, call: Callable[..., object], *args: Any) -> None:
         """Make a call, and say so before it and after it."""
         self.say(f"try {what}")
         call(*args)
@@ -3700,11 +3700,11 @@ class Life:
 
     def push(self, name: str, how: str = "buffer") -> None:
         put = functools.partial(self.q.push, key=self.key, if_in_flight=how)
-        self.said(f"push {name}", put, name.encode())
+        self.say_and_call(f"push {name}", put, name.encode())
 
     def schedule(self, name: str, time_us: str = "0") -> None:
         put = functools.partial(self.q.schedule, key=self.key)
-        self.said(f"push {name}", put, name.encode(), float(time_us))
+        self.say_and_call(f"push {name}", put, name.encode(), float(time_us))
 
     def push_many(self, *names: str) -> None:
         self.q.push_many([name.encode() for name in names])
@@ -3727,19 +3727,19 @@ class Life:
 
     def done(self) -> None:
         task = self.held.pop(0)
-        self.said(f"done {task.data.decode()}", self.q.done, task)
+        self.say_and_call(f"done {task.data.decode()}", self.q.done, task)
 
     def fail(self, *reason: str) -> None:
         task = self.held.pop(0)
         self.failed = task
         error = ValueError(*reason) if reason else None
-        self.said(f"fail {task.data.decode()}", self.q.fail, task, error)
+        self.say_and_call(f"fail {task.data.decode()}", self.q.fail, task, error)
 
     def retry(self) -> None:
         task = self.failed
         assert task is not None
         with contextlib.suppress(KeyInFlight):
-            self.said(f"retry {task.data.decode()}", self.q.retry, task.id)
+            self.say_and_call(f"retry {task.data.decode()}", self.q.retry, task.id)
 
     def release(self, to: str = "") -> None:
         delay_s = 1e-6 if to == "later" else 0
@@ -3823,9 +3823,9 @@ class Scenario:
         """Do the operations. The hook is called for the operations after the bar."""
         life, (*before, words) = Life(q, say, self.key), self.__name__.split(" | ")
         for part in before:
-            life.live(part)
+            life.do(part)
         with hooked(hook, after=type(hook) is Meanwhile) if hook else contextlib.nullcontext():
-            life.live(words)
+            life.do(words)
 
 
 FINISHING = Scenario("push a, push b, take, extend, done, take, extend, done")
@@ -3893,7 +3893,7 @@ class Interrupted(QueueCase):
     KILL_EVERY = 5  # a process is killed at every fifth call that changes something
     ERRORS = 4  # how many of its possible errors each call reports, in turn
     PUSHES: tuple[bool, ...] = (False,)  # whether a push comes first after the interruption
-    lives: tuple[tuple[Scenario, dict[str, Any]], ...]  # scenarios, and settings of the queue
+    scenarios: tuple[tuple[Scenario, dict[str, Any]], ...]  # scenarios, and settings of the queue
     counts: Callable[[str, tuple[Any, ...]], bool] | None = None  # which calls; None: all
 
     def setUp(self) -> None:
@@ -3924,7 +3924,7 @@ class Interrupted(QueueCase):
     ) -> None:
         """Run each scenario with each ending that `end` yields, and check what is left."""
         self.now = self.clock()
-        for scenario, own in self.lives:
+        for scenario, own in self.scenarios:
             for when, q, said in end(scenario, {**own, **settings}):
                 with self.subTest(f"{scenario.__name__}, {own}: {when}"), q:
                     self.check(q, said)
@@ -3939,14 +3939,14 @@ class Interrupted(QueueCase):
         files that a process leaves if it dies there, and no locks. Successive calls that change
         nothing share a copy."""
 
-        def live(hook: Hook, say: Say) -> None:
+        def run(hook: Hook, say: Say) -> None:
             is_whole = "|" not in scenario.__name__
             # Without a bar, the calls of the constructor are interrupted, too.
             with hooked(hook) if is_whole else contextlib.nullcontext():
                 q = FemtoQueue(self.path, "victim", **settings)
             scenario(q, say, hook)
 
-        for death, lines in itertools.chain(self.kills(live), self.copies(live)):
+        for death, lines in itertools.chain(self.kills(run), self.copies(run)):
             paths = [f"{self.path}{'+' * number}" for number in range(len(self.PUSHES))]
             for path in paths[1:] if os.path.exists(self.path) else ():
                 copy_tree(self.path, path)
@@ -3957,7 +3957,7 @@ class Interrupted(QueueCase):
                     Life(q, said.append, scenario.key).push("after")
                 yield f"{death}, pushes: {pushes}", q, said
 
-    def kills(self, live: Living) -> Iterator[tuple[str, list[str]]]:
+    def kills(self, run: RunScenario) -> Iterator[tuple[str, list[str]]]:
         """Kill a process at every fifth change, until a process reaches its end. Yield the ending
         and the lines of each process."""
         for number in itertools.count(next(self.first_kill), self.KILL_EVERY):
@@ -3965,7 +3965,7 @@ class Interrupted(QueueCase):
             step = Step(number, lambda: os.kill(os.getpid(), signal.SIGKILL), may_change)
 
             def work(child: Child, step: Step = step) -> None:
-                live(step, child.say)
+                run(step, child.say)
 
             said, status = self.child(work).finish()
             yield f"killed at change {number}", said
@@ -3974,7 +3974,7 @@ class Interrupted(QueueCase):
                 return
             self.assertEqual(status, -signal.SIGKILL)
 
-    def copies(self, live: Living) -> Iterator[tuple[str, list[str]]]:
+    def copies(self, run: RunScenario) -> Iterator[tuple[str, list[str]]]:
         """Copy the directory before each call, and at the end, unless neither the directory nor the
         lines have changed. Then yield the ending and the lines for each copy."""
         self.new_path(0)
@@ -3989,7 +3989,7 @@ class Interrupted(QueueCase):
                 said_before.append([*said])
             changed[0] = may_change(name, args)
 
-        live(copy, said.append)
+        run(copy, said.append)
         copy("", ())
         self.assertGreater(len(said_before), 2)
         for number, lines in enumerate(said_before):
@@ -4143,7 +4143,7 @@ class Interrupted(QueueCase):
 class PlainLives(Interrupted):
     """Scenarios of tasks without a key."""
 
-    lives = (
+    scenarios = (
         *((scenario, {}) for scenario in SCENARIOS),
         (Scenario("push a, push b, take | done, take, done"), {"keep_done": False}),
         *((it, {"sync_after_write": True}) for it in (FINISHING, FAILING, BATCH)),
@@ -4461,7 +4461,7 @@ class KeyedInterrupted(Interrupted):
 
     ERRORS = 2
     PUSHES = (False, True)  # a push has to rely on the state file that the dead process has left
-    lives = tuple((scenario, {}) for scenario in KEY_SCENARIOS)
+    scenarios = tuple((scenario, {}) for scenario in KEY_SCENARIOS)
 
     def check(self, q: FemtoQueue, said: list[str]) -> None:
         """The queue object `q` can pop all tasks, and the buffered payload, without waiting for the
