@@ -4140,7 +4140,7 @@ class Interrupted(QueueCase):
                 yield f"Ctrl-C at {kind.__name__} {step.number} {step.at}", q, said
 
 
-class PlainLives(Interrupted):
+class PlainInterrupted(Interrupted):
     """Scenarios of tasks without a key."""
 
     scenarios = (
@@ -4178,7 +4178,7 @@ class PlainLives(Interrupted):
         self.assertEqual(self.payloads(q, "inflight"), [])
 
 
-class Crash(PlainLives):
+class Crash(PlainInterrupted):
     """The death of a process at any system call loses and duplicates no task."""
 
     @FORK
@@ -4203,7 +4203,7 @@ class Crash(PlainLives):
         self.assertEqual(self.names("creating"), sorted(self.foreign))
 
 
-class Faults(PlainLives):
+class Faults(PlainInterrupted):
     """Errors of system calls, and Ctrl-C, lose and duplicate no task."""
 
     def test_dot_dot_after_a_symbolic_link_is_resolved_by_its_text(self) -> None:
@@ -4534,7 +4534,7 @@ class KeyedInterruptedByRename(KeyedInterrupted):
     exchanges = False
 
 
-class InterruptedOnSharedFileSystem(PlainLives):
+class InterruptedOnSharedFileSystem(PlainInterrupted):
     """Scenarios on a shared file system. Only calls that change something are interrupted."""
 
     counts = staticmethod(may_change)
