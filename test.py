@@ -3631,8 +3631,8 @@ class TwoMounts(QueueCase):
 
 
 class StaleLook(Step):
-    """A step at which a look at a task's file fails three times, because another host has replaced
-    the file: twice with ESTALE, then with ENOENT."""
+    """A step at which a look at a task's file fails, because another host has replaced the file.
+    The same call fails twice with ESTALE, then once with ENOENT, and then succeeds."""
 
     misses = 3
 
@@ -3650,8 +3650,8 @@ class StaleLook(Step):
 
 
 def sees_or_changes_names(name: str, args: tuple[Any, ...]) -> bool:
-    """Return whether a call sees or changes names. Between two other calls, it makes no difference
-    when another process moves a task."""
+    """Return whether a call sees or changes names. Only for such a call it matters whether another
+    process moves a task before the call or after it."""
     return name in ("open", "list", "lstat", "stat", "move", "unlink", "mkdir", "rmdir")
 
 
@@ -3666,18 +3666,20 @@ def is_look_at_task(name: str, args: tuple[Any, ...]) -> bool:
 Say = Callable[[str], None]
 # A function that runs a scenario in a new queue in self.path, with a hook for its system calls.
 RunScenario = Callable[[Hook, Say], object]
-# How a life ended (text), a queue object that goes on with the queue, and the lines of the life.
+# A text that says how a life was interrupted, a queue object that goes on with the queue, and the
+# lines that the life has said.
 Ending = tuple[str, FemtoQueue, list[str]]
 
 
 class Life:
     """Carries out the words of a scenario. Each word is a method, which does one operation.
 
-    The life says a line "try OPERATION" before an operation, and "OPERATION" after its return."""
+    The life calls say("try OPERATION") before an operation, and say("OPERATION") after the
+    operation has returned. OPERATION is a word and a payload, such as "done a"."""
 
     def __init__(self, q: FemtoQueue, say: Say, key: str | None) -> None:
         self.q, self.say, self.key = q, say, key
-        self.other: FemtoQueue | None = None  # the other worker, after turn()
+        self.other: FemtoQueue | None = None  # after turn(): the worker that does nothing now
         self.held: list[FemtoTask] = []  # leased tasks; the first one is settled first
         self.failed: FemtoTask | None = None  # the task that failed last
 
@@ -3746,7 +3748,7 @@ class Life:
         self.q.release(self.held.pop(0), front=to == "front", delay_s=delay_s)
 
     def extend(self) -> None:
-        """Renew the lease. Ctrl-C in the renewal does not lose the lease: done() must succeed."""
+        """Renew the lease. After Ctrl-C in the renewal, done() must still succeed."""
         try:
             self.q.extend(self.held[0])
         except KeyboardInterrupt:
@@ -3768,7 +3770,7 @@ class Life:
         self.q.close()
 
     def look(self) -> None:
-        """Call everything that only looks, and check() and purge(), which find nothing to do."""
+        """Call the methods that only look; also check() and purge(), which find nothing to do."""
         self.q.stats()
         for state in femtoqueue.STATES:
             list(self.q.tasks(state))
@@ -3805,7 +3807,7 @@ class Life:
         """Make the other worker look dead."""
         assert self.other is not None
         simulate_death(self.other)
-        self.q.__dict__["dead"] = self.other  # freed together with q, outside of all hooks
+        self.q.__dict__["dead"] = self.other  # freed together with q: no hook sees its finalizer
         self.other = None
         self.held.clear()
 
@@ -3813,8 +3815,8 @@ class Life:
 class Scenario:
     """A sequence of operations, in words of Life.
 
-    The words before a bar prepare the queue: only the words after the bar are interrupted, at each
-    of their system calls in turn. Without a bar, all words are interrupted."""
+    The words before a bar prepare the queue. The words after the bar are interrupted, at each of
+    their system calls in turn. Without a bar, all words are interrupted."""
 
     def __init__(self, words: str, key: str | None = None) -> None:
         self.__name__, self.key = words, key
@@ -3882,7 +3884,7 @@ def copy_tree(source: str, target: str) -> None:
 
 
 def names_after(word: str, said: list[str]) -> list[str]:
-    """Return the rest of each line that begins with this word."""
+    """Return the rest of each line that begins with this word: the name of a payload."""
     return [line.removeprefix(f"{word} ") for line in said if line.startswith(f"{word} ")]
 
 
@@ -3892,9 +3894,11 @@ class Interrupted(QueueCase):
 
     KILL_EVERY = 5  # a process is killed at every fifth call that changes something
     ERRORS = 4  # how many of its possible errors each call reports, in turn
-    PUSHES: tuple[bool, ...] = (False,)  # whether a push comes first after the interruption
-    scenarios: tuple[tuple[Scenario, dict[str, Any]], ...]  # scenarios, and settings of the queue
-    counts: Callable[[str, tuple[Any, ...]], bool] | None = None  # which calls; None: all
+    # Whether a push is the first step after an interruption; with two values, each is tried.
+    PUSHES: tuple[bool, ...] = (False,)
+    scenarios: tuple[tuple[Scenario, dict[str, Any]], ...]  # each with the settings of its queue
+    # Whether an error or Ctrl-C comes at a call; None: at each call.
+    counts: Callable[[str, tuple[Any, ...]], bool] | None = None
 
     def setUp(self) -> None:
         super().setUp()
@@ -3911,7 +3915,7 @@ class Interrupted(QueueCase):
         self.path = os.path.join(self.base, f"{next(self.serial)}-{number}")
 
     def new_life(self, number: int, settings: dict[str, Any]) -> tuple[FemtoQueue, list[str]]:
-        """Open a new queue. Return it, with an empty list for the lines that a life will say."""
+        """Open a new queue. Return the queue object, and an empty list for the lines of a life."""
         self.new_path(number)
         return FemtoQueue(self.path, "n1", **settings), []
 
@@ -3922,7 +3926,7 @@ class Interrupted(QueueCase):
     def check_all(
         self, end: Callable[[Scenario, dict[str, Any]], Iterator[Ending]], **settings: Any
     ) -> None:
-        """Run each scenario with each ending that `end` yields, and check what is left."""
+        """Run each scenario with each ending that `end` yields. After each ending, call check()."""
         self.now = self.clock()
         for scenario, own in self.scenarios:
             for when, q, said in end(scenario, {**own, **settings}):
@@ -3933,15 +3937,15 @@ class Interrupted(QueueCase):
     def deaths(self, scenario: Scenario, settings: dict[str, Any]) -> Iterator[Ending]:
         """Yield the endings by death, before each system call.
 
-        First, a real process is killed by SIGKILL at every fifth call that changes something; the
+        First, a real process is killed by SIGKILL at every fifth call that changes something. The
         first of these calls differs from scenario to scenario. (The program .ci/faults.py kills a
-        process at each call.) Then, the directory is copied before each call. The copy has the
-        files that a process leaves if it dies there, and no locks. Successive calls that change
-        nothing share a copy."""
+        process at each call.) Then the directory is copied before each call of another run. The
+        copy has the files that a process leaves if it dies before that call, and no locks.
+        Successive calls that change nothing share a copy."""
 
         def run(hook: Hook, say: Say) -> None:
+            # If the scenario has no bar, the calls of the constructor are interrupted, too.
             is_whole = "|" not in scenario.__name__
-            # Without a bar, the calls of the constructor are interrupted, too.
             with hooked(hook) if is_whole else contextlib.nullcontext():
                 q = FemtoQueue(self.path, "victim", **settings)
             scenario(q, say, hook)
@@ -3958,8 +3962,9 @@ class Interrupted(QueueCase):
                 yield f"{death}, pushes: {pushes}", q, said
 
     def kills(self, run: RunScenario) -> Iterator[tuple[str, list[str]]]:
-        """Kill a process at every fifth change, until a process reaches its end. Yield the ending
-        and the lines of each process."""
+        """Run a scenario in one process after another. Kill each process five changes later than
+        the process before, until a process reaches its end. Yield the kind of death and the lines
+        of each process."""
         for number in itertools.count(next(self.first_kill), self.KILL_EVERY):
             self.new_path(number)
             step = Step(number, lambda: os.kill(os.getpid(), signal.SIGKILL), may_change)
@@ -3975,8 +3980,9 @@ class Interrupted(QueueCase):
             self.assertEqual(status, -signal.SIGKILL)
 
     def copies(self, run: RunScenario) -> Iterator[tuple[str, list[str]]]:
-        """Copy the directory before each call, and at the end, unless neither the directory nor the
-        lines have changed. Then yield the ending and the lines for each copy."""
+        """Run a scenario, and copy the directory before each call and at the end. If neither the
+        directory nor the lines have changed since the last copy, make no copy. After the run, yield
+        the kind of death and the lines for each copy."""
         self.new_path(0)
         original, said = self.path, list[str]()
         said_before: list[list[str]] = []
@@ -3997,8 +4003,8 @@ class Interrupted(QueueCase):
             yield f"copied before change {number}", lines
 
     def failing_steps(self, turn: int) -> Iterator[Step]:
-        """Yield steps at which each call fails in turn, with error number `turn` of its possible
-        errors. A call with fewer errors still fails once for each of PUSHES."""
+        """Yield a step for each call that can fail with error number `turn` of its possible errors.
+        A call with fewer errors than PUSHES has values still gets a step for each value."""
 
         def counts(name: str, args: tuple[Any, ...]) -> bool:
             is_counted = self.counts is None or self.counts(name, args)
@@ -4016,8 +4022,9 @@ class Interrupted(QueueCase):
         return codes[turn % len(codes)]
 
     def errors(self, scenario: Scenario, settings: dict[str, Any]) -> Iterator[Ending]:
-        """Yield the endings by an error of each call. The same queue object goes on afterwards. An
-        operation that raised is undone, and leaves no file in creating/."""
+        """Yield the endings by an error of each call. The queue object that met the error goes on
+        afterwards. An operation that raised must be undone, as check() tests for a push. It may
+        leave no file in creating/, except after a failed unlink."""
         for turn in range(self.ERRORS):
             for step in self.failing_steps(turn):
                 q, said = self.new_life(step.number, settings)
@@ -4025,9 +4032,10 @@ class Interrupted(QueueCase):
                     scenario(q, said.append, step)
                     to_done = step.at == "move" and "/done/" in step.args[1]
                     self.is_full = to_done and self.errno_of(step, turn) == errno.ENOSPC
-                    # An error of a repair of keys is raised later, when no other task waits.
-                    is_chore = scenario.key is not None
-                    self.assertTrue(is_chore or step.at not in ("fsync", "syncfs"), step.args)
+                    # An error of a sync must be raised, but not by a pop() that repairs keys: pop()
+                    # raises the error of the repair only when no other task waits.
+                    is_keyed = scenario.key is not None
+                    self.assertTrue(is_keyed or step.at not in ("fsync", "syncfs"), step.args)
                 except OSError as error:
                     self.assertEqual(error.errno, self.errno_of(step, turn))
                     said[-1:] = [it.replace("try push", "raised push") for it in said[-1:]]
@@ -4041,8 +4049,8 @@ class Interrupted(QueueCase):
     def unnoticed(
         self, steps: Callable[[], Iterator[Step]], scenario: Scenario, settings: dict[str, Any]
     ) -> Iterator[Ending]:
-        """Run a scenario with each of the steps. Fail unless its tasks and lines are the same as
-        without a step. Yield the endings."""
+        """Run a scenario with each of the steps. Fail unless the tasks and lines of the scenario
+        are the same as without a step. Yield the endings."""
         wanted: list[Any] = []
         for step in itertools.chain([Step(-1)], steps()):
             q, said = self.new_life(step.number, settings)
@@ -4057,9 +4065,10 @@ class Interrupted(QueueCase):
 
     def intruders(self, scenario: Scenario, settings: dict[str, Any]) -> Iterator[Ending]:
         """Yield the endings where another worker takes and finishes the next task, after each call.
-        In turn, this happens half a second later, and so late that the leases have ended. While the
-        key is locked, it does not happen: the worker runs in this thread, and would wait for ever.
-        """
+
+        In turn, the other worker comes half a second later, or so late that the leases have ended.
+        It does not come while the key is locked: the worker runs in this thread, and would wait for
+        the lock for ever."""
 
         def counts(name: str, args: tuple[Any, ...]) -> bool:
             return sees_or_changes_names(name, args) and self.is_free("k")
@@ -4070,7 +4079,7 @@ class Interrupted(QueueCase):
             self.assertIsNone(other.pop())
             late_s = (0.5, 31)[step.number % 2]
             step.action = functools.partial(self.finish_one, other, said, finished, late_s)
-            with contextlib.suppress(AssertionError, LeaseLost):  # its task was taken away
+            with contextlib.suppress(AssertionError, LeaseLost):  # the other worker took the task
                 scenario(q, said.append, step)
             other.close()
             self.now.advance(60)
@@ -4079,8 +4088,8 @@ class Interrupted(QueueCase):
     def finish_one(
         self, q: FemtoQueue, said: list[str], finished: list[str], late_s: float
     ) -> None:
-        """Let another worker take and finish a task, and say so."""
-        self.now.advance(late_s)  # then pop() enqueues due tasks and reclaims ended leases
+        """Let another worker take a task and finish it. Add the lines for this to both lists."""
+        self.now.advance(late_s)  # now pop() enqueues due tasks and reclaims ended leases
         if (task := q.pop()) is not None:
             said.append(f"took {task.data.decode()}")
             q.done(task)
@@ -4090,8 +4099,8 @@ class Interrupted(QueueCase):
         """Yield the endings where a person moves files to pending/, after each call.
 
         In turn, the person keeps the names of leases (`mv inflight-X/* pending/`), or gives each
-        task its first name (`mv */*ID pending/ID`). There is no defence against a person who comes
-        between the last look at a lease and the rename over the lease, so that case is left out."""
+        task its first name (`mv */*ID pending/ID`). One case is left out, because there is no
+        defence: the person comes between the last look at a lease and the rename over the lease."""
 
         def counts(name: str, args: tuple[Any, ...]) -> bool:
             return sees_or_changes_names(name, args) and (
@@ -4117,9 +4126,9 @@ class Interrupted(QueueCase):
     def ctrl_c(self, scenario: Scenario, settings: dict[str, Any]) -> Iterator[Ending]:
         """Yield the endings by Ctrl-C before each call, and after each call that took effect.
 
-        A task that pop() did not return is not leased then, and its delivery was not counted. No
-        lock of a key is held after the frames of the exception are gone. The lock of the lease
-        directory is not held even while these frames exist."""
+        Fail if a task is leased, or if its attempts count a delivery, though pop() did not return
+        the task. Fail if the lease directory is still locked after close(), even while the frames
+        of the exception exist. Fail if a key is still locked after these frames are freed."""
         for kind, counts in ((Step, self.counts), (Meanwhile, self.counts or takes_effect)):
             for step in kind.each(interrupt, counts, at_least=1):
                 q, said = self.new_life(step.number, {"timeout_stale_ms": None, **settings})
@@ -4149,15 +4158,16 @@ class PlainInterrupted(Interrupted):
         *((it, {"sync_after_write": True}) for it in (FINISHING, FAILING, BATCH)),
     )
 
-    is_full = False  # done/ had no room for a task, which was removed
+    is_full = False  # whether done/ had no room for a task, so that done() removed the task
 
     def payloads(self, q: FemtoQueue, *states: str) -> list[str]:
         """Return the sorted payloads of the tasks in these states."""
         return sorted(task.data.decode() for state in states for task in q.tasks(state))
 
     def check(self, q: FemtoQueue, said: list[str]) -> None:
-        """Each acknowledged operation has its effect; every other operation has its whole effect or
-        none. Each task that is not finished is delivered once; no finished task is delivered."""
+        """Fail unless each operation that returned has its effect, and every other operation has
+        its whole effect or none. Fail unless each task that is not finished is delivered once, and
+        no finished task is delivered."""
         self.check_invariants(leftovers=True)
         last = {name: word for word, _, name in (line.rpartition(" ") for line in said)}
         waiting = self.payloads(q, "pending", "scheduled", "inflight")
@@ -4187,8 +4197,8 @@ class Crash(PlainInterrupted):
         self.check_all(self.deaths)
 
     def test_leftovers_of_a_killed_push_are_removed_after_an_hour(self) -> None:
-        """A file that a killed push has left in creating/ is removed after an hour. A younger file
-        stays, because its push may be under way. Foreign files stay."""
+        """A file that a killed push has left in creating/ is removed after an hour."""
+        # A younger file stays, because its push may be under way. Foreign files stay.
         q, clock = self.queue(), self.clock()
         old = f"{time.time_ns():020d}-0000aaaa"
         self.foreign = ("notes.txt", f"{1:020d}-0000bbbb")
@@ -4207,8 +4217,8 @@ class Faults(PlainInterrupted):
     """Errors of system calls, and Ctrl-C, lose and duplicate no task."""
 
     def test_dot_dot_after_a_symbolic_link_is_resolved_by_its_text(self) -> None:
-        """The queue "link/../q" is made beside the link, and the command finds the queue there. The
-        kernel would follow the link before the "..", and use another file system."""
+        """The queue "link/../q" is made beside the link, and the command line finds it there."""
+        # The kernel would follow the link before the "..", and so use another file system.
         os.makedirs(self.file("far", "away"))
         os.symlink(self.file("far", "away"), self.file("link"))
         FemtoQueue(self.file("link", "..", "q"))
@@ -4230,8 +4240,9 @@ class Faults(PlainInterrupted):
         self.check_all(self.intruders)
 
     def test_constructor_works_after_another_one_failed_at_any_system_call(self) -> None:
-        """After a constructor has failed at any system call, the next one succeeds. A constructor
-        whose statfs() fails raises an error: it does not assume a local file system."""
+        """After a constructor has failed at any system call, the next constructor succeeds."""
+        # A constructor whose statfs() fails raises an error: it does not assume a local file
+        # system.
         for turn in range(self.ERRORS):
             for step in self.failing_steps(turn):
                 self.new_path(step.number)
@@ -4243,8 +4254,9 @@ class Faults(PlainInterrupted):
                 self.check_invariants(leftovers=step.at == "unlink")
 
     def test_worker_starts_on_a_full_disk(self) -> None:
-        """On a full disk, one worker can start: spare/ becomes its lease directory. The next worker
-        can start when spare/ is there again. A spare/ with a foreign file is not used."""
+        """On a full disk, one worker can start: spare/ becomes its lease directory."""
+        # The next worker can start when spare/ is there again. A spare/ with a foreign file is not
+        # used.
         q = self.queue()
         q.push_many([b"1", b"2"])
 
@@ -4264,12 +4276,11 @@ class Faults(PlainInterrupted):
         self.assertEqual(self.names("spare"), ["notes.txt"])
 
     def test_task_that_can_not_be_read_waits_again_at_once(self) -> None:
-        """If a task can't be read, pop() raises, and the task waits again.
-
-        After a shortage in this process, or an exception of a signal handler, the task is the next
-        one again, and the delivery is not counted. If the task itself is the reason, it goes to the
-        back of the queue, and the delivery is counted. Other tasks come first; when no other task
-        waits, pop() raises the error again."""
+        """If a task can't be read, pop() raises the error, and the task waits again."""
+        # After a shortage in this process, or an exception of a signal handler, the task is the
+        # next task again, and the delivery is not counted. If the task itself is the reason of the
+        # error, the task goes to the back of the queue, and the delivery is counted. Other tasks
+        # come first. When no other task waits, pop() raises the error again.
         for event, error, is_next, attempts in (
             ("open", OSError(errno.EMFILE, "no descriptors"), True, 1),
             ("open", OSError(errno.EACCES, "not ours"), False, 3),
@@ -4295,7 +4306,8 @@ class Faults(PlainInterrupted):
 
     def test_exception_of_a_signal_handler_in_a_housekeeping_job_is_raised_at_once(self) -> None:
         """pop() raises a signal handler's TimeoutError at once, even if the interrupted job has met
-        disk trouble before. TimeoutError is an OSError, but an error of the system has an errno."""
+        an error of the disk before."""
+        # TimeoutError is an OSError. But an OSError of the system has an errno.
         ident, rung = self.queue().push(b"x"), set[str]()
         for name in ("inflight-n2", "inflight-n3"):
             os.mkdir(self.file(name))
@@ -4316,8 +4328,8 @@ class Faults(PlainInterrupted):
             q.release(task, counted=False)
 
     def test_claim_that_can_be_neither_read_nor_undone_is_put_back_later(self) -> None:
-        """If a claimed task can be neither read nor put back, it is put back later, uncounted. Here
-        no descriptor is left, for the task or for the lock of its key, and the disk is full."""
+        """If a claimed task can be neither read nor put back, it is put back later, uncounted."""
+        # Here no descriptor is left, for the task or for the lock of its key, and the disk is full.
         q, clock = self.queue(timeout_stale_ms=None, max_attempts=1), self.clock()
         self.assertIsNone(q.pop())  # opens the lease directory, which stays open
         q.push(b"x", key="k")
@@ -4336,8 +4348,8 @@ class Faults(PlainInterrupted):
         self.assertEqual(self.pop(q).attempts, 1)
 
     def test_housekeeping_job_that_hung_once_runs_again_soon(self) -> None:
-        """A housekeeping job that hung for an hour runs again after 20 seconds. The pause is 20
-        times the duration of the job, but at most 20 seconds."""
+        """A housekeeping job that hung for an hour runs again after 20 seconds."""
+        # The pause is 20 times the duration of the job, but at most 20 seconds.
         longest_s, q, clock = constant("longest pause"), self.queue(), self.clock()
         self.set_constant("longest pause", longest_s)  # clock() has set it to 0
         with hooked(at_call("list", "scheduled", lambda: clock.advance(3600))):
@@ -4349,9 +4361,9 @@ class Faults(PlainInterrupted):
         self.assertEqual(self.pop(q).data, b"x")
 
     def test_dead_letters_on_a_full_disk_do_not_block_other_tasks(self) -> None:
-        """If there is no room for the reason of a dead letter, the task goes to failed/ without it.
-        If failed/ accepts no file at all, the task goes to the back of the queue. Other tasks are
-        delivered in both cases."""
+        """Other tasks are delivered even if a full disk refuses a dead letter or its reason."""
+        # If there is no room for the reason of a dead letter, the task goes to failed/ without the
+        # reason. If failed/ accepts no file at all, the task goes to the back of the queue.
         for refused in ("creating/", "failed/"):
             q = self.new_queue()
             self.put(q.push(b"corrupt"), b"rubbish")
@@ -4369,7 +4381,8 @@ class Faults(PlainInterrupted):
 
     def test_corrupt_task_taken_away_during_its_quarantine_is_no_error(self) -> None:
         """If a person moves a corrupt task away while pop() moves it to failed/, pop() raises no
-        error for the missing task. On a full disk, pop() raises the ENOSPC."""
+        error for the missing task."""
+        # On a full disk, pop() raises the ENOSPC.
         q, aside = self.queue(), self.file("aside")
         for code, ends in (
             (errno.ENOSPC, self.assertRaisesRegex(OSError, os.strerror(errno.ENOSPC))),
@@ -4387,9 +4400,10 @@ class Faults(PlainInterrupted):
             self.assertEqual((self.states(), os.path.exists(aside)), ({}, True))
 
     def test_worker_starts_after_a_reboot_though_it_can_not_use_all_files(self) -> None:
-        """After a reboot, a queue object can look at tasks and purge them on a full or read-only
-        disk, where no clock file can be written. A new queue clock can also start if a lease
-        directory can't be read, such as that of another user."""
+        """After a reboot, a queue object works even if it can't write a clock file, or can't read
+        the lease directory of another user."""
+        # On a full or read-only disk, where no clock file can be written, the object can look at
+        # tasks and purge them. A new queue clock can start even if a lease directory can't be read.
         q = self.queue()
         q.done(leased(q))
         ident = q.push(b"x")
@@ -4413,9 +4427,10 @@ class Faults(PlainInterrupted):
             self.assertEqual(modes, [0o700, 0o644])
 
     def test_missing_directory_raises_until_it_is_back(self) -> None:
-        """If data_dir or one of its directories is missing, each call raises FileNotFoundError with
-        the path. The directory is not made again, and no lease is lost. When the directory is back,
-        the same queue object and its lease work again."""
+        """While data_dir or one of its directories is missing, each call raises FileNotFoundError
+        with the path."""
+        # The directory is not made again, and no lease is lost. When the directory is back, the
+        # same queue object and its lease work again.
         q, clock = self.queue(), self.clock()
         task = leased(q, b"1")
         q.push(b"2", key="waits")
@@ -4444,7 +4459,8 @@ class Faults(PlainInterrupted):
 
     def test_constructor_raises_if_data_dir_is_a_file_or_a_dangling_link(self) -> None:
         """If data_dir is a file, is below a file, or is a dangling link, the constructor raises an
-        error and makes nothing. (Durability tests links to directories.)"""
+        error."""
+        # The class Durability tests links to directories.
         occupied, dangling = self.put("occupied", b"", ""), self.file("none")
         os.symlink("nowhere", dangling)
         for error, path in (
@@ -4464,8 +4480,8 @@ class KeyedInterrupted(Interrupted):
     scenarios = tuple((scenario, {}) for scenario in KEY_SCENARIOS)
 
     def check(self, q: FemtoQueue, said: list[str]) -> None:
-        """The queue object `q` can pop all tasks, and the buffered payload, without waiting for the
-        repair of keys. The last payload delivered is one that the lines allow."""
+        """Fail unless the queue object `q` can pop all tasks, and the buffered payload, before the
+        next repair of keys. Fail unless the lines allow the payload that is delivered last."""
         self.check_invariants(leftovers=True)
         states = ("pending", "scheduled", "inflight")
         self.assertLessEqual(sum(len([*q.tasks(state)]) for state in states), 1)
@@ -4505,15 +4521,15 @@ class KeyedInterrupted(Interrupted):
 
     @FORK
     def test_sigkill_at_any_system_call_leaves_a_sound_queue(self) -> None:
-        """After SIGKILL at any system call, the key has one task; its last payload comes last."""
+        """After SIGKILL at any system call, a key has one task, and its last payload comes last."""
         self.check_all(self.deaths, sync_after_write=True)
 
     def test_error_of_any_system_call_leaves_a_sound_queue(self) -> None:
-        """After an error of any system call, the key has one task; its last payload comes last."""
+        """After an error of any call, a key has one task, and its last payload comes last."""
         self.check_all(self.errors, sync_after_write=True)
 
     def test_ctrl_c_at_any_system_call_leaves_a_sound_queue(self) -> None:
-        """After Ctrl-C at any system call, the key has one task; its last payload comes last."""
+        """After Ctrl-C at any system call, a key has one task, and its last payload comes last."""
         self.check_all(self.ctrl_c)
 
     def test_another_worker_after_any_system_call_leaves_a_sound_queue(self) -> None:
@@ -4550,8 +4566,8 @@ class InterruptedOnSharedFileSystem(PlainInterrupted):
         self.check_all(self.errors)
 
     def test_file_that_another_host_has_replaced_is_looked_for_again(self) -> None:
-        """A failed look at a file that another host has replaced is repeated. The result of the
-        operation is the same as without the failure."""
+        """An operation that looks at a file which another host has replaced looks again, and has
+        the same result as without the failure."""
         self.patched(on_file_system(FUSE))
         steps = functools.partial(StaleLook.each, counts=is_look_at_task, at_least=0)
         self.check_all(functools.partial(self.unnoticed, steps), sync_after_write=False)
