@@ -1353,7 +1353,7 @@ class Ordering(QueueCase):
 
     def test_clock_files_of_earlier_boots_do_not_pile_up(self) -> None:
         """A clock file of another boot stays while a task is leased by its clock, and no longer."""
-        # That boot may be the one of a container whose worker still lives.
+        # The other boot may be that of a container, with a worker that still lives.
         clock = self.clock()
         with on_boot("container"):
             q = self.queue("container")
@@ -1637,8 +1637,8 @@ class Liveness(QueueCase):
             self.assertEqual(self.pop(q).attempts, 2)
 
     def test_leases_of_a_dead_worker_that_can_not_see_the_boot_id_come_back_at_once(self) -> None:
-        """A lease without a deadline comes back when its worker is dead, even if that worker or the
-        worker that comes after it can't see the boot id."""
+        """A dead worker's lease without a deadline comes back, even if the dead worker or the other
+        worker can't see the boot id."""
         # A service of systemd with ProcSubset=pid can't see the boot id. The service uses the clock
         # file of the services that see the boot id, or, if there is no such file, a clock of its
         # own.
@@ -2129,8 +2129,8 @@ class Cost(StepCase):
         self.check_steps(self.calls, "calls")
 
     def test_unkeyed_tasks_need_no_more_calls_on_a_shared_file_system(self) -> None:
-        """On NFS, a step of a task without a key makes the same calls as on a local file system.
-        Calls of stat() are not counted: the NFS client answers most of them itself."""
+        """On NFS, a step of a task without a key makes the same calls as on a local file system."""
+        # Calls of stat() are not counted: the NFS client answers most of these calls itself.
         self.patched(on_file_system(NFS))
         for words in ("push x", "push x, push y, take | take", "push x, take | done"):
             calls = self.calls(self.prepare_step(words, STEPS[words]))
@@ -2856,8 +2856,8 @@ class Keyed(QueueCase):
         self.assertEqual(self.drain(q), [b"3"])
 
     def test_task_of_a_locked_key_is_reclaimed_or_enqueued_later(self) -> None:
-        """While a key is locked, its due task or ended lease stays where it is and other tasks are
-        delivered; after the unlock, the task comes back."""
+        """A due task or an ended lease of a locked key stays where it is until the unlock."""
+        # Meanwhile, other tasks are delivered.
         q, clock, other = self.queue(), self.clock(), self.queue("n2")
         leased(other, b"1", "k")
         q.push(b"2")
@@ -3552,8 +3552,7 @@ class TwoMounts(QueueCase):
         self.assertEqual(numbers, [2, 3, 4, 5])
 
     def test_ticket_drawn_while_a_client_opens_the_line_is_drawn_again(self) -> None:
-        """If a client has its turn with the number that a local process drew, the local process
-        does not have a turn with that number."""
+        """A local process has no turn with a number with which a client has had its turn."""
         # RACE: the local process draws a number. Then a client opens the line, draws the same
         # number and has its turn. Of two tickets with the same number, the one whose boot sorts
         # first is the head. If that is the local ticket, the local process must not have a turn,
@@ -3612,7 +3611,7 @@ class TwoMounts(QueueCase):
         self.assertEqual(self.drain(second), [b"newer"])
 
     def test_file_shared_that_a_full_disk_refused_is_made_before_the_first_push(self) -> None:
-        """A client that could not make SHARED on a full disk makes it before its first push."""
+        """A client that could not make SHARED on a full disk tries again before its first push."""
         self.path = self.new_dir()
         local = self.queue("local")
         full = hooked(at_call("open", "SHARED", errno_raiser(errno.ENOSPC), times=1))
@@ -4032,8 +4031,8 @@ class Interrupted(QueueCase):
                     scenario(q, said.append, step)
                     to_done = step.at == "move" and "/done/" in step.args[1]
                     self.is_full = to_done and self.errno_of(step, turn) == errno.ENOSPC
-                    # An error of a sync must be raised, but not by a pop() that repairs keys: pop()
-                    # raises the error of the repair only when no other task waits.
+                    # An error of a sync must be raised. But an error of a repair of keys is raised
+                    # later, when no other task waits.
                     is_keyed = scenario.key is not None
                     self.assertTrue(is_keyed or step.at not in ("fsync", "syncfs"), step.args)
                 except OSError as error:
