@@ -384,7 +384,8 @@ def at_line(
 ) -> Iterator[list[str]]:
     """Count the lines of femtoqueue that the block runs, in any thread, and call action() before
     line `number`. The first line is line 0. With `within`, only the lines of these functions count.
-    Yield a list, which is empty until action() is called. Then the list says at which line."""
+    Yield a list, which is empty until action() is called. Then the list has the function and the
+    line."""
     reached = list[str]()
     left, source = itertools.count(number, -1), linecache.getlines(femtoqueue.__file__)
     last: dict[int, int] = {}  # the last line of each frame, by the id() of the frame
@@ -935,7 +936,7 @@ class Lifecycle(QueueCase):
 
     @unittest.skipUnless(sys.platform == "linux", "PATH_MAX of Linux")
     def test_a_data_dir_that_is_too_long_for_a_lease_is_refused(self) -> None:
-        """A data_dir in which a task can be pushed is short enough for the path of its lease."""
+        """If the constructor accepts a data_dir with a long path, a pushed task is delivered."""
         opened = 0
         for length in range(3990, 4060):
             path = self.path + f"/{'d' * 199}" * ((length - len(self.path)) // 200 - 1)
@@ -1117,8 +1118,8 @@ class Lifecycle(QueueCase):
         self.assertEqual((self.drain(q), len(self.names("scheduled"))), ([b"before 1970"], 2))
 
     def test_push_many_that_fails_half_way_says_how_many_were_pushed(self) -> None:
-        """If push_many() fails half way, the exception has the ids of the tasks that were pushed
-        before."""
+        """If push_many() fails half way, the payloads before the error are pushed, and the
+        exception has their ids."""
         # If the attribute `pushed_ids` can't be set, the exception is raised without it.
         q = self.queue()
         with self.assertRaisesRegex(TypeError, "encode it") as caught:
@@ -1703,8 +1704,8 @@ class Liveness(QueueCase):
 
     def test_leases_end_after_a_reboot_that_set_the_wall_clock_far_back(self) -> None:
         """A lease ends in time after a reboot with a dead battery, which sets the date back."""
-        # The ids of all tasks are hours older than the lease; the date of the lease directory is
-        # not.
+        # The ids of all tasks are hours older than the lease, but the date of the lease directory
+        # is not.
         clock = self.clock()
         with on_boot("1"):
             q = self.queue("dead")
@@ -2387,7 +2388,7 @@ class InterruptedDelivery(QueueCase):
     def test_queue_object_in_a_reference_cycle_gives_its_task_back_silently(self) -> None:
         """A queue object that is freed by the garbage collector gives back its task, removes its
         lease directory, and prints nothing."""
-        # With lock_first, the finalizer of its lock runs before that of the queue object.
+        # With lock_first, the finalizer of the object's lock runs before that of the object itself.
         for lock_first in (False, True):
             with (
                 self.subTest(lock_first=lock_first),
@@ -2943,7 +2944,8 @@ class Healed(QueueCase):
 
     def test_finished_task_whose_old_name_comes_back_is_not_delivered_again(self) -> None:
         """A finished task is not delivered again if one of its old names comes back."""
-        # Nor does it count as the task of its key, or become a dead letter.
+        # The finished task does not count as the task of its key, and does not become a dead
+        # letter.
         front = "pending/{id:.20}~1~{id}"
         for key, name in itertools.product((None, "k"), ("pending/{id}", front, "{path}")):
             q, clock = self.new_queue(max_attempts=1), self.clock()
@@ -3475,8 +3477,8 @@ class Step:
 
 
 class Meanwhile(Step):
-    """A step at which action() stands for another process, and does not raise. The system call is
-    made, too: after action(), or, in a Scenario, before action()."""
+    """A step at which the system call is made, too: in a Scenario before action(), otherwise after
+    action(). So action() can do what another process does in the meantime."""
 
     def begin(self) -> None:
         self.action()
@@ -3521,7 +3523,7 @@ class TwoMounts(QueueCase):
         self.assertEqual(popped(self.local).data, b"newer")
 
     def test_two_pushes_at_once_never_give_a_key_to_two_workers(self) -> None:
-        """If a local object and a client push at once, one of the key's two tasks is delivered, and
+        """If a local object and a client push a task of one key at once, one task is delivered, and
         the other is a dead letter."""
         # RACE: the client pushes after the local push has looked for a task of the key, and before
         # the local push renames its file. Then the key has two tasks. The younger task is
@@ -3554,9 +3556,9 @@ class TwoMounts(QueueCase):
     def test_ticket_drawn_while_a_client_opens_the_line_is_drawn_again(self) -> None:
         """A local process has no turn with a number with which a client has had its turn."""
         # RACE: the local process draws a number. Then a client opens the line, draws the same
-        # number and has its turn. Of two tickets with the same number, the one whose boot sorts
-        # first is the head. If that is the local ticket, the local process must not have a turn,
-        # too.
+        # number and has its turn. If two tickets have the same number, the ticket whose boot sorts
+        # first is the head. Even if that is the local ticket, the local process must not have a
+        # turn, too.
         for number in range(8):
             line, boot = self.file(f"line{number}"), f"boot {number}"
             self.assertEqual(self.turns_of_client_and_local(line, boot), (True, False))
