@@ -2,8 +2,9 @@
 
 The classes run side by side, in one process for each processor. `python -m unittest test` runs all
 of them in one process. The seed of the random numbers is printed; set FEMTOQUEUE_SEED to that
-number to repeat a run. Tests that promise nothing about the disk use /dev/shm. If TMPDIR is set,
-all tests use that directory: `TMPDIR=/var/tmp python test.py` tests the file system of /var/tmp.
+number to repeat a run. Tests whose promise does not depend on the disk use /dev/shm. If TMPDIR is
+set, all tests use that directory: `TMPDIR=/var/tmp python test.py` tests the file system of
+/var/tmp.
 
 A class stands for a promise, a test for one outcome. These are tested, with real processes:
 
@@ -84,8 +85,8 @@ with contextlib.suppress(ImportError):  # not on Windows
     import termios
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-# A hook is called for each call by which femtoqueue leaves its process. These are all callables of
-# os, except names that match this pattern: they touch neither a disk nor another process.
+# A hook is called for each call that touches a disk or another process. All callables of os count
+# as such calls, except those whose names match this pattern.
 IN_PROCESS = re.compile(
     r"""_.*|W[A-Z]+|abort|confstr|cpu_count|ctermid|device_encoding|fdopen|fs(de|en)code|fspath
     |get(?!xattr).*|isatty|major|makedev|minor|nice|putenv|register_at_fork|sched_.*
@@ -93,8 +94,9 @@ IN_PROCESS = re.compile(
     |waitstatus_to_exitcode""",
     re.VERBOSE,
 )
-# The name of the event that a hook gets, by the name of the function. Other functions have an event
-# of their own name. Equivalent functions share an event: the library may use any of them.
+# The name of the event that a hook gets, by the name of the function. The event of a function that
+# is not listed here has the name of the function. Equivalent functions share an event, because
+# femtoqueue may use any of them.
 EVENTS = {
     **dict.fromkeys(("write", "writev", "pwrite", "pwritev"), "write"),
     **dict.fromkeys(("read", "readv", "pread", "preadv"), "read"),
@@ -108,14 +110,15 @@ EVENTS = {
     **dict.fromkeys(("flock", "lockf"), "lock"),
     **dict.fromkeys(("inotify_init1", "inotify_add_watch"), "inotify"),
 }
-# These functions ask the disk a question. They return False after any OSError.
+# These functions answer a question about a path with True or False. After any OSError, they return
+# False.
 ASKING = ("access", "exists", "lexists", "isdir", "isfile", "islink", "ismount")
 EXT4, NFS, FUSE = 0xEF53, 0x6969, 0x65735546  # f_type of statfs(2)
 FORK = unittest.skipUnless(hasattr(os, "fork"), "needs fork()")
-PATIENCE_S = 60  # a test that has waited for so long gives up
+PATIENCE_S = 60  # a test that has waited this long gives up
 LOG = logging.getLogger("femtoqueue")
 SEED = int(os.environ.get("FEMTOQUEUE_SEED") or time.time_ns() // 1000 % 10**6)
-SUITE_S = 900  # a class of tests that runs for so long hangs: the longest takes half a minute
+SUITE_S = 900  # a class that has run this long hangs: the slowest class takes half a minute
 MEMORY_BYTES = 1 << 28  # free space needed in /dev/shm: 20,000 tasks take a third of this
 
 
@@ -131,8 +134,8 @@ def memory_dir() -> str | None:
 class Clock:
     """Stands in for the time module in femtoqueue. It shows real time, shifted by the test.
 
-    The arguments are a time of the wall clock and one of the monotonic clock. With arguments, the
-    clocks stand still unless the test moves them: then a run depends on its seed alone."""
+    The arguments are the times that the wall clock and the monotonic clock show. With arguments,
+    the clocks stand still until the test moves them, so that a run depends on its seed alone."""
 
     def __init__(self, *stands_at_s: float) -> None:
         self.wall_shift_s = self.monotonic_shift_s = 0.0
@@ -262,7 +265,7 @@ def descriptors_of(path: str) -> list[int]:
     return found
 
 
-def dies(q: FemtoQueue) -> None:
+def simulate_death(q: FemtoQueue) -> None:
     """Make a worker look dead to other workers: close all descriptors of the lease directory. This
     drops the lock. The queue object must not be used afterwards."""
     nowhere = os.open(os.devnull, os.O_RDONLY)
@@ -301,15 +304,15 @@ def hooked_call(
 class HookedModule(types.ModuleType):
     """Stands in for os, os.path or fcntl, and wraps their functions for a hook."""
 
-    def __init__(self, module: Any, hear: Callable[..., Any]) -> None:
+    def __init__(self, module: Any, wrap: Callable[..., Any]) -> None:
         super().__init__(module.__name__)
-        self._module, self._hear = module, hear
+        self._module, self._wrap = module, wrap
 
     def __getattr__(self, name: str) -> Any:
         it = getattr(self._module, name)
-        is_heard = not IN_PROCESS.fullmatch(name) if self._module is os else name in EVENTS
-        if is_heard and callable(it) and not isinstance(it, type):
-            it = self._hear(EVENTS.get(name, name), it, name in ASKING)
+        is_wrapped = not IN_PROCESS.fullmatch(name) if self._module is os else name in EVENTS
+        if is_wrapped and callable(it) and not isinstance(it, type):
+            it = self._wrap(EVENTS.get(name, name), it, name in ASKING)
         setattr(self, name, it)  # __getattr__() is not called for this name again
         return it
 
@@ -318,21 +321,21 @@ class HookedLibrary:
     """Stands in for the C library, and wraps its functions for a hook. An OSError that the hook
     raises becomes a result of -1 and an errno."""
 
-    def __init__(self, library: Any, hear: Callable[..., Any]) -> None:
-        self._library, self._hear = library, hear
+    def __init__(self, library: Any, wrap: Callable[..., Any]) -> None:
+        self._library, self._wrap = library, wrap
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         import ctypes
 
         function: Callable[..., Any] = getattr(self._library, name)
         if name == "renameat2":
-            return function  # hooked() wraps femtoqueue's caller of renameat2, for the paths
+            return function  # hooked() wraps femtoqueue's caller of renameat2, which gets paths
 
         def call(*args: Any) -> Any:
             paths = [os.fsdecode(arg) for arg in args if isinstance(arg, bytes)]
-            heard = self._hear(EVENTS.get(name, name), lambda *_: function(*args))
+            wrapped = self._wrap(EVENTS.get(name, name), lambda *_: function(*args))
             try:
-                return heard(*(paths or args))
+                return wrapped(*(paths or args))
             except OSError as error:
                 ctypes.set_errno(error.errno or 0)
                 return -1
@@ -342,27 +345,27 @@ class HookedLibrary:
 
 @contextlib.contextmanager
 def hooked(hook: Hook, *, after: bool = False) -> Iterator[None]:
-    """Call hook(event, arguments) before each call by which femtoqueue leaves its process. With
-    `after`, call the hook after each such call. EVENTS has the names of the events.
+    """Call hook(event, arguments) before each call of femtoqueue that touches a disk or another
+    process. With `after`, call the hook after each such call. EVENTS has the names of the events.
 
-    The garbage collector is off in the block: finalizers of objects from earlier tests would call
-    the hook, too."""
-    hear = functools.partial(hooked_call, hook, after)
+    The garbage collector is off in the block. Otherwise finalizers of objects from earlier tests
+    would also call the hook."""
+    wrap = functools.partial(hooked_call, hook, after)
     library = through_seam("C library")()
-    opens = hear("open", getattr(femtoqueue, "open", open))
+    opens = wrap("open", getattr(femtoqueue, "open", open))
     with contextlib.ExitStack() as stack:
         if gc.isenabled():
             gc.disable()
             stack.callback(gc.enable)
-        fake = HookedModule(os, hear)
-        fake.__dict__["path"] = HookedModule(os.path, hear)
+        fake = HookedModule(os, wrap)
+        fake.__dict__["path"] = HookedModule(os.path, wrap)
         stack.enter_context(mock.patch.object(femtoqueue, "os", fake))
         stack.enter_context(mock.patch.object(femtoqueue, "open", opens, create=True))
         if library is not None:
-            stack.enter_context(seam("C library", lambda: HookedLibrary(library, hear)))
-        stack.enter_context(seam("exchange", hear("move", through_seam("exchange"))))
+            stack.enter_context(seam("C library", lambda: HookedLibrary(library, wrap)))
+        stack.enter_context(seam("exchange", wrap("move", through_seam("exchange"))))
         if locks := sys.modules.get("fcntl"):
-            stack.enter_context(mock.patch.object(femtoqueue, "fcntl", HookedModule(locks, hear)))
+            stack.enter_context(mock.patch.object(femtoqueue, "fcntl", HookedModule(locks, wrap)))
         yield
 
 
@@ -371,14 +374,19 @@ def interrupt() -> NoReturn:
     raise KeyboardInterrupt
 
 
+def do_nothing() -> None:
+    pass
+
+
 @contextlib.contextmanager
 def at_line(
-    number: int, happen: Callable[[], object], within: tuple[str, ...] = ()
+    number: int, action: Callable[[], object], within: tuple[str, ...] = ()
 ) -> Iterator[list[str]]:
-    """Call happen() before line `number` of those lines of femtoqueue that the block runs. Lines
-    count from 0, in any thread. With `within`, only the lines of these functions count. Yield a
-    list, which is empty until happen() is called."""
-    came = list[str]()
+    """Count the lines of femtoqueue that the block runs, in any thread, and call action() before
+    line `number`. The first line is line 0. With `within`, only the lines of these functions count.
+    Yield a list, which is empty until action() is called. Then the list has the function and the
+    line."""
+    reached = list[str]()
     left, source = itertools.count(number, -1), linecache.getlines(femtoqueue.__file__)
     last: dict[int, int] = {}  # the last line of each frame, by the id() of the frame
 
@@ -387,22 +395,22 @@ def at_line(
         if frame.f_code.co_filename != femtoqueue.__file__ or (within and name not in within):
             return None
         if "__del__" in (name, caller.f_code.co_name if caller else ""):
-            return None  # an exception in a finalizer is printed, and does not end the call
+            return None  # an exception in a finalizer is only printed: it does not end the call
         line, before = frame.f_lineno, last.get(id(frame), 0)
         last[id(frame)] = 0 if event == "call" else line
-        # At the end of a `with` block the trace goes back to the line of the `with`. A real signal
-        # is not handled there, before __exit__() is called: the line does not count.
+        # At the end of a `with` block, the trace shows the line of the `with` once more. That event
+        # does not count, because Python handles no signal between the block and __exit__().
         is_end = event == "line" and line < before and source[line - 1].lstrip().startswith("with ")
         if event == "line" and not is_end and next(left) == 0:
             sys.settrace(None)
-            came.append(f"{name}:{line}")
-            happen()
+            reached.append(f"{name}:{line}")
+            action()
         return trace
 
     threading.settrace(trace)
     sys.settrace(trace)
     try:
-        yield came
+        yield reached
     finally:
         sys.settrace(None)
         threading.settrace(None)
@@ -414,7 +422,8 @@ def at_line(
 NUMBER, TAG = "0[0-8][0-9]{18}", "[0-9a-f]{8}"  # nanoseconds, up to the year 2255; random digits
 ID, KEYED_ID, STAMP = f"{NUMBER}-{TAG}", f"{NUMBER}-[89a-f][0-9a-f]{{7}}", f"{NUMBER}~[0-9]{{1,6}}~"
 TASKS = {  # the names of tasks in each state, as in femtoqueue's docstring
-    # These three may hold a lease's name, with a boot id: a person may have moved the file.
+    # A file in these three directories may still have the name of a lease, with a boot id, because
+    # a person has moved the file.
     **dict.fromkeys(("pending", "done", "failed"), f"({STAMP}({TAG}~)?)?{ID}"),
     "scheduled": STAMP + ID,
     "inflight": f"{STAMP}{TAG}~{ID}",
@@ -472,22 +481,22 @@ def key_tag(key: str) -> str:
 
 
 class Child:
-    """A forked process that runs work(child). The process sends lines with say(), which the parent
-    reads with line(). The process waits in wait_for_go() for the parent's go()."""
+    """A forked process that runs work(child). The process sends a line with say(), and the parent
+    reads the line with line(). wait_for_go() in the process waits for go() in the parent."""
 
     def __init__(self, work: Callable[[Child], object], number: int = 0) -> None:
         self.chance = random.Random(f"{SEED} {number}")
-        said, says = os.pipe()
-        waits, goes = os.pipe()
+        lines_in, lines_out = os.pipe()
+        go_in, go_out = os.pipe()
         self.pid = os.fork()
         if self.pid == 0:
-            os.close(said)
-            os.close(goes)
-            self._says, self._waits = says, waits
+            os.close(lines_in)
+            os.close(go_out)
+            self._lines_out, self._go_in = lines_out, go_in
             self._run(work)
-        os.close(says)
-        os.close(waits)
-        self._said, self._goes = os.fdopen(said, encoding="ascii"), goes
+        os.close(lines_out)
+        os.close(go_in)
+        self._lines_in, self._go_out = os.fdopen(lines_in, encoding="ascii"), go_out
         self._status: int | None = None
 
     def _run(self, work: Callable[[Child], object]) -> None:
@@ -501,17 +510,17 @@ class Child:
             os._exit(code)
 
     def say(self, text: str) -> None:
-        os.write(self._says, f"{text}\n".encode("ascii"))
+        os.write(self._lines_out, f"{text}\n".encode("ascii"))
 
     def wait_for_go(self) -> None:
-        if not os.read(self._waits, 1):
+        if not os.read(self._go_in, 1):
             os._exit(0)  # the parent has ended
 
     def line(self) -> str:
-        return self._said.readline().rstrip("\n")
+        return self._lines_in.readline().rstrip("\n")
 
     def go(self) -> None:
-        os.write(self._goes, b"g")
+        os.write(self._go_out, b"g")
 
     def kill(self) -> None:
         if self._status is None:
@@ -519,11 +528,11 @@ class Child:
 
     def finish(self) -> tuple[list[str], int]:
         """Wait until the process ends. Return its unread lines and its exit status."""
-        lines = [line.rstrip("\n") for line in self._said]
+        lines = [line.rstrip("\n") for line in self._lines_in]
         if self._status is None:
             self._status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-            self._said.close()
-            os.close(self._goes)
+            self._lines_in.close()
+            os.close(self._go_out)
         return lines, self._status
 
     def end(self) -> None:
@@ -568,7 +577,7 @@ class QueueCase(unittest.TestCase):
         self.addCleanup(q.close)
         return q
 
-    def anew(self, **settings: Any) -> FemtoQueue:
+    def new_queue(self, **settings: Any) -> FemtoQueue:
         """Set `path` to a new directory, and open a queue there."""
         self.path = self.new_dir(self.memory if self.in_memory else None)
         return self.queue(**settings)
@@ -580,13 +589,13 @@ class QueueCase(unittest.TestCase):
         return child
 
     def clock(self) -> Clock:
-        """Replace femtoqueue's clock by one that the test advances, and return that clock.
+        """Replace femtoqueue's clock by a Clock, which the test advances, and return the Clock.
 
-        A housekeeping job that took long then makes no longer pause. On a busy machine such a pause
-        could outlast the seconds by which a test advances the clock."""
+        From then on, a housekeeping job does not make a longer pause after a long run. On a busy
+        machine, such a pause could be longer than the time by which a test advances the Clock."""
         clock = Clock()
         self.patched(mock.patch.object(femtoqueue, "time", clock))
-        self.hasten("longest pause", 0)
+        self.set_constant("longest pause", 0)
         return clock
 
     def pop(self, q: FemtoQueue) -> FemtoTask:
@@ -609,7 +618,7 @@ class QueueCase(unittest.TestCase):
         self.check_invariants()
         return payloads
 
-    def hasten(self, name: str, value: float) -> None:
+    def set_constant(self, name: str, value: float) -> None:
         """Replace a constant of femtoqueue, mostly a duration, until the test ends."""
         self.patched(with_constant(name, value))
 
@@ -643,9 +652,8 @@ class QueueCase(unittest.TestCase):
         return os.path.join(self.path, *parts)
 
     def locked(self, key: str, wait: bool = True) -> io.FileIO:
-        """Take the lock of a key, as a process does that works on the key. Return the file that
-        holds the lock until it is closed. Raises BlockingIOError if another process holds the lock
-        and `wait` is False."""
+        """Lock a key, as a process does while it moves the key's task. Return a file: closing the
+        file unlocks the key. Raises BlockingIOError if `wait` is False and the key is locked."""
         path = self.file("locks", key_tag(key)[-2:])
         file = io.FileIO(os.open(path, os.O_RDWR | os.O_CREAT), "r+")
         try:
@@ -680,8 +688,9 @@ class QueueCase(unittest.TestCase):
         return path
 
     def check_invariants(self, *, leftovers: bool = False) -> dict[str, str]:
-        """Fail unless each task is in exactly one directory and each name has a valid form; and,
-        without `leftovers`, unless creating/ is empty. Return the directory of each task, by id."""
+        """Fail unless each task is in exactly one directory and each name has a valid form. Without
+        `leftovers`, also fail unless creating/ is empty. Return the directory of each task, by id.
+        """
         where: dict[str, str] = {}
         for directory in sorted(os.listdir(self.path)):
             state = "inflight" if directory.startswith("inflight-") else directory
@@ -690,7 +699,7 @@ class QueueCase(unittest.TestCase):
             for name in self.names(directory):
                 if not is_task(state, name):
                     known = is_ours(state, name) or name in self.foreign
-                    self.assertTrue(known, f"{directory}/{name} is of no form")
+                    self.assertTrue(known, f"{directory}/{name} has no valid form")
                     continue
                 self.assertNotIn(name[-29:], where, f"in {directory} too")
                 where[name[-29:]] = directory
@@ -706,29 +715,29 @@ class QueueCase(unittest.TestCase):
 # A task's life
 
 
-def at_call(event: str, of: Any, happen: Callable[[], object], times: int = 10**9) -> Hook:
-    """Return a hook that calls happen() before each call of an event, at most `times` times.
+def at_call(event: str, of: Any, action: Callable[[], object], times: int = 10**9) -> Hook:
+    """Return a hook that calls action() before each call of an event, at most `times` times.
 
-    `event` may name several events: "open move". With `of`, a call counts only if an argument is
-    `of`, or is a path that contains `of`."""
+    `event` may name several events: "open move". If `of` is not None, a call counts only if an
+    argument equals `of`, or is a path that contains `of`."""
     left, events = itertools.count(times, -1), event.split()
 
     def hook(name: str, args: tuple[Any, ...]) -> None:
         in_path = any(isinstance(it, str) and str(of) in it for it in args)
         if name in events and (of is None or of in args or in_path) and next(left) > 0:
-            happen()
+            action()
 
     return hook
 
 
-def fail_with(code: int) -> NoReturn:
+def raise_errno(code: int) -> NoReturn:
     """Raise the OSError of an errno."""
     raise OSError(code, os.strerror(code))
 
 
-def raising(code: int) -> Callable[[], NoReturn]:
+def errno_raiser(code: int) -> Callable[[], NoReturn]:
     """Return a function that raises the OSError of an errno."""
-    return functools.partial(fail_with, code)
+    return functools.partial(raise_errno, code)
 
 
 def calls_of(event: str, work: Callable[[], object]) -> list[tuple[Any, ...]]:
@@ -745,8 +754,9 @@ def calls_of(event: str, work: Callable[[], object]) -> list[tuple[Any, ...]]:
 
 
 @contextlib.contextmanager
-def beside(*works: Callable[[], object]) -> Iterator[None]:
-    """Run each function in a thread beside the block. At the end of the block, wait for them."""
+def in_threads(*works: Callable[[], object]) -> Iterator[None]:
+    """Run each function in a thread during the block. At the end of the block, wait for the
+    threads."""
     threads = [threading.Thread(target=it, daemon=True) for it in works]
     for thread in threads:
         thread.start()
@@ -761,7 +771,7 @@ def reason_of(q: FemtoQueue, ident: str) -> str:
         return file.read()
 
 
-def _taken(q: FemtoQueue, timeout: float = 0) -> FemtoTask:
+def popped(q: FemtoQueue, timeout: float = 0) -> FemtoTask:
     """Pop a task, which must be there, without a check of the invariants."""
     task = q.pop(timeout)
     assert task is not None
@@ -771,14 +781,16 @@ def _taken(q: FemtoQueue, timeout: float = 0) -> FemtoTask:
 def leased(q: FemtoQueue, data: bytes = b"x", key: str | None = None) -> FemtoTask:
     """Push a task, and return a lease of the oldest task."""
     q.push(data, key=key)
-    return _taken(q)
+    return popped(q)
 
 
 # Calls with a wrong argument, which must be refused. A Refusal has four parts:
-# - the call; its arguments are a queue, a task that the queue has leased, and the wrong argument;
+# - a function that makes the call; it gets a queue, a task that the queue has leased, and a wrong
+#   argument;
 # - the type of the exception;
-# - a pattern of the message, where {it} stands for the wrong argument (if it is None: the task);
-# - the wrong arguments.
+# - a pattern of the message; in the pattern, {it} stands for the wrong argument, or, if that is
+#   None, for the task;
+# - the wrong arguments. NO_BYTES are values that are not accepted as bytes, and so on.
 Refusal = tuple[Callable[[Any, Any, Any], object], type[Exception], str, tuple[Any, ...]]
 NAN, INFINITE = float("nan"), float("inf")
 NO_BYTES = 7, None, memoryview(b"abcd")[::2], ["x"]
@@ -787,8 +799,8 @@ NO_AGES = -1, NAN, INFINITE
 
 
 class AsyncHandlers:
-    """Handlers that are async functions. A call only makes a coroutine or a generator: their code
-    would never run."""
+    """Handlers that are async functions. A call of such a handler only makes a coroutine or an
+    async generator, so the code of the handler would never run."""
 
     async def __call__(self, task: FemtoTask) -> None:
         raise AssertionError
@@ -878,7 +890,8 @@ REFUSALS: tuple[Refusal, ...] = (
 
 
 class Lifecycle(QueueCase):
-    """A task's way from push() to its end, and the calls that look at tasks or operate a queue."""
+    """A task's way from push() to done() or fail(); the calls that look at tasks or operate a
+    queue."""
 
     in_memory = False
 
@@ -897,15 +910,16 @@ class Lifecycle(QueueCase):
         for seconds in (time.time(), time.time() * 1e3, 1e6, 94_694_399.0):
             with self.assertRaisesRegex(ValueError, "microseconds, as time.time"):
                 q.schedule(b"x", seconds)
-        for past_us in (-1e13, 0, 1, 300_000):  # as programs of 0.4 do for a task that is due
+        for past_us in (-1e13, 0, 1, 300_000):  # as programs for version 0.4 do, to be due at once
             self.assertEqual(q.schedule(b"now", past_us), self.pop(q).id)
 
     def test_done_on_a_full_disk_removes_the_task(self) -> None:
-        """Otherwise the task would run again and again until somebody purges done/."""
+        """done() on a full disk removes the task, and on another error leaves the task leased."""
+        # If done() raised ENOSPC, the task would run again and again until somebody purges done/.
         for code, key in ((errno.ENOSPC, None), (errno.EDQUOT, "k")):
-            q = self.anew()
+            q = self.new_queue()
             task = leased(q, key=key)
-            full = at_call("move", "/done/", raising(code))
+            full = at_call("move", "/done/", errno_raiser(code))
             said = self.assertLogs("femtoqueue", "WARNING")
             with hooked(full), mock.patch.object(LOG, "disabled", False), said as logs:
                 q.done(task)
@@ -913,13 +927,16 @@ class Lifecycle(QueueCase):
             self.assertEqual(self.states(), {})
             self.assertIsNone(q.pop())
             task = leased(q, key=key)
-            with hooked(at_call("move", "/done/", raising(errno.EIO))), self.assertRaises(OSError):
+            with (
+                hooked(at_call("move", "/done/", errno_raiser(errno.EIO))),
+                self.assertRaises(OSError),
+            ):
                 q.done(task)
             self.assertEqual(self.states(), {"inflight-n1": 1})
 
     @unittest.skipUnless(sys.platform == "linux", "PATH_MAX of Linux")
     def test_a_data_dir_that_is_too_long_for_a_lease_is_refused(self) -> None:
-        """Each push that a queue accepts can be delivered."""
+        """If the constructor accepts a data_dir with a long path, a pushed task is delivered."""
         opened = 0
         for length in range(3990, 4060):
             path = self.path + f"/{'d' * 199}" * ((length - len(self.path)) // 200 - 1)
@@ -955,9 +972,9 @@ class Lifecycle(QueueCase):
             q.done(task)
 
     def test_payload_is_delivered_unchanged(self) -> None:
-        """A payload is delivered as it was pushed. The sizes go from 0 to 64 MB; some are near 4096
-        bytes, where files are read in another way. A payload may be a bytearray or any contiguous
-        memoryview, with items of any size."""
+        """A payload of any size and of any bytes-like type is delivered as it was pushed."""
+        # Files of more than 4096 bytes are read in another way. A memoryview must be contiguous,
+        # but its items may have any size.
         q, sizes = self.queue(), (0, 1, 100, 4079, 4080, 4081, 4082, 4096, 10**6, 64 * 10**6)
         payloads: list[Any] = [random.Random(size).randbytes(size) for size in sizes]
         payloads += [bytearray(b"ab"), memoryview(b"abcd")[1:3], memoryview(b"abcdefgh").cast("I")]
@@ -971,13 +988,13 @@ class Lifecycle(QueueCase):
         """A call with a wrong argument raises an error that says why, and changes nothing."""
         q = self.queue()
         task, new = leased(q), self.file("new")
-        for call, error, text, those in REFUSALS:
-            for it in those:
-                said = text.format(it=task if it is None else it)
-                with self.subTest(text, it=it), self.assertRaisesRegex(error, said):
+        for call, error, text, wrong_arguments in REFUSALS:
+            for it in wrong_arguments:
+                pattern = text.format(it=task if it is None else it)
+                with self.subTest(text, it=it), self.assertRaisesRegex(error, pattern):
                     call(q, task, it)
-        for name, error, those in NO_SETTINGS:
-            for it in those:
+        for name, error, wrong_arguments in NO_SETTINGS:
+            for it in wrong_arguments:
                 with self.subTest(name, it=it), self.assertRaisesRegex(error, name):
                     FemtoQueue(**{"data_dir": new, name: it})
         self.assertEqual(self.states(), {"inflight-n1": 1})
@@ -985,8 +1002,9 @@ class Lifecycle(QueueCase):
         q.done(task)
 
     def test_member_of_a_str_enum_counts_as_its_value(self) -> None:
-        """A member of a str enum works like its value, although format() of the member is another
-        text (Python 3.11). It may be a key, state, id, node_id, directory or reason."""
+        """A member of a str enum works like its value as key, state, id, node_id, directory or
+        reason."""
+        # From Python 3.11 on, format() of a member gives another text than the value.
         ident = self.queue().push(b"x", key="k")
 
         class Word(str, enum.Enum):
@@ -1009,8 +1027,9 @@ class Lifecycle(QueueCase):
         self.assertEqual(q.purge(0, Word.FAILED), 1)
 
     def test_task_objects_compare_by_value_but_only_a_lease_can_be_settled(self) -> None:
-        """A leased task equals the same task seen by peek(), but only the leased object can end the
-        delivery. A changed attribute of the object changes nothing in the queue."""
+        """A leased task equals the task that peek() returns, but only the leased object can end the
+        delivery."""
+        # If the caller changes an attribute of the object, nothing changes in the queue.
         q = self.queue()
         ident = q.push(b"x")
         task = self.pop(q)
@@ -1029,8 +1048,8 @@ class Lifecycle(QueueCase):
         self.assertEqual((caught.exception.id, caught.exception.expired), (ident, False))
 
     def test_attach_to_an_ended_lease_says_whether_it_expired(self) -> None:
-        """attach() of a lease that has ended raises LeaseLost; `expired` says whether the lease's
-        deadline has passed."""
+        """attach() of a lease that has ended raises LeaseLost, whose attribute `expired` says
+        whether the deadline of the lease has passed."""
         q, clock = self.queue(), self.clock()
         path, waiting = leased(q).path, f"pending/{q.push(b'waits')}"
         q.done(q.attach(path))
@@ -1044,7 +1063,7 @@ class Lifecycle(QueueCase):
             self.assertRaises(LeaseLost, q.attach, no_lease)
 
     def test_changed_id_of_a_task_object_is_not_used_in_file_names(self) -> None:
-        """A program may set `id` of a task to a text of its own: file names do not change."""
+        """If a program assigns another text to a task's `id`, file names still have the true id."""
         q = self.queue(keep_done=False, retry_delay_s=0)
         ident = q.push(b"x")
 
@@ -1066,10 +1085,11 @@ class Lifecycle(QueueCase):
         self.assertEqual(self.states(), {})
 
     def test_tasks_released_to_the_front_are_delivered_in_the_order_of_push(self) -> None:
-        """Tasks released to the front are delivered in the order of their pushes. Some come back
-        before the first name that the worker has listed, some behind it."""
+        """Tasks released to the front are delivered in the order of their pushes."""
         q, payloads = self.queue(), [b"%d" % number for number in range(8)]
         q.push_many(payloads)
+        # In the worker's list of names, the first task goes before the first name, and the other
+        # two go behind the first name.
         for task in [self.pop(q) for _ in range(3)]:
             q.release(task, front=True)
         self.assertEqual(self.drain(q), payloads)
@@ -1085,9 +1105,8 @@ class Lifecycle(QueueCase):
         self.assertRegex(reason_of(q, ident), r"\ATraceback[^$]*in test_fail_keeps_an_exception")
 
     def test_times_that_names_can_not_hold_become_the_earliest_or_the_latest(self) -> None:
-        """A time outside the range of file names becomes the first or last time of the range.
-
-        A lease shorter than a nanosecond is still a lease: its holder can settle it in time."""
+        """A time outside the range of file names becomes the first or last time of the range."""
+        # A lease of less than a nanosecond can still be settled while no other worker reclaims it.
         q = self.queue(timeout_stale_ms=1e-7)
         for lease_ms in (None, 1e-7):
             q.push(b"x")
@@ -1099,8 +1118,9 @@ class Lifecycle(QueueCase):
         self.assertEqual((self.drain(q), len(self.names("scheduled"))), ([b"before 1970"], 2))
 
     def test_push_many_that_fails_half_way_says_how_many_were_pushed(self) -> None:
-        """If push_many() fails half way, the payloads before the error are pushed. The exception is
-        raised unchanged, with their ids in `pushed_ids` if the attribute can be set."""
+        """If push_many() fails half way, the payloads before the error are pushed, and the
+        exception has their ids."""
+        # If the attribute `pushed_ids` can't be set, the exception is raised without it.
         q = self.queue()
         with self.assertRaisesRegex(TypeError, "encode it") as caught:
             q.push_many([b"1", b"2", "3", b"4"])  # type: ignore[list-item]
@@ -1121,8 +1141,8 @@ class Lifecycle(QueueCase):
     # Scheduled tasks
 
     def test_many_due_tasks_are_enqueued_in_several_rounds(self) -> None:
-        """If very many tasks are due, one pop() moves only some of them to pending/. It holds the
-        worker's lock meanwhile, and no lease of the worker can be renewed."""
+        """If very many tasks are due, one pop() moves only some of them to pending/."""
+        # During these moves, pop() holds the worker's lock: no lease of the worker can be renewed.
         q, clock, wanted = self.queue(), self.clock(), [b"%d" % number for number in range(20)]
         for due_us, data in enumerate(wanted, 10**14):
             q.schedule(data, due_us)
@@ -1133,14 +1153,19 @@ class Lifecycle(QueueCase):
         q.done(first)
 
     def test_due_task_scheduled_by_another_process_is_seen_at_once_if_none_waits(self) -> None:
-        """If no task waits, pop() sees at once a due task that another process has scheduled. If a
-        person removes the file of a due task while take() moves it, take() returns None."""
+        """If no task waits, pop() sees at once a due task that another process has scheduled."""
         self.clock().stand_still()  # no job comes due
         q, other = self.queue(), self.queue("n2")
         self.assertIsNone(q.pop())
         other.schedule(b"1", 0)
         self.assertEqual(self.pop(q).data, b"1")
-        other.schedule(b"2", 0, key="k")
+
+    def test_due_task_that_a_person_removes_while_take_moves_it_is_not_taken(self) -> None:
+        """If a person removes the file of a due task while take() moves it, take() returns None."""
+        self.clock().stand_still()  # no job comes due
+        q = self.queue()
+        self.assertIsNone(q.pop())
+        self.queue("n2").schedule(b"2", 0, key="k")
         path = self.file("scheduled", *self.names("scheduled"))
         with hooked(at_call("move", "/scheduled/", lambda: os.unlink(path))):
             self.assertIsNone(q.take("k"))
@@ -1149,20 +1174,21 @@ class Lifecycle(QueueCase):
         """If take() by id can't read a task that is not due, the task stays scheduled."""
         q = self.queue()
         ident = q.schedule(b"later", (time.time() + 1000) * 1e6)
-        with hooked(at_call("read", None, raising(errno.EIO))):
+        with hooked(at_call("read", None, errno_raiser(errno.EIO))):
             self.assertRaises(OSError, q.take, id=ident)
         self.assertEqual((q.pop(), self.states()), (None, {"scheduled": 1}))
 
     # Finished tasks, and operating a queue
 
     def test_join_does_not_miss_a_task_that_moves_while_it_looks(self) -> None:
-        """join() sees that work is left even if a task moves before each listing of a directory.
-        Another worker releases the task and takes the task again, at just these moments."""
+        """join() sees that work is left even if a task moves before each listing of a directory."""
         self.check_join_sees_a_task_that_moves()
 
-    def test_join_does_not_miss_such_a_task_where_times_have_whole_seconds(self) -> None:
-        """On ext4 with inodes of 128 bytes, a move changes the time of a directory only if the last
-        move was in another second. Here such times are made from a clock that sleep() advances."""
+    def test_join_does_not_miss_a_moving_task_where_times_have_whole_seconds(self) -> None:
+        """join() sees a task that moves even if the times of directories are in whole seconds."""
+        # On ext4 with inodes of 128 bytes, a move does not change the time of a directory if the
+        # last move was in the same second. The replaced stat() returns such times for directories,
+        # taken from a clock that sleep() advances.
         now_s, seen, real_stat = [1e9], dict[str, tuple[int, int]](), os.stat
 
         def coarse_stat(path: Any, **options: Any) -> Any:
@@ -1180,6 +1206,8 @@ class Lifecycle(QueueCase):
             self.check_join_sees_a_task_that_moves()
 
     def check_join_sees_a_task_that_moves(self) -> None:
+        """Call join() while another worker releases and takes a task, in turn. The task is always
+        in the directory that join() does not list at that moment. Fail if join() misses it."""
         q, other = self.queue(), self.queue("n2")
         lease = self.file(leased(q).path)
         waits = self.file("pending", lease[-29:])
@@ -1194,8 +1222,8 @@ class Lifecycle(QueueCase):
             self.assertFalse(other.join(0))
 
     def test_finished_tasks_are_deleted_after_keep_done_seconds(self) -> None:
-        """pop() deletes finished tasks that are older than `keep_done` seconds. It does so in
-        slices, so that no single pop() lists all of done/."""
+        """pop() deletes finished tasks that are older than `keep_done` seconds."""
+        # Each pop() lists only a slice of done/, so that no single pop() lists all of it.
         q, clock = self.queue(keep_done=60), self.clock()
         with with_constant("purge slice", 0):
             for _ in range(10):
@@ -1216,9 +1244,10 @@ class Lifecycle(QueueCase):
         self.assertLessEqual(max(a - b for a, b in itertools.pairwise([12, *counts])), 4)
 
     def test_slices_of_done_follow_quickly_while_old_tasks_are_found(self) -> None:
-        """While pop() finds finished tasks to delete, the next slice of done/ follows soon.
-        Otherwise the done/ of a fast worker would grow for ever."""
+        """While pop() finds finished tasks to delete, it soon purges the next slice of done/."""
+        # Otherwise the done/ of a fast worker would grow for ever.
         q, clock = self.queue(keep_done=1), self.clock()
+        clock.stand_still()  # the pause depends on the time that a slice takes
         with with_constant("purge slice", 0):
             for _ in range(5):
                 q.done(leased(q))
@@ -1228,10 +1257,9 @@ class Lifecycle(QueueCase):
                 clock.advance(0.02)
 
     def test_paused_queue_hands_out_no_task(self) -> None:
-        """No task is handed out while the queue is paused, even if it was listed before the pause.
-
-        The object that called pause() stops at once, as does an object whose `paused` was True.
-        Other objects stop within a second, even if their last listing took long."""
+        """While the queue is paused, no task is handed out, even if it was listed before."""
+        # A queue object stops at once if its pause() was called, or if it has seen that `paused` is
+        # True. Other objects stop within a second, even if their last listing took long.
         clock, q, other = self.clock(), self.queue(), self.queue("n2")
         clock.stand_still()  # no job comes due
         ways: tuple[tuple[FemtoQueue, float, Callable[[], object]], ...] = (
@@ -1253,26 +1281,24 @@ class Lifecycle(QueueCase):
                 self.assertEqual(len(self.drain(q)), listed)
 
     def test_task_with_a_second_name_in_an_end_state_can_be_finished(self) -> None:
-        """A task whose file has a name in pending/ and one in done/ or failed/ can be settled.
-
-        A file system that has healed after a network failure may show two names of one file. Then
-        rename() of one name to the other does nothing, and reports success."""
+        """A task whose file has a name in pending/ and one in done/ or failed/ can be settled."""
+        # A file system that has healed after a network failure may show two names of one file. Then
+        # rename() of one name to the other does nothing, and reports success.
         q, clock = self.queue(), self.clock()
         for state, end in (("done", q.done), ("failed", q.fail)):
             ident = q.push(b"x")
             os.link(self.file("pending", ident), self.file(state, ident))
             for _ in range(2):
-                end(_taken(q))
+                end(popped(q))
                 clock.advance(31)
             self.assertIsNone(q.pop())
             self.assertEqual((self.states(), self.names(state)), ({state: 1}, [ident]))
             os.unlink(self.file(state, ident))
 
     def test_tasks_without_data_reads_headers_only(self) -> None:
-        """tasks(data=False) reads headers, and no payload.
-
-        A file without a valid header is shown; tasks() leaves such a file out. For such a file,
-        peek() raises CorruptTask, and the error says what is wrong."""
+        """tasks(data=False) reads headers, and no payload."""
+        # tasks(data=False) also yields a file without a valid header; tasks() leaves such a file
+        # out. For such a file, peek() raises CorruptTask, and the error says what is wrong.
         q, tasks = self.queue(), list[FemtoTask]()
         q.push(b"x" * 100_000, key="k")
         self.put(f"{1:020d}-00000000", b"rubbish")
@@ -1297,38 +1323,39 @@ class Ordering(QueueCase):
     in_memory = False
 
     def test_order_survives_restarts_and_set_clocks(self) -> None:
-        """Tasks of several processes keep the order of their pushes when clocks change in between.
-
-        A reboot sets the monotonic clock back, and with a dead battery the wall clock, too. Without
-        a boot id, as on Windows and macOS, each process computes an anchor of its own."""
+        """Tasks of several processes keep the order of their pushes when clocks change."""
+        # A reboot sets the monotonic clock back, and with a dead battery the wall clock, too.
+        # Without a boot id, as on Windows and macOS, each process computes an anchor of its own.
         year_s, one_s = 365 * 86400.0, 1.0 - time.monotonic()
-        lives: dict[str, list[tuple[str | None, float, float]]] = {
+        # The boot id and the shifts of both clocks, in seconds, for each process of a case.
+        cases: dict[str, list[tuple[str | None, float, float]]] = {
             "the date is set": [("1", 0, 0), ("1", -year_s, 0), ("1", year_s, 0), ("1", 0, 0)],
             "a reboot": [("1", 0, 0), ("2", -year_s, one_s)],
             "no boot id": [(None, 0, 0), (None, -1000, 0)],
             "a reboot, no boot id": [(None, 0, 0), (None, -year_s, one_s)],
         }
         clock = self.clock()
-        for name, life in lives.items():
+        for name, rows in cases.items():
             self.path = self.new_dir()
-            for number, (boot, clock.wall_shift_s, clock.monotonic_shift_s) in enumerate(life):
-                for directory in os.listdir(self.path):  # their dates are not by the fake clock
+            for number, (boot, clock.wall_shift_s, clock.monotonic_shift_s) in enumerate(rows):
+                for directory in os.listdir(self.path):  # the dates are not set by the fake clock
                     os.utime(self.file(directory), (0, 0))
                 with on_boot(boot):
                     q = self.queue()
                     q.push(b"%d" % number)
             with self.subTest(name):
-                self.assertEqual(self.drain(q), [b"%d" % n for n in range(len(life))])
+                self.assertEqual(self.drain(q), [b"%d" % n for n in range(len(rows))])
                 # The first process of a boot removes the clock file of the boot before. Processes
                 # without a boot id have no clock file.
-                self.assertEqual(len(self.clocks()), int(life[-1][0] is not None))
+                self.assertEqual(len(self.clocks()), int(rows[-1][0] is not None))
 
     def clocks(self) -> list[str]:
+        """Return the sorted names of the clock files."""
         return sorted(name for name in os.listdir(self.path) if name.startswith("clock-"))
 
     def test_clock_files_of_earlier_boots_do_not_pile_up(self) -> None:
-        """The clock file of a boot stays while it has a lease. A worker that lives beside us, in a
-        container with another boot id, puts its clock file back in time."""
+        """A clock file of another boot stays while a task is leased by its clock, and no longer."""
+        # The other boot may be that of a container, with a worker that still lives.
         clock = self.clock()
         with on_boot("container"):
             q = self.queue("container")
@@ -1343,16 +1370,16 @@ class Ordering(QueueCase):
             self.queue()
         self.assertNotIn(theirs, self.clocks())
         clock.advance(601)
-        q.pop()
+        q.pop()  # makes the clock file of the container again
         self.assertIn(theirs, self.clocks())
         clock.wall_shift_s += 3600
         with on_boot("container"):
             before, after = q.push(b"1"), self.queue("second").push(b"2")
-        self.assertLess(int(after[:20]) - int(before[:20]), 3600e9)  # of one clock
+        self.assertLess(int(after[:20]) - int(before[:20]), 3600e9)  # both use one queue clock
 
     def test_service_that_can_not_see_the_boot_id_keeps_the_order_after_a_reboot(self) -> None:
-        """The clock file of an earlier boot does not agree with the wall clock. The service does
-        not use that file, even if the queue is empty."""
+        """A service that can't see the boot id does not use the clock file of an earlier boot."""
+        # That file does not agree with the wall clock. The queue is empty.
         clock = self.clock()
         with on_boot("1"):
             self.queue().close()
@@ -1372,7 +1399,7 @@ class Ordering(QueueCase):
         with on_boot("1"):
             self.queue()
         (theirs,) = self.clocks()
-        with on_boot(None), hooked(at_call("stat lstat open", theirs, raising(errno.EACCES))):
+        with on_boot(None), hooked(at_call("stat lstat open", theirs, errno_raiser(errno.EACCES))):
             q = self.queue()
             q.push(b"x")
             self.assertNotIn(theirs.removeprefix("clock-"), self.pop(q).path)
@@ -1381,8 +1408,9 @@ class Ordering(QueueCase):
     def test_clock_file_of_this_boot_stays_when_a_service_that_can_not_see_the_boot_id_starts(
         self,
     ) -> None:
-        """After the date was set, the service does not find a clock that agrees. Its own clock has
-        no file. The processes of another clock file may live, so that file stays."""
+        """A service that can't see the boot id leaves a clock file that it does not use."""
+        # After the date was set, no clock file agrees with the wall clock. So the service has a
+        # clock of its own, without a file. Processes that use the clock file may still live.
         clock = self.clock()
         q = self.queue()
         clock.wall_shift_s += 3600
@@ -1391,16 +1419,17 @@ class Ordering(QueueCase):
         self.check_one_clock(q, self.queue("later"))
 
     def test_clock_files_of_other_hosts_stay(self) -> None:
-        """Hosts of a shared file system have clocks of their own, and so have the clients beside a
-        server that uses the directory as a local one."""
+        """A host leaves the clock files of other hosts, even if it uses data_dir as a local one."""
+        # The last host is an NFS server; the other two are its clients.
         for number, fs_type in enumerate((NFS, NFS, EXT4)):
             with on_boot(f"host {number}"), on_file_system(fs_type):
                 self.queue().push(b"x")
         self.assertEqual(len(self.clocks()), 3)
 
     def test_unreadable_clock_file_is_made_again_after_the_newest_task(self) -> None:
-        """An invalid clock-<boot> does not change the order of tasks. The file may hold rubbish, or
-        a number that no clock can have. A FIFO of that name is replaced; a directory stays."""
+        """An invalid clock-<boot> does not change the order of tasks."""
+        # The file may hold rubbish, or a number that no clock can have. A FIFO of that name is
+        # replaced; a directory stays.
         q = self.queue()
         q.push(b"0")
         clock = f"clock-{self.boot()}"
@@ -1415,8 +1444,8 @@ class Ordering(QueueCase):
         self.assertEqual(self.drain(self.queue()), [b"%d" % n for n in range(len(rubbish) + 3)])
 
     def test_anchor_set_by_a_faster_process_is_not_overwritten(self) -> None:
-        """If two processes create clock-<boot> at once, both use the anchor of the faster one. A
-        different date in the slower process, or in a later one, does not change the anchor."""
+        """If two processes create clock-<boot> at once, both use the anchor of the faster one."""
+        # A different date in the slower process, or in a later process, does not change the anchor.
         clock, others = self.clock(), list[FemtoQueue]()
 
         def be_quicker() -> None:
@@ -1431,8 +1460,8 @@ class Ordering(QueueCase):
         self.boot()  # fails unless there is exactly one clock-<boot>
 
     def test_wall_clock_of_the_far_future_is_not_used_for_the_anchor(self) -> None:
-        """A date in the far future does not start the queue clock. Otherwise a second queue clock
-        would be started when the date is corrected."""
+        """A date in the far future does not start the queue clock."""
+        # Otherwise a second queue clock would be started when the date is corrected.
         clock = self.clock()
         clock.wall_shift_s = 80 * 365 * 86400.0
         q = self.queue()
@@ -1440,9 +1469,10 @@ class Ordering(QueueCase):
         self.check_one_clock(q, self.queue())
 
     def test_huge_backlog_is_delivered_in_order_though_only_part_is_in_memory(self) -> None:
-        """A huge backlog is delivered in order, although a worker that lists it keeps only a
-        sixteenth of the names in memory. Foreign names are dropped, and the names of the youngest
-        tasks."""
+        """A huge backlog is delivered in order, although the worker keeps only a part of the names
+        in memory."""
+        # A listing drops foreign names, and the names of the youngest tasks. It keeps 20 names
+        # here, or a sixteenth of the backlog if that is more.
         q = self.queue()
         ids = q.push_many([b""] * 300)
         self.foreign = tuple(f"00-{n:03d}.swp" for n in range(40))
@@ -1462,8 +1492,9 @@ class ReplacedClock(QueueCase):
         return mock.patch.multiple(time, time=lambda: seconds, monotonic=lambda: seconds)
 
     def test_program_that_does_not_put_the_clock_back_ends_quietly(self) -> None:
-        """A function in the time module refers to the program's queue. So the queue is finalized
-        when the interpreter has already cleared other modules, such as fcntl."""
+        """A program that leaves its own function in the time module ends without an error."""
+        # That function refers to the program's variables, and so to its queue. So the queue is
+        # finalized when the interpreter has already cleared other modules, such as fcntl.
         program = (
             "import sys, time; from femtoqueue import FemtoQueue, TicketQueue\n"
             "q, line = FemtoQueue(sys.argv[1]), TicketQueue(sys.argv[1]); q.push(b'x')\n"
@@ -1494,7 +1525,7 @@ class ReplacedClock(QueueCase):
         now_s = time.time()
         for has_looked in (False, True):
             with self.subTest(has_looked=has_looked), self.both_clocks(now_s):
-                q = self.anew()
+                q = self.new_queue()
                 q.schedule(b"x", (now_s + 60) * 1e6)
                 if has_looked:
                     self.assertIsNone(q.pop())
@@ -1502,8 +1533,8 @@ class ReplacedClock(QueueCase):
                     self.assertEqual(self.pop(q).data, b"x")
 
     def test_task_is_due_when_the_clock_shows_the_float_of_its_due_time(self) -> None:
-        """A task that is scheduled for time.time() * 1e6 is due when time.time() shows that float.
-        Both the due time and the time that it is compared with are rounded products of a float."""
+        """A task scheduled for t * 1e6, where t is a float, is due when time.time() returns t."""
+        # Both the due time and the time that it is compared with are rounded products of a float.
         q = self.queue()
         for number in range(200):
             now_s = 1_800_000_000 + number * 0.01234567
@@ -1544,8 +1575,8 @@ class ReplacedClock(QueueCase):
             self.assertEqual([self.pop(q).id for _ in wanted], wanted)
 
     def test_order_survives_a_monotonic_clock_that_begins_anew_under_one_boot_id(self) -> None:
-        """A restored virtual machine delivers its tasks in order, and leases end. Such a machine
-        has the same boot id as before, and a monotonic clock near zero."""
+        """A restored virtual machine delivers its tasks in order, and leases end."""
+        # Such a machine has the same boot id as before, and a monotonic clock near zero.
         clock = self.clock()
         clock.monotonic_shift_s = 40 * 86400.0
         q = self.queue("n1", detached=True)
@@ -1566,14 +1597,13 @@ class Liveness(QueueCase):
     """Leases of dead workers end at once, and those of living workers at their deadlines."""
 
     def test_empty_lease_directory_of_unknown_boot_is_kept_for_a_minute(self) -> None:
-        """An empty lease directory of unknown boot is removed only after a minute. The directory
-        may belong to an idle worker on another host; with FUSE, a lock is not seen on other hosts.
-
-        If rmdir() fails, pop() raises no error, and the directory stays. This happens with a lease
-        directory of another user, if data_dir is sticky."""
+        """An empty lease directory of unknown boot is removed only after a minute."""
+        # The directory may belong to an idle worker on another host: with FUSE, a lock is not seen
+        # on other hosts. If rmdir() fails, pop() raises no error, and the directory stays. rmdir()
+        # fails for a lease directory of another user if data_dir is sticky.
         q, clock = self.queue(), self.clock()
         os.mkdir(self.file("inflight-other"))
-        sticky = hooked(at_call("rmdir", "-other", raising(errno.EPERM), times=1))
+        sticky = hooked(at_call("rmdir", "-other", errno_raiser(errno.EPERM), times=1))
         for advance_s, there in ((1, True), (61, True), (1, False)):
             clock.advance(advance_s)
             with sticky if advance_s == 61 else contextlib.nullcontext():
@@ -1583,25 +1613,24 @@ class Liveness(QueueCase):
     def test_end_of_a_lease_wakes_a_waiting_pop(self) -> None:
         """A pop() that waits gets a task whose lease ends, without waiting for the next round of
         housekeeping."""
-        self.hasten("base interval", 10)
+        self.set_constant("base interval", 10)
         task, other = leased(self.queue(timeout_stale_ms=100)), self.queue("n2")
-        self.assertEqual(_taken(other, 4).id, task.id)
+        self.assertEqual(popped(other, 4).id, task.id)
 
     def test_dead_workers_leases_of_another_boot_end_at_their_deadlines(self) -> None:
-        """In the directory of a dead worker, only leases of this boot end before their deadlines.
-
-        A worker on another host may use the same node_id, and thus the same directory, and may
-        still live. The lease of that worker also ends at its deadline if the wall clock went back.
-        Then st_ctime is in the future, and does not show the age of the lease."""
+        """In a dead worker's directory, only leases of this boot end before their deadlines."""
+        # A worker on another host may use the same node_id, and thus the same directory, and may
+        # still live. The lease of that worker also ends at its deadline if the wall clock went
+        # back. Then st_ctime is in the future, and does not show the age of the lease.
         clock = self.clock()
         for back_s in (0, 1e8):
-            q, dead = self.anew(), self.queue("dead")
+            q, dead = self.new_queue(), self.queue("dead")
             q.push_many([b"1", b"2"])
             mine = os.path.basename(self.pop(q).path)
             self.pop(dead)
             theirs = mine.replace(f"~{self.boot()}~", "~12345678~")
             os.rename(self.file("inflight-n1", mine), self.file("inflight-dead", theirs))
-            dies(dead)
+            simulate_death(dead)
             clock.advance(1)
             self.assertEqual((self.pop(q).data, q.pop()), (b"2", None))
             self.assertEqual(self.names("inflight-dead"), [theirs])
@@ -1610,9 +1639,11 @@ class Liveness(QueueCase):
             self.assertEqual(self.pop(q).attempts, 2)
 
     def test_leases_of_a_dead_worker_that_can_not_see_the_boot_id_come_back_at_once(self) -> None:
-        """A service may not see the boot id (ProcSubset=pid of systemd). It uses the clock file of
-        the services that see the boot id, or else a clock of its own. Its lease without a deadline
-        comes back when it has died, and such a lease of another service comes back to it."""
+        """A dead worker's lease without a deadline comes back, even if the dead worker or the other
+        worker can't see the boot id."""
+        # A service of systemd with ProcSubset=pid can't see the boot id. The service uses the clock
+        # file of the services that see the boot id, or, if there is no such file, a clock of its
+        # own.
         for first, second in ((None, "1"), ("1", None), (None, None)):
             with self.subTest(first=first, second=second):
                 self.path = self.new_dir()
@@ -1623,27 +1654,29 @@ class Liveness(QueueCase):
                 with on_boot(first):
                     dead = self.queue("dead", timeout_stale_ms=None)
                     dead.push(b"x")
-                    _taken(dead)
-                dies(dead)
+                    popped(dead)
+                simulate_death(dead)
                 with on_boot(second):
                     q = self.queue("other", timeout_stale_ms=None)
                     self.assertEqual([it.liveness for it in q.stats().nodes], ["dead"])
-                    self.assertEqual(_taken(q).attempts, 2)
+                    self.assertEqual(popped(q).attempts, 2)
 
     def test_lease_of_an_earlier_boot_is_not_of_this_boot_where_the_boot_id_is_not_seen(
         self,
     ) -> None:
-        """After the date was set, or after a reboot, no clock file agrees with the wall clock. Then
-        a service that can't see the boot id does not use the clock of another boot. It does not do
-        so either where other hosts use the directory: their clock may agree by chance."""
+        """A service that can't see the boot id does not take a lease of another boot for one of
+        this boot."""
+        # After the date was set, or after a reboot, no clock file agrees with the wall clock. Then
+        # the service does not use the clock of another boot. Nor does it use that clock if other
+        # hosts use the directory: the clock of another host may agree by chance.
         for shift_s, fs_type in ((3600, EXT4), (-3600, EXT4), (0, NFS)):
             clock = self.clock()
             self.path = self.new_dir()
             with on_boot("1"), on_file_system(fs_type):
                 living = self.queue("living", timeout_stale_ms=None)
                 living.push(b"x")
-                _taken(living)
-            dies(living)  # no lock shows its life, as if it lived on another host
+                popped(living)
+            simulate_death(living)  # as on another host, no lock shows that this worker lives
             clock.wall_shift_s += shift_s
             with on_boot(None):
                 self.assertIsNone(self.queue("other").pop())
@@ -1651,27 +1684,29 @@ class Liveness(QueueCase):
     def test_living_worker_keeps_its_lease_when_the_clock_file_of_its_boot_is_made_anew(
         self,
     ) -> None:
-        """The date was set forward after the boot, or the host was suspended. Then another host
-        pushes a task, and the clock of this boot seems to have gone back. A new worker makes the
-        clock file anew. By its clock, the lease of a living worker ended an hour ago."""
+        """A living worker keeps its lease even if, by the clock of a new worker, the lease ended an
+        hour ago."""
         self.patched(on_file_system(NFS))
         clock = self.clock()
         clock.wall_shift_s = -3600.0
         living = self.queue("living")
         living.push(b"1")
-        clock.wall_shift_s = 0.0
-        task = _taken(living)
+        clock.wall_shift_s = 0.0  # the date is set forward, or the host was suspended
+        task = popped(living)
         with on_boot("other host"):
             self.queue("other").push(b"2")
+        # The id of the other host's task is an hour ahead of the queue clock of this boot. So a new
+        # worker supposes that the monotonic clock began anew, and makes the clock file anew.
         q = self.queue("new")
-        q.done(_taken(q))
+        q.done(popped(q))
         self.assertIsNone(q.pop())
         clock.advance(31)
-        self.assertEqual(_taken(q).id, task.id)
+        self.assertEqual(popped(q).id, task.id)
 
     def test_leases_end_after_a_reboot_that_set_the_wall_clock_far_back(self) -> None:
-        """A lease ends in time after a reboot with a dead battery, which sets the date back. The
-        ids of all tasks are hours older than the lease; the date of the lease directory is not."""
+        """A lease ends in time after a reboot with a dead battery, which sets the date back."""
+        # The ids of all tasks are hours older than the lease, but the date of the lease directory
+        # is not.
         clock = self.clock()
         with on_boot("1"):
             q = self.queue("dead")
@@ -1679,7 +1714,7 @@ class Liveness(QueueCase):
             clock.advance(5 * 3600)
             self.pop(q)
             os.utime(lease_dir(q), (clock.time(), clock.time()))
-            dies(q)
+            simulate_death(q)
         with on_boot("2"):
             clock.wall_shift_s = clock.monotonic_shift_s = 0.0
             q = self.queue()
@@ -1687,22 +1722,23 @@ class Liveness(QueueCase):
             self.assertEqual(self.pop(q).attempts, 2)
 
     def test_task_that_can_not_be_moved_does_not_delay_other_tasks(self) -> None:
-        """If a due task can't be moved, or the lease of a dead worker, other tasks are delivered
-        all the same. This holds for this round of housekeeping and for later rounds. When no other
-        task waits, pop() raises the error."""
+        """If a due task or the lease of a dead worker can't be moved, pop() still delivers other
+        tasks."""
+        # This holds for this round of housekeeping and for later rounds. When no other task waits,
+        # pop() raises the error.
         q, clock = self.queue(), self.clock()
 
-        def die(node_id: str) -> str:
+        def lease_and_die(node_id: str) -> str:
             dead = self.queue(node_id)
             ident = leased(dead).id
-            dies(dead)
+            simulate_death(dead)
             return ident
 
-        for come in (lambda node_id: q.schedule(b"x", 0), die):
-            stuck = come("dead")
-            with hooked(at_call("move", stuck, raising(errno.EACCES))):
+        for make_task in (lambda node_id: q.schedule(b"x", 0), lease_and_die):
+            stuck = make_task("dead")
+            with hooked(at_call("move", stuck, errno_raiser(errno.EACCES))):
                 for node_id in ("dead2", "dead3"):
-                    ident = come(node_id)
+                    ident = make_task(node_id)
                     clock.advance(1)
                     self.assertEqual(self.pop(q).id, ident)
                 for _ in range(2):
@@ -1712,8 +1748,9 @@ class Liveness(QueueCase):
 
     def test_lease_directory_removed_by_an_observer_is_made_again(self) -> None:
         """If an observer removes the lease directory of a starting worker, the worker makes a new
-        directory. The observer saw an empty directory without a lock. The removal comes before the
-        worker opens the directory, or between the opening and the lock."""
+        directory."""
+        # The observer sees an empty directory without a lock. The removal comes before the worker
+        # opens the directory, or after that and before the worker locks it.
         place = self.file("inflight-n1")
 
         def is_there(name: str, args: tuple[Any, ...]) -> bool:
@@ -1727,16 +1764,16 @@ class Liveness(QueueCase):
                 self.assertEqual(self.names("inflight-n1"), [])
 
     def test_starting_worker_leaves_the_lease_of_a_quicker_worker_of_its_node_id(self) -> None:
-        """A starting worker does not take back the lease of a quicker worker with the same node_id.
-        The lease directory is removed while the first worker opens it; then the quicker worker
-        makes the directory again, and claims a task there."""
+        """A starting worker does not take back the lease of a quicker worker of its node_id."""
+        # The lease directory is removed while the first worker opens it. Then the quicker worker
+        # makes the directory again, and claims a task there.
         starting, quicker, taken = self.queue("same"), self.queue("same"), list[FemtoTask]()
         self.queue("producer").push(b"x")
         os.mkdir(lease_dir(starting))
 
         def be_quicker() -> None:
             os.rmdir(lease_dir(starting))
-            taken.append(_taken(quicker))
+            taken.append(popped(quicker))
 
         with hooked(at_call("lock", fcntl.LOCK_SH, be_quicker, times=1)):
             self.assertIsNone(starting.pop())
@@ -1744,16 +1781,16 @@ class Liveness(QueueCase):
         self.assertEqual(self.states(), {"done": 1})
 
     def test_ctrl_c_in_a_pop_loses_no_lease_of_a_dead_worker(self) -> None:
-        """After Ctrl-C at any call of a pop(), the leases of dead workers still come back. One
-        worker with the same node_id died before; another worker dies later. Ctrl-C also comes at
-        each reading of the monotonic clock."""
+        """After Ctrl-C at any system call of pop(), the leases of dead workers come back."""
+        # One worker with the same node_id died before the pop(); another worker dies later. Ctrl-C
+        # also comes at each reading of the monotonic clock.
         clock = self.clock()
         monotonic = clock.monotonic
         for step in Step.each(interrupt, at_least=20):
-            q, again, dead = (self.queue(it, timeout_stale_ms=None) for it in ("a", "a", "b"))
+            q, again, later = (self.queue(it, timeout_stale_ms=None) for it in ("a", "a", "b"))
             q.push_many([b"1", b"2"])
             self.assertEqual(len([*iter(q.pop, None)]), 2)
-            dies(q)
+            simulate_death(q)
 
             def look(step: Step = step) -> float:
                 step("clock", ())
@@ -1764,19 +1801,19 @@ class Liveness(QueueCase):
                 again.pop()
             if not step.reached:
                 again.close()
-            self.assertIsNotNone(dead.take(id=dead.push(b"3")))
-            dies(dead)
+            self.assertIsNotNone(later.take(id=later.push(b"3")))
+            simulate_death(later)
             clock.advance(60)
             self.assertEqual(sorted(self.drain(again)), [b"1", b"2", b"3"], step.at)
             again.close()
 
     def test_restarted_worker_takes_its_leases_back_while_an_observer_has_the_lock(self) -> None:
         """A restarted worker waits until an observer unlocks the worker's lease directory, and then
-        takes back its leases. No other worker would end a lease of an earlier boot before its
-        deadline."""
+        takes back its leases."""
+        # No other worker would end a lease of an earlier boot before its deadline.
         q, again = self.queue(), self.queue()
         leased(q)
-        dies(q)
+        simulate_death(q)
         observer = os.open(lease_dir(q), os.O_RDONLY)
         self.addCleanup(os.close, observer)
         fcntl.flock(observer, fcntl.LOCK_EX)
@@ -1785,10 +1822,9 @@ class Liveness(QueueCase):
             self.assertEqual(self.pop(again).attempts, 2)
 
     def test_dropped_queue_object_leaves_no_descriptor_warning_or_directory(self) -> None:
-        """A queue object is closed at once when its last reference goes, like a file. No reference
-        cycle keeps the object until the garbage collector runs."""
+        """A queue object is closed at once when its last reference goes, like a file."""
         before = len(os.listdir("/dev/fd"))
-        gc.disable()
+        gc.disable()  # no reference cycle may keep the object until a collection
         self.addCleanup(gc.enable)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -1822,18 +1858,19 @@ class Liveness(QueueCase):
         self.addCleanup(child.go)  # ends the process that `child` has forked
         self.assertEqual(child.line(), "forked")
         child.kill()
-        q.done(_taken(q, 10))
+        q.done(popped(q, 10))
 
     def test_forked_child_that_outlives_its_parent_keeps_none_of_its_leases(self) -> None:
-        """The leases of a killed worker end although a forked child of the worker still lives. The
-        fork may even come, in another thread, while the worker locks its directory."""
+        """The leases of a killed worker end although a forked child of the worker still lives."""
+        # At "lock", the worker forks while it locks its lease directory, as another thread may do.
         for call in ("read", "lock"):
             with self.subTest(call):
                 self.check_child_outlives_parent(call)
 
     def test_forked_child_has_no_leases_of_its_parent_after_ctrl_c_in_the_fork(self) -> None:
-        """Ctrl-C at the start of a fork does not give the parent's leases to the child. Python
-        completes such a fork."""
+        """Ctrl-C at the start of a fork does not give the parent's leases to the child."""
+        # The Ctrl-C interrupts the function that Python calls before the fork. Python then prints
+        # the exception, and forks all the same.
         q = self.queue()
         task = leased(q)
         lock = mock.Mock(acquire=interrupt)
@@ -1844,14 +1881,14 @@ class Liveness(QueueCase):
         q.done(task)
 
     def test_forked_child_is_a_worker_of_its_own(self) -> None:
-        """In a forked child, a queue object gets its own node_id, lease directory and id tag. After
-        close() in the child, the parent still has its lease."""
+        """In a forked child, a queue object gets its own node_id, lease directory and id tag."""
+        # After close() in the child, the parent still has its lease.
         q = self.queue(None)
         ids = q.push_many([b"1", b"2"])
         mine = self.pop(q)
 
         def work(child: Child) -> None:
-            task = _taken(q)
+            task = popped(q)
             child.say(f"{task.data.decode()} {q.node_id} {q.push(b'3')}")
             q.done(task)
             q.close()
@@ -1865,25 +1902,24 @@ class Liveness(QueueCase):
         self.assertEqual(self.states(), {"done": 2, "pending": 1})
 
 
-class PlaceLost(QueueCase):
+class LeaseDirectoryLost(QueueCase):
     """A worker whose lease directory was removed while the worker lives."""
 
     def worker_that_listed(self, count: int) -> FemtoQueue:
         """Return a worker in a new queue. The worker has a lease directory, has listed `count`
         tasks, and has finished the first of them."""
-        q = self.anew()
+        q = self.new_queue()
         q.push_many([b"%d" % n for n in range(count)])
         q.done(self.pop(q))
         return q
 
     def test_claim_goes_only_into_a_locked_lease_directory(self) -> None:
         """A worker claims only into a directory that the worker has locked and that has the right
-        path.
-
-        The worker does not claim into a new directory of the same name: without a lock, another
-        worker would take the leases for those of a dead worker. Nor does the worker claim into its
-        own directory after a move to another path. The claimed task was listed before the loss of
-        the directory, or was pushed after the loss."""
+        path."""
+        # The worker does not claim into a new directory of the same name: without a lock, another
+        # worker would take the leases for those of a dead worker. Nor does the worker claim into
+        # its own directory after a move to another path. The claimed task was listed before the
+        # loss of the directory ("next"), or was pushed after the loss.
         self.clock().stand_still()  # no job comes due
         losses: dict[str, Callable[[str], object]] = {
             "removed": os.rmdir,
@@ -1897,16 +1933,16 @@ class PlaceLost(QueueCase):
                 if call != "next":
                     q.push(b"1", key="k")
                     q.push(b"2")
-                mine = self.take(q, "k") if call == "take" else _taken(q)
-                theirs = _taken(observer)
+                mine = self.take(q, "k") if call == "take" else popped(q)
+                theirs = popped(observer)
                 self.assertEqual((mine.data, theirs.data, observer.pop()), (b"1", b"2", None))
                 q.done(mine)
                 observer.done(theirs)
                 self.assertEqual(self.states(), {"done": 3})
 
     def test_lease_directory_removed_by_another_host_is_made_again(self) -> None:
-        """A worker whose lease directory was removed by another host makes a new one. After that
-        removal, the descriptor of the directory gives ESTALE."""
+        """A worker whose lease directory was removed by another host makes a new directory."""
+        # After that removal, calls with the worker's descriptor of the directory raise ESTALE.
         q = self.worker_that_listed(5)
         place, [gone] = lease_dir(q), descriptors_of(lease_dir(q))
         os.rmdir(place)
@@ -1915,22 +1951,22 @@ class PlaceLost(QueueCase):
             into_it = name == "move" and not args[1].startswith("/")
             is_gone = not os.path.exists(place) or gone in descriptors_of(place)
             if is_gone and (into_it or (name == "fstat" and args[0] == gone)):
-                fail_with(errno.ESTALE)
+                raise_errno(errno.ESTALE)
 
         with hooked(stale):
             self.assertEqual(self.drain(q), [b"1", b"2", b"3", b"4"])
         self.assertNotIn(gone, descriptors_of(place))
 
     def test_nothing_is_claimed_while_the_lease_directory_can_not_be_opened(self) -> None:
-        """pop() raises the error, and claims nothing, while it can't open a lease directory. Tasks
-        that were listed before must not go into an unlocked directory. An ESTALE that stays is an
-        error, and not an endless loop."""
+        """While a lease directory can't be opened, pop() raises the error and claims nothing."""
+        # Tasks that were listed before must not go into an unlocked directory. If open() raises
+        # ESTALE each time, pop() raises it, and does not try again for ever.
         clock = self.clock()
         for code in (errno.EMFILE, errno.ESTALE):
             q = self.worker_that_listed(3)
             os.rmdir(lease_dir(q))
             clock.advance(2)
-            with hooked(at_call("open", lease_dir(q), raising(code))):
+            with hooked(at_call("open", lease_dir(q), errno_raiser(code))):
                 for _ in range(3):
                     with self.assertRaisesRegex(OSError, rf"\[Errno {code}\]"):
                         q.pop()
@@ -1938,18 +1974,19 @@ class PlaceLost(QueueCase):
             self.assertEqual([task.data for task in tasks], [b"1", b"2"])
 
     def test_worker_without_a_lease_directory_does_not_try_a_whole_batch(self) -> None:
-        """A worker whose lease directory is gone makes it again after a few failed claims. It does
-        not try each task of a long batch: on NFS, each claim would ask the server."""
+        """A worker whose lease directory is gone makes it again after a few failed claims."""
+        # The worker does not try each task of a long batch: on NFS, each claim would ask the
+        # server.
         for fs_type, most in ((EXT4, 99), (NFS, 2)):
             with on_file_system(fs_type):
                 q = self.worker_that_listed(300)
                 shutil.rmtree(lease_dir(q))
-                claims = calls_of("move", functools.partial(_taken, q))
+                claims = calls_of("move", functools.partial(popped, q))
             self.assertEqual([task.data for task in q.tasks("inflight")], [b"1"])
             self.assertLessEqual(len([it for it in claims if "/pending/" in it[0]]), most)
 
     def test_lease_whose_directory_is_gone_is_lost(self) -> None:
-        """After its lease directory is gone, a lease can't be renewed or settled: LeaseLost."""
+        """To renew or settle a lease whose directory is gone raises LeaseLost."""
         q = self.queue(sync_after_write=True, keep_done=False)
         for call in (q.extend, q.done, q.release, q.fail):
             for lose in (functools.partial(shutil.rmtree, lease_dir(q)), q.close):
@@ -1959,17 +1996,16 @@ class PlaceLost(QueueCase):
 
 
 class Row(NamedTuple):
-    """The system calls of a step, in `calls`. `synced`: its moves and syncs in a queue with
-    sync_after_write; a sync is written as the kind of what is synced."""
+    """What a step does. A sync is written as "file" or "directory", by what is synced."""
 
-    calls: str
-    synced: str
+    calls: str  # all system calls
+    synced: str  # the moves, unlinks and syncs in a queue with sync_after_write
     settings: dict[str, Any] = {}  # noqa: RUF012
 
 
-# The system calls of each step: no more than its promise needs. The steps are in words of Life: the
-# words before the bar prepare the step, in an empty queue. After an intended change of the calls,
-# edit these tables.
+# The system calls of each step: no more than the promise of the step needs. The steps are in words
+# of Life; the words before a bar prepare the step, in a new queue. After an intended change of the
+# system calls, edit these tables.
 STEPS = {
     "push x": Row("open write close move", "move file directory"),
     "schedule x 4e15": Row("open write close move", "move file directory"),
@@ -2045,8 +2081,7 @@ class StepCase(QueueCase):
     """A test that checks the system calls of steps."""
 
     def calls(self, work: Callable[[], object]) -> list[str]:
-        """Run work(), and return its system calls in order. A sync is written as "file" or
-        "directory", by what is synced; lstat as "stat"."""
+        """Run work(), and return its system calls in order, as in a Row; lstat counts as "stat"."""
         calls: list[str] = []
 
         def note(name: str, args: tuple[Any, ...]) -> None:
@@ -2064,22 +2099,22 @@ class StepCase(QueueCase):
         shown = "move", "unlink", "file", "directory"
         return [name for name in self.calls(work) if name in shown]
 
-    def ready(
+    def prepare_step(
         self, words: str, row: Row, key: str | None = None, **settings: Any
     ) -> Callable[[], object]:
         """Prepare a step in a new queue. Return a function that does the step."""
-        q = self.anew(**row.settings, **settings)
+        q = self.new_queue(**row.settings, **settings)
         self.assertIsNone(q.pop())
         life, (*before, step) = Life(q, lambda _: None, key), words.split(" | ")
         for part in before:
-            life.live(part)
-        return functools.partial(life.live, step)
+            life.do(part)
+        return functools.partial(life.do, step)
 
     def check_steps(self, found: Callable[[Any], list[str]], column: str, **settings: Any) -> None:
-        """Fail if found(step) differs from this column of the table, for any step."""
+        """Fail unless found(step) is, for each step, what this column of the tables says."""
         for key, steps in ((None, STEPS), ("k", KEY_STEPS)):
             for words, row in steps.items():
-                step = self.ready(words, row, key, **settings)
+                step = self.prepare_step(words, row, key, **settings)
                 with self.subTest(words, key=key):
                     self.assertEqual(" ".join(found(step)), getattr(row, column))
 
@@ -2096,11 +2131,11 @@ class Cost(StepCase):
         self.check_steps(self.calls, "calls")
 
     def test_unkeyed_tasks_need_no_more_calls_on_a_shared_file_system(self) -> None:
-        """On NFS, a step of a task without a key makes the same calls as on a local file system.
-        Calls of stat() are not counted: the NFS client answers most of them itself."""
+        """On NFS, a step of a task without a key makes the same calls as on a local file system."""
+        # Calls of stat() are not counted: the NFS client answers most of these calls itself.
         self.patched(on_file_system(NFS))
         for words in ("push x", "push x, push y, take | take", "push x, take | done"):
-            calls = self.calls(self.ready(words, STEPS[words]))
+            calls = self.calls(self.prepare_step(words, STEPS[words]))
             self.assertEqual(" ".join(it for it in calls if it != "stat"), STEPS[words].calls)
 
 
@@ -2114,14 +2149,14 @@ class LostReply(QueueCase):
     exchanges = False  # as on NFS
 
     @contextlib.contextmanager
-    def lost_reply(self, then: Callable[[], object] = int) -> Iterator[None]:
+    def lost_reply(self, then: Callable[[], object] = do_nothing) -> Iterator[None]:
         """Lose the reply to the first rename of the block: call then(), and raise ENOENT."""
         lost = list[str]()
 
         def lose() -> None:
             lost.append("reply")
             then()
-            fail_with(errno.ENOENT)
+            raise_errno(errno.ENOENT)
 
         with hooked(at_call("move", None, lose, times=1), after=True):
             yield
@@ -2138,11 +2173,11 @@ class LostReply(QueueCase):
         self.assertEqual(self.states(), {"done": 1, "failed": 1})
 
     def test_push_succeeds_though_another_worker_has_moved_the_task_on(self) -> None:
-        """push() succeeds even if its file is gone from the target of the lost rename.
-
-        Another worker has finished the task before the request is sent again. Or the payload was
-        buffered behind a lease; the lease ended, and another worker promoted the payload. The other
-        worker could lock the key, because the reboot of the server dropped this client's lock."""
+        """push() succeeds even if another worker has already moved the file on from the target of
+        the lost rename."""
+        # First, another worker finishes the task before the request is sent again. Then, a payload
+        # was buffered behind a lease; the lease ends, and another worker promotes the payload. That
+        # worker can lock the key, because the reboot of the server dropped this client's lock.
         q, other = self.queue(), self.queue("n2")
         with self.lost_reply(then=lambda: other.done(self.pop(other))):
             q.push(b"1")
@@ -2158,8 +2193,8 @@ class LostReply(QueueCase):
         self.assertEqual(self.pop(q).data, b"3")
 
     def test_expired_lease_is_lost_though_a_stale_cache_still_shows_it(self) -> None:
-        """done() raises LeaseLost if the lease expired and another delivery made done/<id>. The
-        client's cache still shows the lease, as it was half a minute ago."""
+        """done() raises LeaseLost if the lease expired and another delivery made done/<id>."""
+        # The client's cache still shows the lease, as it was half a minute ago.
         q, other, clock = self.queue(timeout_stale_ms=1000), self.queue("n2"), self.clock()
         late, seen = leased(q), list[str]()
         clock.advance(3)
@@ -2177,9 +2212,9 @@ class LostReply(QueueCase):
         self.assertEqual(len(seen), 1)
 
     def test_delivery_that_was_given_up_or_settled_is_lost(self) -> None:
-        """A lease that was given up, or that was settled before, is lost. The task is already where
-        done() or fail() would move it, and the deadline has not passed; but an earlier call moved
-        the task."""
+        """A lease that was given up, or that was settled before, is lost."""
+        # The task is already where fail() or done() would move it, and the deadline has not passed.
+        # But it was an earlier call that moved the task.
         q, other = self.queue(), self.queue("n2")
         task = leased(q)
         q.close()
@@ -2190,10 +2225,11 @@ class LostReply(QueueCase):
         q.done(task)
         self.assertRaises(LeaseLost, q.done, task)
 
-    def test_older_payload_at_the_target_is_not_taken_for_a_removed_new_one(self) -> None:
-        """A write fails if another host removed its file from creating/ before the rename. The
-        target exists, but has the older payload. The host of the writer was suspended for an hour:
-        its wall clock went on, its monotonic clock stood still."""
+    def test_write_fails_if_its_file_was_removed_although_the_target_exists(self) -> None:
+        """A write fails if another host removed its file from creating/ before the rename, even if
+        the target exists."""
+        # The target has the older content. The host of the writer was suspended for an hour: its
+        # wall clock went on, and its monotonic clock stood still.
         q, clock = self.queue(), self.clock()
         task = leased(q, b"old", "k")
 
@@ -2209,12 +2245,12 @@ class LostReply(QueueCase):
         self.assertEqual(self.pop(q).checkpoint, b"half")
 
     def test_host_whose_queue_clock_is_ahead_leaves_files_that_are_being_written(self) -> None:
-        """A file in creating/ is not removed by a host whose queue clock is two hours ahead. The
-        queue clock of the writer is behind because its host was suspended. The wall clocks agree,
-        and only these count."""
+        """A host whose queue clock is hours ahead does not remove a file that is being written."""
+        # The queue clock of the writer is behind because its host was suspended. The wall clocks of
+        # both hosts agree, and only the wall clocks count.
         for fs_type in (EXT4, NFS):
             self.patched(on_file_system(fs_type))
-            q, looks = self.anew(), list[list[str]]()
+            q, looks = self.new_queue(), list[list[str]]()
             anchor = self.file(f"clock-{self.boot()}")
             with open(anchor, "r+", encoding="ascii") as file:
                 ahead_ns = int(file.read()) + 7200 * 10**9
@@ -2232,9 +2268,9 @@ class LostReply(QueueCase):
             self.assertNotIn("leftover", looks[0])
 
     def test_missing_file_is_an_error_on_glusterfs(self) -> None:
-        """On GlusterFS, a rename that reports a missing file has failed. GlusterFS never sends a
-        request twice. After a network failure, a replica may show the rename as carried out,
-        although another host was faster."""
+        """On GlusterFS, a rename that reports a missing file has failed."""
+        # GlusterFS never sends a request twice. After a network failure, a replica may show the
+        # rename as carried out, although another host was faster.
         self.patched(on_file_system(FUSE))
         q = self.queue()
         with self.lost_reply(), self.assertRaises(FileNotFoundError):
@@ -2249,7 +2285,7 @@ class LostReply(QueueCase):
             q.done(task)
 
 
-def wait_until_it_stands(thread: threading.Thread) -> None:
+def wait_until_blocked(thread: threading.Thread) -> None:
     """Wait until a thread stays at one place in its code, because the thread waits for a lock."""
     end_s, before = time.monotonic() + PATIENCE_S, None
     while time.monotonic() < end_s:
@@ -2265,8 +2301,9 @@ class Sharing(QueueCase):
     """Threads share a queue object, and processes share a lease."""
 
     def test_thread_copes_with_a_batch_that_another_thread_uses_up(self) -> None:
-        """A thread that lost its claims copes with a batch of names that another thread uses up. A
-        look at a file releases the interpreter's lock, and then the other thread can run."""
+        """A thread whose claims fail goes on even if another thread empties the batch of names."""
+        # After a failed claim, a thread looks for the file of the next name. This look releases the
+        # interpreter's lock, and the other thread can run.
         q, thief = self.queue(), self.queue("n2")
         q.push_many([b"0", b"1", b"2"])
         self.pop(q)
@@ -2283,16 +2320,17 @@ class Sharing(QueueCase):
         self.assertEqual((self.names("pending"), q._worker.lease_dir.undelivered), ([], {}))
 
     def test_lease_begins_when_the_task_is_claimed_however_long_the_pop_waited(self) -> None:
-        """The deadline of a lease counts from the claim. Before the claim, pop() may wait for
-        another thread of the object, whose system call takes longer than the lease."""
+        """The deadline of a lease counts from the claim."""
+        # Before the claim, pop() waits for another thread of the queue object. A system call of
+        # that thread takes longer than a lease lasts.
         q, clock = self.queue(), self.clock()
         q.push_many([b"1", b"2"])
         mine, theirs = self.pop(q), list[FemtoTask]()
-        popper = threading.Thread(target=lambda: theirs.append(_taken(q)))
+        popper = threading.Thread(target=lambda: theirs.append(popped(q)))
 
         def hang() -> None:
             popper.start()
-            wait_until_it_stands(popper)
+            wait_until_blocked(popper)
             clock.advance(40)
 
         with hooked(at_call("move", None, hang, times=1)):
@@ -2303,8 +2341,9 @@ class Sharing(QueueCase):
         self.assertGreater(until.timestamp(), clock.time())
 
     def test_checkpoint_saved_by_another_process_is_kept(self) -> None:
-        """A checkpoint that another process saves with attach() is in the next delivery. A
-        checkpoint belongs to a payload, which attach() does not read: checkpoint() reads it."""
+        """A checkpoint that another process saves after attach() is in the next delivery."""
+        # A checkpoint belongs to one payload. attach() does not read the payload: checkpoint()
+        # does.
         q, other = self.queue(), self.queue("n2")
         q.checkpoint(leased(q), b"1")
         attached = other.attach(self.names("inflight-n1")[0])
@@ -2318,8 +2357,9 @@ class Sharing(QueueCase):
 
     def test_detached_leases_end_by_their_deadline_only(self) -> None:
         """A detached lease ends at its deadline only: not when its worker closes or dies, and not
-        when a worker with the same node_id starts or closes. The lease still has a deadline after
-        a renewal by a queue object whose own leases have no deadline."""
+        when a worker with the same node_id starts or closes."""
+        # The lease still has a deadline after a renewal by a queue object whose own leases have
+        # none.
         q, clock = self.queue(detached=True), self.clock()
         endless = self.queue("n2", timeout_stale_ms=None)
         endless.extend(endless.attach(leased(q).id))
@@ -2338,17 +2378,18 @@ class Sharing(QueueCase):
             self.assertIsInstance(error, FemtoQueueError)
 
 
-class LeftBehind(QueueCase):
+class InterruptedDelivery(QueueCase):
     """A task whose delivery is interrupted waits again, as if it had not been taken."""
 
-    DELIVERS = (
+    DELIVERS = (  # the functions of femtoqueue that take part in a delivery
         *("pop", "take_oldest", "claim", "_deliver"),
         *("_look", "_look_for_all", "_answer", "wait_for_async", "hand_over"),
     )
 
     def test_queue_object_in_a_reference_cycle_gives_its_task_back_silently(self) -> None:
         """A queue object that is freed by the garbage collector gives back its task, removes its
-        lease directory, and prints nothing. The finalizer of its lock may even run first."""
+        lease directory, and prints nothing."""
+        # With lock_first, the finalizer of the object's lock runs before that of the object itself.
         for lock_first in (False, True):
             with (
                 self.subTest(lock_first=lock_first),
@@ -2361,7 +2402,8 @@ class LeftBehind(QueueCase):
 
     def test_interpreter_exits_while_ended_threads_hold_locks(self) -> None:
         """The interpreter exits without an error even if threads that have ended hold all locks of
-        a queue object. If the worker's lock is free, the worker's task is given back at exit."""
+        a queue object."""
+        # If the worker's own lock is free, the worker's task is given back at exit.
         code = """if True:
             import sys, threading
             import femtoqueue
@@ -2406,9 +2448,9 @@ class LeftBehind(QueueCase):
         gc.collect()
 
     def test_close_at_any_line_of_a_delivery_counts_only_a_delivered_task(self) -> None:
-        """If close() comes at any line of a delivery, the caller gets the task and the delivery is
-        counted, or neither. Otherwise, with max_attempts=1, the task would be a dead letter that
-        was never delivered."""
+        """If close() comes at any line of a delivery, the delivery is counted only if the caller
+        gets the task."""
+        # Otherwise, with max_attempts=1, the task would be a dead letter that was never delivered.
         ways: dict[str, Callable[[FemtoQueue], FemtoTask | None]] = {
             "pop": FemtoQueue.pop,
             "wait": lambda q: q.pop(PATIENCE_S),
@@ -2422,8 +2464,9 @@ class LeftBehind(QueueCase):
 
     def test_ctrl_c_at_any_line_of_a_pop_leaves_no_lease(self) -> None:
         """After Ctrl-C at any line of pop(), the task waits at its place, and the delivery was not
-        counted. A task may also have a newer payload buffered behind it; then the next delivery has
-        the newer payload, and is attempt 1."""
+        counted."""
+        # With the key, a newer payload is buffered behind the task. Then the next delivery has the
+        # newer payload, and is attempt 1.
         for key in (None, "k"):
             numbers = itertools.count()
             lines = next(it for it in numbers if not self.interrupt_at_line(it, key))
@@ -2432,24 +2475,24 @@ class LeftBehind(QueueCase):
     def interrupt_at_line(self, number: int, key: str | None) -> bool:
         """Raise KeyboardInterrupt at a line of pop(), and check what is left. Return False if pop()
         has fewer lines."""
-        q = self.anew()
+        q = self.new_queue()
         task = leased(q, b"x", key)
         if key:
             q.push(b"newer", key=key)
         name = f"{task.id[:20]}~1~{task.id}" if key else task.id
         os.rename(self.file(task.path), self.file("pending", name))
         try:
-            with at_line(number, interrupt) as came:
+            with at_line(number, interrupt) as reached:
                 q.pop()
         except KeyboardInterrupt:
             self.assertEqual(self.names("inflight-n1"), [], number)
             self.assertEqual(self.pop(q), FemtoTask(task.id, b"newer" if key else b"x", 1, key))
-        return bool(came)
+        return bool(reached)
 
     def close_at_line(self, number: int, deliver: Callable[[FemtoQueue], FemtoTask | None]) -> bool:
         """Call close() in another thread at a line of a delivery, and check what is left. Return
         False if the delivery has fewer lines."""
-        q = self.anew(max_attempts=1)
+        q = self.new_queue(max_attempts=1)
         q.push(b"x")
         self.assertIsNone(q.take(key="none"))
         closer = threading.Thread(target=q.close)
@@ -2458,18 +2501,19 @@ class LeftBehind(QueueCase):
             closer.start()
             closer.join(0.01)  # close() waits for this thread if a claim is under way
 
-        with at_line(number, close, self.DELIVERS) as came:
+        with at_line(number, close, self.DELIVERS) as reached:
             task = deliver(q)
-        if not came:
+        if not reached:
             return False
         until(lambda: closer.ident is not None)
         closer.join()
         while task is None:  # the thread that looks for coroutines may still hold the task
             self.assertEqual(q.stats().failed, 0)
             task = q.pop()
-        # If the lease is gone, close() has reclaimed the task after its only attempt: the next
-        # pop() makes it a dead letter. If the file is there, the caller has a valid lease; the
-        # interrupted pop() may also have gone on, and taken the reclaimed task again.
+        # If the file of the lease is gone, close() has reclaimed the task after its only attempt.
+        # Then the next pop() makes the task a dead letter. If the file is there, the caller has a
+        # valid lease: perhaps close() had reclaimed the task, and the delivery went on and took the
+        # task again.
         is_lost = not os.path.exists(self.file(task.path))
         self.assertEqual((q.pop(), q.stats().failed, task.attempts), (None, is_lost, 1))
         q.close()
@@ -2500,8 +2544,8 @@ class Keyed(QueueCase):
             self.assertTrue(all(map(q.contains, found)))
 
     def test_looking_for_a_key_or_work_in_a_missing_queue_raises(self) -> None:
-        """contains(), peek() and join() raise FileNotFoundError if the queue's directories are
-        gone: they do not report an empty queue."""
+        """If the queue's directories are gone, contains(), peek() and join() do not report an empty
+        queue, but raise FileNotFoundError."""
         q = self.queue()
         shutil.rmtree(self.path)
         os.mkdir(self.path)  # the mount point of a file system that is not mounted
@@ -2518,7 +2562,7 @@ class Keyed(QueueCase):
     # Which texts are keys, and what push() does with a key
 
     def test_any_text_is_a_key_and_can_be_read_back(self) -> None:
-        """Any text of 1 to 200 bytes is a key; it can be read from the task and from its file."""
+        """Any text of 1 to 200 bytes can be a key, and is read back from the task and its file."""
         q = self.queue()
         keys = ["k" * 200, "a b", "\n", "%41", "A", "-", "größe", "\U0001f40d" * 50, "\0", "../x"]
         ids = [q.push(key.encode(), key=key) for key in keys]
@@ -2527,15 +2571,16 @@ class Keyed(QueueCase):
             self.assertEqual((task.key, task.data), (key, key.encode()))
             q.done(task)
         self.assertEqual(self.names("keys"), [])
-        # The files of locks are never removed. A host that waits for a lock on a network file
-        # system may still be shown the removed file.
+        # Lock files are never removed. On a network file system, a host that waits for a lock may
+        # still see the removed file.
         self.assertEqual(self.names("locks"), sorted({it[-2:] for it in ids}))
         with open(self.file("pending", q.push(b"x", key="user:42 ü")), "rb") as file:
             self.assertTrue(file.read().endswith(b" 1 user:42%20%C3%BC\nx"))
 
     def test_waiting_task_can_be_taken_while_its_payload_is_replaced(self) -> None:
         """A pop() at any system call of the push gets the task, with the old payload or the new
-        one. The attempts of the new payload do not include deliveries of the old one."""
+        one."""
+        # The attempts of the new payload do not include deliveries of the old payload.
         q, other = self.queue(max_attempts=3), self.queue("n2", max_attempts=3)
         if not self.can_exchange():
             self.skipTest("names can't be exchanged here")
@@ -2545,7 +2590,7 @@ class Keyed(QueueCase):
             q.push(b"old", key=key)
             for _ in range(2):
                 q.release(self.take(q, key), front=True)
-            step.happen = lambda: taken.append(_taken(other))
+            step.action = lambda: taken.append(popped(other))
             with hooked(step):
                 q.push(b"new", key=key)
             if step.reached:
@@ -2556,8 +2601,9 @@ class Keyed(QueueCase):
         self.assertEqual(seen, {(b"old", 3), (b"old", 1), (b"new", 1)})
 
     def test_replaced_payload_keeps_its_place_for_workers_that_have_listed_the_task(self) -> None:
-        """A task whose payload is replaced keeps its place, also for workers that have listed its
-        old name. The name changes, because the attempts begin anew."""
+        """A task whose payload is replaced keeps its place, also for workers that have listed the
+        old name of the task."""
+        # The replacement changes the name, because the attempts begin anew.
         q = self.queue(max_attempts=3)
         for attempts in (1, 3):
             q.push_many([b"first"] * 3)
@@ -2592,25 +2638,28 @@ class Keyed(QueueCase):
             q.push(b"1", key="k")
 
     def task_and_buffered(self, q: FemtoQueue) -> list[object]:
-        """Return the task of the key, its path, and the names and tasks buffered behind it."""
+        """Return the task of the key and its path, and the names and tasks of the payloads that are
+        buffered behind it."""
         task = q.peek(key="k")
         behind = [name for name in self.names("keys") if len(name) > 8]
         return [task, task and task.path, *behind, *(q.peek(name[-29:]) for name in behind)]
 
     def test_keyed_push_that_raises_changes_nothing(self) -> None:
-        """If any system call of a keyed push fails, nothing has changed. This includes a failed
-        sync, except after a rename over the old record, which can't be undone."""
+        """If any system call of a keyed push fails, nothing has changed."""
+        # This includes a failed sync, except after a rename over the old record, which can't be
+        # undone. Such pushes are tested without sync.
         self.in_memory = True  # syncs to a disk would take too long
         clock, _ = self.clock(), self.queue()
         can_exchange = self.can_exchange()
-        behind = {
+        # The pushes that do not rename over the old record even if names can't be exchanged.
+        buffering = {
             **dict.fromkeys(("waits", "is back"), "buffer update"),
             "is leased": "buffer schedule",
         }
         for state, way in itertools.product(self.STATES, ("buffer", "update", "schedule")):
-            is_synced = can_exchange or way in behind.get(state, "").split()
-            for step in Step.each(raising(errno.EIO)):
-                with self.anew(sync_after_write=is_synced) as q:
+            is_synced = can_exchange or way in buffering.get(state, "").split()
+            for step in Step.each(errno_raiser(errno.EIO)):
+                with self.new_queue(sync_after_write=is_synced) as q:
                     self.bring_to_state(q, state, clock.time())
                     before = self.task_and_buffered(q)
                     push = functools.partial(q.push, b"new", key="k", if_in_flight=way)
@@ -2627,15 +2676,16 @@ class Keyed(QueueCase):
     # Buffered payloads
 
     def test_undone_claim_does_not_lead_to_the_delivery_of_an_outdated_payload(self) -> None:
-        """If a claim is undone after a newer payload was buffered, the newer payload is delivered.
-
-        The payload was buffered after the claim, before the task was read. The claim is undone for
-        one of four reasons: the file is missing, no descriptor is left, the read fails, or Ctrl-C.
-        On a shared file system, the worker looks for a missing file several times."""
+        """If a claim is undone after a newer payload was buffered, that payload is delivered."""
+        # The newer payload is buffered after the claim, before the task is read. Then the claim is
+        # undone for one of four reasons: the file is missing, no descriptor is left, the read
+        # fails, or Ctrl-C. On a shared file system, the worker looks for a missing file several
+        # times.
         gone, interrupted = FileNotFoundError(errno.ENOENT, "gone"), KeyboardInterrupt()
         for error in (gone, OSError(errno.EMFILE, "too many"), OSError(errno.EIO, ""), interrupted):
             q, other, key, newer = self.queue(), self.queue("n2"), repr(error), list[str]()
-            self.assertEqual((q.pop(), other.pop()), (None, None))  # they repair keys only now
+            # Both workers repair keys now, and not during the rest of the test.
+            self.assertEqual((q.pop(), other.pop()), (None, None))
             ident, task = q.push(b"old", key=key), None
 
             def undo(key: str = key, newer: list[str] = newer, error: Any = error) -> None:
@@ -2650,14 +2700,14 @@ class Keyed(QueueCase):
             with ended, slept, hooked(hook):
                 task = q.pop()
             with self.subTest(error=error):
-                task = task or other.pop() or _taken(q)
+                task = task or other.pop() or popped(q)
                 self.assertEqual((task.id, task.data, task.attempts), (ident, b"new", 1))
                 (q if task.node == "n1" else other).done(task)
                 self.assertEqual((self.drain(q), q.stats().buffered), ([], 0))
 
     def test_buffered_payload_whose_state_file_was_lost_is_promoted(self) -> None:
-        """A buffered payload becomes a task even if the state file of its key was lost. If a newer
-        payload was pushed since, only the newer one is delivered."""
+        """A buffered payload becomes a task even if the state file of its key was lost."""
+        # If a newer payload is pushed after the loss, only the newer payload is delivered.
         q, clock = self.queue(), self.clock()
         for newest in (b"2", b"3"):
             task = self.leased_with_buffered(q)
@@ -2671,23 +2721,24 @@ class Keyed(QueueCase):
             self.assertEqual(self.names("keys"), [])
 
     def test_payload_buffered_behind_a_dead_workers_finished_task_comes_at_once(self) -> None:
-        """If a worker dies after it has finished a task, and before it has promoted the payload
-        behind the task, the payload is promoted at once. Other workers do not wait for the next
-        repair of keys: a dead worker starts a repair."""
+        """If a worker dies between finishing a task and promoting the payload behind the task,
+        another worker promotes the payload at once."""
+        # The other worker does not wait for the next periodic repair of keys: when it finds a dead
+        # worker, it starts a repair.
         q, victim, clock = self.queue(), self.queue("victim"), self.clock()
         self.assertIsNone(q.pop())
         task = self.leased_with_buffered(victim)
-        dead = hooked(at_call("move", "/keys/", raising(errno.EIO)))
+        dead = hooked(at_call("move", "/keys/", errno_raiser(errno.EIO)))
         with dead, self.assertRaises(OSError):
             victim.done(task)
-        dies(victim)
+        simulate_death(victim)
         clock.advance(1)
         self.assertEqual(self.drain(q), [b"2"])
 
     def test_corrupt_buffered_payload_is_quarantined(self) -> None:
-        """A corrupt payload in keys/ ends in failed/. If a person removes the file while pop()
-        looks at it, nothing is renamed. In particular, the directory keys/ itself is not renamed
-        over an empty pending/ because of an empty file name."""
+        """A corrupt payload in keys/ ends in failed/."""
+        # If a person removes the file while pop() looks at it, nothing is renamed. In particular,
+        # an empty file name does not cause a rename of the directory keys/ over an empty pending/.
         q, name = self.queue(), f"{1:020d}-80000000"
         os.mkdir(self.file("keys"))
         path = self.put(name, b"rubbish", "keys")
@@ -2706,9 +2757,10 @@ class Keyed(QueueCase):
         os.rename(self.file("failed", ident), self.file("pending", ident))
 
     def test_dead_letter_moved_back_does_not_join_or_replace_a_newer_task(self) -> None:
-        """A person moves a dead letter to pending/. While its key has a newer task, the dead letter
-        is not delivered, and does not replace the newer task. The state file may still name the
-        dead letter. If the key has no other task, the dead letter is delivered."""
+        """A dead letter that a person moves to pending/ is not delivered while its key has a newer
+        task, and does not replace that task."""
+        # The state file may still name the dead letter. If the key has no other task, the dead
+        # letter is delivered.
         q = self.queue("a-node-with-a-name-that-is-longer-than-pending")
         old = self.leased_with_buffered(q)
         q.fail(old, "why")
@@ -2737,14 +2789,14 @@ class Keyed(QueueCase):
 
         def refuse(name: str, args: tuple[Any, ...]) -> None:
             if name == "open" and "/keys/" in str(args[0]) and args[1] & os.O_CREAT:
-                fail_with(errno.ENOSPC)
+                raise_errno(errno.ENOSPC)
 
         return hooked(refuse)
 
     def test_task_moved_back_by_hand_is_not_delivered_before_its_state_is_saved(self) -> None:
         """A keyed task that a person moved to pending/ is not delivered while the state file of its
-        key can't be written. Otherwise a push would not know of the task, and would make a second
-        task of the key."""
+        key can't be written."""
+        # Otherwise a push would not know of the task, and would make a second task of the key.
         q, other = self.queue(), self.queue("n2")
         task = leased(q, b"1", "k")
         q.fail(task)
@@ -2757,7 +2809,7 @@ class Keyed(QueueCase):
         self.assertEqual(q.stats().inflight, 1)
 
     def test_promoted_payload_wins_though_its_state_was_not_saved(self) -> None:
-        """A promoted payload is delivered, and not an older one that a person moved back, even if
+        """A promoted payload is delivered instead of an older one that a person moved back, even if
         the promotion was not saved in the state file."""
         q = self.queue()
         old = self.leased_with_buffered(q)
@@ -2767,8 +2819,8 @@ class Keyed(QueueCase):
         self.assertEqual(self.drain(q), [b"2"])
 
     def test_wrong_or_invalid_state_file_does_no_harm(self) -> None:
-        """A key works although its state file is invalid, or names a task of no key. No push() has
-        written such a file."""
+        """A key works although its state file is invalid, or names a task without a key."""
+        # No push() writes such a file.
         q = self.queue()
         os.mkdir(self.file("keys"))
         self.put(key_tag("k"), b"k ../../etc/passwd -\nrub bish\n\xff\n\n", "keys")
@@ -2782,8 +2834,9 @@ class Keyed(QueueCase):
     # Locks
 
     def test_thread_that_waits_for_a_key_does_not_block_other_threads(self) -> None:
-        """While threads wait for the lock of a key, other threads of the object deliver tasks and
-        renew leases. The lock may be held by a process that is stopped."""
+        """While threads wait for the lock of a key, another thread of the queue object can deliver
+        and finish tasks."""
+        # The lock may be held for long, for example by a process that is stopped.
         q, waits = self.queue(), threading.Semaphore(0)
         task = leased(q, b"1", "k")
         q.push(b"2")
@@ -2805,8 +2858,8 @@ class Keyed(QueueCase):
         self.assertEqual(self.drain(q), [b"3"])
 
     def test_task_of_a_locked_key_is_reclaimed_or_enqueued_later(self) -> None:
-        """While another process holds the lock of a key, an ended lease or a due task of the key
-        stays where it is, and other tasks are delivered. After the unlock, the task comes back."""
+        """A due task or an ended lease of a locked key stays where it is until the unlock."""
+        # Meanwhile, other tasks are delivered.
         q, clock, other = self.queue(), self.clock(), self.queue("n2")
         leased(other, b"1", "k")
         q.push(b"2")
@@ -2819,12 +2872,12 @@ class Keyed(QueueCase):
 
     def test_task_that_processing_could_not_give_back_comes_back_when_its_key_is_free(self) -> None:
         """A task that processing() could not give back, because of an I/O error, is delivered again
-        as soon as the lock of its key is free. The deadline of the lease is too far off to help."""
-        q = self.queue(timeout_stale_ms=10**15)
+        as soon as the lock of its key is free."""
+        q = self.queue(timeout_stale_ms=10**15)  # the lease does not end by its deadline
         task = leased(q, key="k")
         with (
             contextlib.suppress(OSError),
-            hooked(at_call("move", "/inflight-", raising(errno.EIO))),
+            hooked(at_call("move", "/inflight-", errno_raiser(errno.EIO))),
             q.processing(task),
         ):
             raise ZeroDivisionError
@@ -2843,10 +2896,10 @@ class Keyed(QueueCase):
 
     def test_newer_payload_with_equal_bytes_begins_without_attempts_and_checkpoint(self) -> None:
         """A newer payload starts with attempt 1 and without a checkpoint, even if its bytes equal
-        those of the older payload. The saved checkpoint belongs to the older payload."""
+        those of the older payload."""
         q = self.queue()
         task = leased(q, b"", "k")
-        q.checkpoint(task, b"half")
+        q.checkpoint(task, b"half")  # belongs to the older payload
         q.push(b"", key="k")
         q.release(task)
         task = self.pop(q)
@@ -2861,16 +2914,17 @@ class KeyedByRename(Keyed):
 
     def test_scheduled_payload_whose_sync_failed_is_not_delivered_before_its_time(self) -> None:
         """If the sync of a replacing schedule() fails, the new payload is delivered at its time,
-        not before. A rename over the old payload, or over the buffered one, can't be undone."""
+        not before."""
+        # The rename over the old payload, or over the buffered payload, can't be undone.
         clock, moves = self.clock(), list[str]()
 
         def fail(name: str, args: tuple[Any, ...]) -> None:
             moves.extend(args[:1] if name == "move" else ())
             if name == "fsync" and moves and "/creating/" in moves[-1]:
-                fail_with(errno.EIO)
+                raise_errno(errno.EIO)
 
         for is_leased in (False, True):
-            q = self.anew(sync_after_write=True)
+            q = self.new_queue(sync_after_write=True)
             task = leased(q, key="k") if is_leased else None
             q.push(b"1", key="k")
             moves.clear()
@@ -2890,11 +2944,12 @@ class Healed(QueueCase):
     fs_type = FUSE
 
     def test_finished_task_whose_old_name_comes_back_is_not_delivered_again(self) -> None:
-        """A finished task is not delivered again if one of its old names comes back. The task does
-        not count as the task of its key, and does not become a dead letter."""
+        """A finished task is not delivered again if one of its old names comes back."""
+        # The finished task does not count as the task of its key, and does not become a dead
+        # letter.
         front = "pending/{id:.20}~1~{id}"
         for key, name in itertools.product((None, "k"), ("pending/{id}", front, "{path}")):
-            q, clock = self.anew(max_attempts=1), self.clock()
+            q, clock = self.new_queue(max_attempts=1), self.clock()
             task = leased(q, b"1", key)
             path = self.file(name.format(id=task.id, path=task.path))
             q.done(task)
@@ -2902,7 +2957,7 @@ class Healed(QueueCase):
             with self.subTest(name, key=key):
                 self.assertFalse(key and q.contains(key))
                 self.assertNotEqual(q.push(b"2", key=key), task.id)
-                newer = self.take(q, key) if key else _taken(q)
+                newer = self.take(q, key) if key else popped(q)
                 self.assertEqual(newer.data, b"2")
                 q.done(newer)
                 clock.advance(3600)
@@ -2910,13 +2965,13 @@ class Healed(QueueCase):
                 self.assertEqual(self.states(), {"done": 2})
 
     def test_old_name_that_can_not_be_removed_at_its_claim_is_removed_later(self) -> None:
-        """If a worker claims an old name of a finished task, and can't remove it, the name stays in
-        flight only until the next housekeeping."""
+        """If a worker claims an old name of a finished task and can't remove it, the next
+        housekeeping removes the name."""
         q, clock = self.queue(timeout_stale_ms=None), self.clock()
         task = leased(q)
         q.done(task)
         os.link(self.file("done", task.id), self.file("pending", task.id))
-        with hooked(at_call("unlink", None, raising(errno.ENOTCONN))):
+        with hooked(at_call("unlink", None, errno_raiser(errno.ENOTCONN))):
             self.assertIsNone(q.pop())
         self.assertEqual(len(self.names("inflight-n1")), 1)
         clock.advance(60)
@@ -2924,13 +2979,13 @@ class Healed(QueueCase):
         self.assertEqual(self.states(), {"done": 1})
 
     def test_replaced_record_that_comes_back_does_not_become_the_task_of_its_key(self) -> None:
-        """If a replaced record comes back, the key's younger task is delivered, and so are payloads
-        buffered behind that task; the old record ends in failed/.
-
-        The task of the old record was finished with a newer payload, in another file. So no link in
-        done/ shows that the old record is outdated."""
+        """A replaced record that comes back ends in failed/, and the key's younger task is
+        delivered."""
+        # Payloads that are buffered behind the younger task are delivered, too. The task of the old
+        # record was finished with a newer payload, in another file. So no link in done/ shows that
+        # the old record is outdated.
         for name in ("pending/{id}", "{path}"):
-            q, other, clock = self.anew(), self.queue("n2"), self.clock()
+            q, other, clock = self.new_queue(), self.queue("n2"), self.clock()
             ended = leased(other, b"1", "k")
             ident = q.push(b"2", key="k")
             other.done(ended)
@@ -2957,16 +3012,16 @@ class Healed(QueueCase):
         newest = q.push(b"4", key="k")
         for behind in (ident, newest):
             ghost = self.put(behind, record(b"2", b"k"), "keys")
-            task = _taken(q)
+            task = popped(q)
             self.assertEqual((task.id, task.data), (newest, b"4"))
             q.release(task) if behind == ident else q.done(task)
             self.assertEqual(self.names("keys"), [behind])
             os.unlink(ghost)
 
     def test_old_lease_that_comes_back_is_not_reclaimed_over_its_waiting_task(self) -> None:
-        """If an old lease of a waiting task comes back, its reclaim does not overwrite the task.
-        Both have the same number of attempts, so that the reclaim would use the name of the task.
-        Both records are delivered."""
+        """If an old lease of a waiting task comes back, its reclaim does not overwrite the task."""
+        # Both have the same number of attempts. So the reclaim would rename the old lease to the
+        # name of the waiting task. Both records are delivered.
         q, other, clock = self.queue(), self.queue("n2"), self.clock()
         old = leased(other, b"1", "k")
         q.push(b"2", key="k")
@@ -2980,8 +3035,8 @@ class Healed(QueueCase):
         self.assertEqual(sorted(taken), [b"1", b"2"])
 
     def test_retried_task_whose_dead_letter_comes_back_is_delivered(self) -> None:
-        """A retried task is delivered even if its old name in failed/ comes back. Nothing shows
-        which of the two names is the older one."""
+        """A retried task is delivered even if its old name in failed/ comes back."""
+        # Nothing shows which of the two names is the older name.
         q = self.queue()
         for key in (None, "k"):
             dead = leased(q, b"1", key)
@@ -2990,17 +3045,17 @@ class Healed(QueueCase):
             (name,) = self.names("pending")
             os.link(self.file("pending", name), self.file("failed", dead.id))
             self.assertTrue(key is None or q.contains(key))
-            self.assertEqual(_taken(q).id, dead.id)
+            self.assertEqual(popped(q).id, dead.id)
             os.unlink(self.file("failed", dead.id))
 
     def test_failed_statfs_is_raised_and_does_not_mean_a_local_file_system(self) -> None:
-        """If statfs() fails, a waiting pop() and register() raise the error. A file system that is
-        wrongly taken for a local one would hide the locks of other hosts. The interrupted wait
-        leaves no descriptor and no ticket."""
+        """If statfs() fails, a waiting pop() and register() raise the error."""
+        # On a file system that is wrongly taken for a local one, the locks of other hosts would not
+        # be seen. The calls that raised leave no descriptor and no ticket.
         q, line = self.queue(), self.new_dir()
         self.assertIsNone(q.pop())  # opens the lease directory, which stays open
         opened = len(os.listdir("/dev/fd"))
-        cut = seam("file system type", lambda _: fail_with(errno.ENOTCONN))
+        cut = seam("file system type", lambda _: raise_errno(errno.ENOTCONN))
         with cut, mock.patch("sys.unraisablehook") as complaint:
             for call in (
                 functools.partial(q.pop, PATIENCE_S),
@@ -3015,8 +3070,8 @@ class Healed(QueueCase):
     def listed_phantom(
         self, directory: str, name: str, listing_s: float = 0
     ) -> Iterator[list[float]]:
-        """Show a name without a file in each listing of a directory. A listing takes `listing_s`.
-        Yield a list of the seconds that femtoqueue sleeps."""
+        """Show a name without a file in each listing of a directory. A listing takes `listing_s`
+        seconds. Yield a list, to which the length of each sleep of femtoqueue is appended."""
         clock = self.clock()
         slept: list[float] = []
 
@@ -3042,8 +3097,7 @@ class Healed(QueueCase):
         self.assertLess(len(slept), 40)
 
     def test_phantom_whose_file_comes_back_is_found(self) -> None:
-        """A phantom whose file comes back counts again as the task of its key. A worker whose mount
-        hangs for a while does not take a task for a phantom."""
+        """A phantom whose file comes back counts again as the task of its key."""
         q = self.queue()
         ident = q.push(b"1", key="k")
         os.rename(self.file("pending", ident), self.file("aside"))
@@ -3053,46 +3107,49 @@ class Healed(QueueCase):
         os.rename(self.file("aside"), self.file("pending", ident))
         clock = self.clock()
         self.patched(mock.patch.object(clock, "sleep", clock.advance, create=True))
+        # The second worker has not seen the phantom. Its mount hangs for a while: the worker does
+        # not take the task for a phantom.
         for worker, hangs_s in ((q, 0), (self.queue("n2"), constant("stale"))):
 
             def miss(hangs_s: float = hangs_s) -> None:
                 clock.advance(hangs_s)
-                fail_with(errno.ENOENT)
+                raise_errno(errno.ENOENT)
 
             with hooked(at_call("open", ident, miss, times=8)):
                 self.assertEqual(worker.push(b"2", key="k"), ident)
 
     def test_lease_of_another_host_that_was_just_renewed_is_not_reclaimed(self) -> None:
-        """A worker leaves a lease of another host alone if the lease was renewed just now. The
-        deadline has passed only by this host's clock."""
+        """A worker leaves a lease of another host alone if the lease was renewed just now."""
+        # The deadline has passed only by this host's clock.
         with on_boot("another host's"):
             q = self.queue(timeout_stale_ms=1000)
             task = leased(q)
         other = self.queue("n2")
         self.clock().advance(2)
-        with hooked(at_call("lstat", task.path, raising(errno.ESTALE), times=1)):
+        with hooked(at_call("lstat", task.path, errno_raiser(errno.ESTALE), times=1)):
             self.assertIsNone(other.pop())
         q.done(task)
         self.assertEqual(self.states(), {"done": 1})
 
     def test_finished_task_that_another_host_removes_is_no_error(self) -> None:
-        """If another host removes a finished task at once, done() with sync and purge() raise no
-        error: the task was finished, and there is nothing left to purge."""
+        """done() with sync and purge() raise no error if another host removes the finished task
+        meanwhile."""
         q = self.queue(sync_after_write=True)
         task = leased(q)
-        with hooked(at_call("open", f"done/{task.id}", raising(errno.ESTALE))):
+        with hooked(at_call("open", f"done/{task.id}", errno_raiser(errno.ESTALE))):
             q.done(task)
         for event in ("lstat", "unlink"):
-            with hooked(at_call(event, f"done/{task.id}", raising(errno.ESTALE))):
+            with hooked(at_call(event, f"done/{task.id}", errno_raiser(errno.ESTALE))):
                 self.assertEqual(q.purge(0), 0)
 
     def test_dead_letter_that_can_not_be_read_is_not_retried(self) -> None:
         """retry() raises TaskNotFound, and moves nothing, if the file of a keyed dead letter can't
-        be found. Without the file the key is unknown, and may have another task."""
+        be found."""
+        # Only the file tells the key, and the key may have another task.
         q = self.queue()
         ident = q.push(b"1", key="k")
         q.fail(self.pop(q))
-        gone = hooked(at_call("open", f"failed/{ident}", raising(errno.ENOENT)))
+        gone = hooked(at_call("open", f"failed/{ident}", errno_raiser(errno.ENOENT)))
         with gone, mock.patch("time.sleep"):
             for _ in range(2):
                 self.assertRaises(TaskNotFound, q.retry, ident)
@@ -3100,8 +3157,8 @@ class Healed(QueueCase):
         q.retry(ident)
 
     def test_large_empty_pending_is_not_replaced_on_a_shared_file_system(self) -> None:
-        """On a shared file system, pop() does not replace a pending/ that has grown: other hosts
-        may look into the old directory for a long time."""
+        """On a shared file system, pop() does not replace a pending/ that has grown."""
+        # Other hosts may look into the old directory for a long time.
         q = self.queue()
         before = os.stat(self.file("pending")).st_ino
         with with_constant("shrink", -1):
@@ -3109,8 +3166,8 @@ class Healed(QueueCase):
         self.assertEqual(os.stat(self.file("pending")).st_ino, before)
 
     def test_checkpoints_are_listed_before_one_is_read(self) -> None:
-        """On a shared file system, pop() lists checkpoints/ before it reads a checkpoint: another
-        host may have replaced the file."""
+        """On a shared file system, pop() lists checkpoints/ before it reads a checkpoint."""
+        # Without the listing, pop() might read an old file that another host has replaced.
         q, seen = self.queue(), list[str]()
         task = leased(q)
         q.checkpoint(task, b"half")
@@ -3121,10 +3178,10 @@ class Healed(QueueCase):
         self.assertLess(seen.index("list checkpoints"), seen.index(f"open {task.id}"))
 
     def test_claim_that_can_be_neither_used_nor_undone_is_given_back_later(self) -> None:
-        """A claim that the worker can neither use nor undo is given back later, uncounted.
-
-        Either the claim is carried out, but reported as failed; or the file of the lease can't be
-        looked at. In both cases no caller has the lease, and it does not last for ever."""
+        """A claim that the worker can neither use nor undo is given back later, uncounted."""
+        # Either the claim is carried out, but reported as failed. Or (is_answered) the worker can't
+        # look at the file of the lease. In both cases no caller has the lease. The lease has no
+        # deadline, but does not last for ever.
         renames: list[str] = []
 
         def rename(*args: Any, **where: Any) -> None:
@@ -3132,13 +3189,13 @@ class Healed(QueueCase):
             if len(renames) == 1:
                 os.rename(*args, **where)
             if len(renames) > is_answered:
-                fail_with(errno.ENOTCONN)
+                raise_errno(errno.ENOTCONN)
 
         def lstat(path: str) -> os.stat_result:
-            return fail_with(errno.ENOTCONN) if "/inflight-n1/" in path else os.lstat(path)
+            return raise_errno(errno.ENOTCONN) if "/inflight-n1/" in path else os.lstat(path)
 
         for is_answered in (False, True):
-            q = self.anew(timeout_stale_ms=None)
+            q = self.new_queue(timeout_stale_ms=None)
             q.push(b"1")
             renames.clear()
             fake = fake_os(rename=rename, replace=rename, lstat=lstat)
@@ -3158,8 +3215,8 @@ class KeyedOnSharedFileSystem(KeyedByRename):
 
     def test_two_tasks_of_a_key_claimed_at_once_lead_to_one_delivery(self) -> None:
         """If two hosts claim two tasks of one key at once, the newer task is delivered, and the
-        older one ends in failed/. Each host lists the lease of the other, but not both may give
-        way."""
+        older task ends in failed/."""
+        # Each host sees the lease of the other in a listing, but only one host may give way.
         q, other, ident = self.queue(), self.queue("n2"), f"{1:020d}-{key_tag('k')}"
         newer = q.push(b"2", key="k")
         self.put(ident, record(b"1", b"k"))
@@ -3178,17 +3235,17 @@ class KeyedOnSharedFileSystem(KeyedByRename):
         self.assertIn(ident, self.names("failed"))
 
     def test_push_replaces_the_payload_of_a_task_from_a_host_whose_clock_is_fast(self) -> None:
-        """A pushed payload replaces that of a waiting task, even if the clock of the task's host is
-        fast, so that the task has the newer date."""
+        """A pushed payload replaces that of a waiting task, even if the task has a later date,
+        because the clock of its host is fast."""
         q = self.queue()
         self.put(f"{time.time_ns() + 10**9:020d}-{key_tag('k')}", record(b"1", b"k"))
         q.push(b"2", key="k")
         self.assertEqual(self.drain(q), [b"2"])
 
     def test_older_of_two_buffered_payloads_is_never_delivered(self) -> None:
-        """If two payloads are buffered behind a task, only the newer one is delivered. This happens
-        if a host was cut off, lost the lock of the key without knowing, and pushed a payload at the
-        same time as another host."""
+        """If two payloads are buffered behind a task, only the newer payload is delivered."""
+        # This happens if a host was cut off from the network, lost the lock of the key without
+        # knowing, and pushed a payload at the same time as another host.
         q = self.queue()
         task = leased(q, b"1", "k")
         q.push(b"2", key="k")
@@ -3200,7 +3257,8 @@ class KeyedOnSharedFileSystem(KeyedByRename):
 
     def test_younger_task_of_a_key_moved_to_pending_by_hand_waits_for_the_older_one(self) -> None:
         """If a person moves a second task of a key to pending/, the task waits while the older task
-        of the key is leased. Then it is delivered; the delay does not count as an attempt."""
+        of the key is leased."""
+        # Then the second task is delivered. The delay does not count as an attempt.
         q, other, clock = self.queue(), self.queue("n2"), self.clock()
         for data in (b"1", b"2"):
             q.fail(leased(q, data, "k"))
@@ -3226,33 +3284,32 @@ class Durability(StepCase):
     in_memory = False
 
     def test_step_is_on_disk_when_it_returns(self) -> None:
-        """When a step returns, its record and the record's new directory have been synced.
-
-        Before an unlink, the record is synced where it was; otherwise, after power loss, the disk
-        may show an older place of the record. The reason of a failure is synced before the task
-        is. The state of a new key is synced before the task is moved; otherwise, after power loss,
-        no later push would know of the task."""
+        """When a step returns, its record and the record's new directory have been synced."""
+        # Before an unlink, the record is synced at the place from which it is removed. Otherwise,
+        # after power loss, the disk may show an older place of the record. The reason of a failure
+        # is synced before the record. The state of a new key is synced before the record is moved.
+        # Otherwise, after power loss, no later push would know of the task.
         self.clock().stand_still()
         self.check_steps(self.moves_and_syncs, "synced", sync_after_write=True)
 
     def test_step_is_on_disk_when_it_returns_on_other_file_systems(self) -> None:
-        """A step is also on disk where names can't be exchanged, and on NFS.
-
-        Where names can't be exchanged, a new payload is buffered in keys/, after its name was
-        written to the state file. On NFS, a record is synced before the rename. Otherwise another
-        host could read a torn record and quarantine the task, whose push is then acknowledged."""
+        """A step is also on disk where names can't be exchanged, and on NFS."""
+        # Where names can't be exchanged, a new payload is buffered in keys/, after its name was
+        # written to the state file. On NFS, a record is synced before the rename. Otherwise another
+        # host could read a torn record and quarantine a task whose push() then returns.
         for system, words, key, synced in (
             (without_exchange(), "push x | push y", "k", "file move file directory move directory"),
             (on_file_system(NFS), "push x", None, "file move directory"),
             (on_file_system(NFS), "schedule x 4e15", None, "file move directory"),
         ):
             with self.subTest(words, key=key), system:
-                step = self.ready(words, Row("", ""), key, sync_after_write=True)
+                step = self.prepare_step(words, Row("", ""), key, sync_after_write=True)
                 self.assertEqual(" ".join(self.moves_and_syncs(step)), synced)
 
     def test_no_renewal_comes_between_the_sync_of_a_lease_and_its_removal(self) -> None:
-        """No other thread can renew a lease between the sync and the removal of its file in done().
-        The new name of the file would not have been synced."""
+        """In done(), no other thread can renew the lease between the sync and the removal of its
+        file."""
+        # A renewal would give the file a new name, which would not have been synced.
         q = self.queue(sync_after_write=True, keep_done=False)
         task = leased(q)
         lease = task.path
@@ -3280,12 +3337,12 @@ class Durability(StepCase):
                 os.rename(self.file(path, "done"), self.file(f"done-{len(path)}"))
                 os.symlink(self.file(f"done-{len(path)}"), self.file(path, "done"))
                 q.push(b"x")
-                q.done(_taken(q))
+                q.done(popped(q))
                 self.assertEqual(q.stats().done, 1)
 
     def test_entry_of_each_directory_is_synced_whoever_made_it(self) -> None:
-        """A queue object with sync syncs the parents of all directories that it has made. It also
-        syncs the entries of a queue that another object has made without sync."""
+        """A queue object with sync syncs the entries of the queue's directories, whoever made the
+        directories."""
         synced = set[int]()
 
         def note(name: str, args: tuple[Any, ...]) -> None:
@@ -3301,8 +3358,9 @@ class Durability(StepCase):
         self.assertEqual(calls, ["directory"] * 2)
 
     def test_push_many_syncs_the_batch_once(self) -> None:
-        """push_many() with sync calls syncfs once. Without syncfs, it syncs each file, and pending/
-        once. Without sync_after_write, nothing is synced."""
+        """push_many() with sync calls syncfs() once for the whole batch."""
+        # Without syncfs(), it syncs each file, and pending/ once. Without sync_after_write, it
+        # syncs nothing.
         q, other, synced = self.queue(sync_after_write=True), self.queue("n2"), list[int]()
         with on_file_system(0):
             calls = self.moves_and_syncs(lambda: q.push_many([b"1", b"2", b"3"]))
@@ -3317,7 +3375,7 @@ class Durability(StepCase):
     def test_push_many_whose_sync_fails_takes_the_batch_back(self) -> None:
         """If the sync of a batch fails, push_many() removes its tasks and raises the error."""
         q = self.queue(sync_after_write=True)
-        batch = functools.partial(fail_with, errno.EIO), False
+        batch = functools.partial(raise_errno, errno.EIO), False
         sync = seam("sync of a batch", lambda _: batch)
         with sync, self.assertRaisesRegex(OSError, rf"\[Errno {errno.EIO}\].*\(0 tasks of"):
             q.push_many([b"1", b"2"])
@@ -3334,8 +3392,8 @@ class Durability(StepCase):
             sync()  # the first call has closed the directory
 
 
-# Calls that change no directory. A process leaves the same files if it dies before such a call or
-# after it.
+# Calls that change no directory and no file. A process that dies just before such a call leaves the
+# same files as a process that dies just after the call.
 UNCHANGING = (
     *("access", "close", "fstat", "fsync", "getxattr", "inotify", "list", "listxattr", "lock"),
     *("lseek", "lstat", "read", "readlink", "stat", "statfs", "statvfs", "syncfs"),
@@ -3369,32 +3427,33 @@ def possible_errors(name: str, args: tuple[Any, ...]) -> list[int]:
 
 
 class Step:
-    """A hook that calls happen() before system call `number`. Calls count from 0; with `counts`,
-    only those for which counts() returns True.
+    """A hook that counts system calls and calls action() before call `number`. The first call is
+    call 0. With `counts`, only calls for which counts() returns True count.
 
-    happen() is supposed to raise: then the system call is not made. Only close() is made first."""
+    action() must raise, so that the system call is not made. Only a close() is made all the same,
+    before action()."""
 
     def __init__(
         self,
         number: int,
-        happen: Callable[[], object] = int,
+        action: Callable[[], object] = do_nothing,
         counts: Callable[[str, tuple[Any, ...]], bool] | None = None,
     ) -> None:
-        self.number, self.left, self.happen, self.counts = number, number, happen, counts
-        self.at = ""  # the event of the call before which happen() was called
+        self.number, self.left, self.action, self.counts = number, number, action, counts
+        self.at = ""  # the event of the call before which action() was called
         self.args: tuple[Any, ...] = ()
 
     @classmethod
     def each(
         cls,
-        happen: Callable[[], object] = int,
+        action: Callable[[], object] = do_nothing,
         counts: Callable[[str, tuple[Any, ...]], bool] | None = None,
         at_least: int = 8,
     ) -> Iterator[Step]:
-        """Yield steps, numbered from 0. The caller does its work with each of them as the hook. The
-        last step is the first one that the work does not reach."""
+        """Yield steps, numbered from 0. The caller does the same work with each step as the hook.
+        The last step is the first step that the work does not reach."""
         for number in itertools.count():
-            step = cls(number, happen, counts)
+            step = cls(number, action, counts)
             yield step
             if not step.reached:
                 demand(number >= at_least, f"only {number} system calls")
@@ -3411,7 +3470,7 @@ class Step:
     def begin(self) -> None:
         if self.at == "close":
             os.close(self.args[0])  # close() closes the descriptor even if it fails
-        self.happen()
+        self.action()
 
     @property
     def reached(self) -> bool:
@@ -3419,16 +3478,17 @@ class Step:
 
 
 class Meanwhile(Step):
-    """A step at which another process does something, and the system call goes on. A Scenario does
-    this after the call."""
+    """A step at which the system call is made, too: in a Scenario before action(), otherwise after
+    action(). So action() can do what another process does in the meantime."""
 
     def begin(self) -> None:
-        self.happen()
+        self.action()
 
 
 class TwoMounts(QueueCase):
-    """One directory is used through two kinds of mount: on an NFS server's own disk, and by its
-    clients. The locks of the two kinds do not exclude each other."""
+    """One directory is used through two kinds of mount: by an NFS server on its own disk (local),
+    and by the clients of the server. The locks of the two kinds do not exclude each other. So the
+    first client makes the file SHARED, and from then on local objects do not use key states."""
 
     def setUp(self) -> None:
         super().setUp()
@@ -3441,9 +3501,10 @@ class TwoMounts(QueueCase):
         self.assertTrue(self.local.contains("k"))
         self.local.push(b"newer", key="k")
         self.assertEqual(self.states(), {"pending": 1})
-        self.assertEqual(_taken(self.local).data, b"newer")
+        self.assertEqual(popped(self.local).data, b"newer")
 
     def test_key_states_of_local_objects_are_no_finding(self) -> None:
+        """check() accepts the key states that a local object wrote before the first client came."""
         self.path = self.new_dir(self.memory)
         self.queue("local").push(b"x", key="k")
         with on_file_system(NFS):
@@ -3452,18 +3513,22 @@ class TwoMounts(QueueCase):
         self.assertEqual([it for it in client.check() if "keys/" in it.path], [])
 
     def test_pop_takes_along_the_payload_that_a_client_pushed(self) -> None:
-        """The client can't exchange names, so its payload is behind the task, in keys/. No local
-        key state names it."""
+        """A local pop() delivers a payload that a client has buffered behind the waiting task."""
+        # The client can't exchange names, so it puts the payload into keys/. No key state names the
+        # payload.
         self.local.push(b"older", key="k")
         with without_exchange():
             self.client.push(b"newer", key="k")
         self.assertEqual(self.states(), {"pending": 1, "keys": 1})
         self.assertEqual([it.data for it in self.local.tasks("pending")], [b"newer"])
-        self.assertEqual(_taken(self.local).data, b"newer")
+        self.assertEqual(popped(self.local).data, b"newer")
 
     def test_two_pushes_at_once_never_give_a_key_to_two_workers(self) -> None:
-        """RACE: a client pushes between the look of a local push and its rename. Then the key has
-        two tasks. Of these, the younger one is delivered, and the older is a dead letter."""
+        """If a local object and a client push a task of one key at once, one task is delivered, and
+        the other is a dead letter."""
+        # RACE: the client pushes after the local push has looked for a task of the key, and before
+        # the local push renames its file. Then the key has two tasks. The younger task is
+        # delivered.
 
         def push_by_client() -> None:
             with mock.patch.object(vars(femtoqueue)["fcntl"], "flock", return_value=None):
@@ -3477,7 +3542,7 @@ class TwoMounts(QueueCase):
         self.local.done(tasks[0]) if tasks[0].node == "local" else self.client.done(tasks[0])
         self.assertEqual(self.states(), {"done": 1, "failed": 1})
 
-    def test_tickets_of_both_are_in_one_order(self) -> None:
+    def test_tickets_of_local_processes_and_clients_are_in_one_order(self) -> None:
         local = TicketQueue(self.file("line"))
         local.remove(local.register()[1])
         with on_file_system(NFS):
@@ -3490,18 +3555,22 @@ class TwoMounts(QueueCase):
         self.assertEqual(numbers, [2, 3, 4, 5])
 
     def test_ticket_drawn_while_a_client_opens_the_line_is_drawn_again(self) -> None:
-        """RACE: a client opens the line and has its turn, after a local process drew its number.
-        Both numbers are equal, and the boots say which ticket sorts first. If it is the local one,
-        it must not have a turn, too."""
+        """A local process has no turn with a number with which a client has had its turn."""
+        # RACE: the local process draws a number. Then a client opens the line, draws the same
+        # number and has its turn. If two tickets have the same number, the ticket whose boot sorts
+        # first is the head. Even if that is the local ticket, the local process must not have a
+        # turn, too.
         for number in range(8):
             line, boot = self.file(f"line{number}"), f"boot {number}"
             self.assertEqual(self.turns_of_client_and_local(line, boot), (True, False))
 
     def turns_of_client_and_local(self, path: str, boot: str) -> tuple[bool, bool]:
+        """Let a client register while a local process registers. Return whether the client has its
+        turn, and whether the local process has its turn."""
         local, turns, locks = TicketQueue(path), list[bool](), itertools.count()
 
         def flock(fd: int, how: int) -> None:
-            if next(locks):  # the first lock is that of "last", which does not exclude ours
+            if next(locks):  # the first lock is that of "last"; it does not exclude local processes
                 fcntl.flock(fd, how)
 
         def have_turn() -> None:
@@ -3519,15 +3588,18 @@ class TwoMounts(QueueCase):
         return turns[0], turns[1]
 
     def test_directory_that_clients_use_is_not_replaced(self) -> None:
-        """A client may look into the old directory for a long time (stale)."""
+        """A local pop() does not replace a pending/ that has grown if clients use the directory."""
+        # A client may look into the old directory for a long time.
         before = os.stat(self.file("pending")).st_ino
         with with_constant("shrink", -1):
             self.assertIsNone(self.local.pop())
         self.assertEqual(os.stat(self.file("pending")).st_ino, before)
 
-    def test_local_push_finds_the_task_of_another_that_found_the_mark_first(self) -> None:
-        """RACE: a local push is about to lock its key. Before that, a client makes the mark, and
-        another local object finds it and pushes. That object keeps no key state."""
+    def test_local_push_finds_a_task_pushed_after_the_directory_was_marked_shared(self) -> None:
+        """A local push() finds a task that another local object has pushed after a client made
+        SHARED."""
+        # RACE: a local push is about to lock its key. Before that, a client makes SHARED. Another
+        # local object finds SHARED, and pushes a task without a key state.
         self.path = self.new_dir()
         first, second = self.queue("first"), self.queue("second")
 
@@ -3541,26 +3613,28 @@ class TwoMounts(QueueCase):
         self.assertEqual(self.states(), {"pending": 1})
         self.assertEqual(self.drain(second), [b"newer"])
 
-    def test_mark_that_a_full_disk_refused_is_made_before_the_first_push(self) -> None:
+    def test_file_shared_that_a_full_disk_refused_is_made_before_the_first_push(self) -> None:
+        """A client that could not make SHARED on a full disk tries again before its first push."""
         self.path = self.new_dir()
         local = self.queue("local")
-        full = hooked(at_call("open", "SHARED", raising(errno.ENOSPC), times=1))
+        full = hooked(at_call("open", "SHARED", errno_raiser(errno.ENOSPC), times=1))
         with on_file_system(NFS), full:
             client = self.queue("client")
             client.push(b"older", key="k")
         local.push(b"newer", key="k")
         self.assertEqual(self.states(), {"pending": 1})
 
-    def test_directory_where_the_mark_can_not_be_made_is_opened_all_the_same(self) -> None:
+    def test_queue_is_opened_where_the_file_shared_can_not_be_made(self) -> None:
+        """A client can use a queue even if a read-only file system refuses to make SHARED."""
         self.path = self.new_dir(self.memory)
-        with on_file_system(NFS), hooked(at_call("open", "SHARED", raising(errno.EROFS))):
+        with on_file_system(NFS), hooked(at_call("open", "SHARED", errno_raiser(errno.EROFS))):
             self.queue().push(b"x")
         self.assertEqual(self.drain(self.queue()), [b"x"])
 
 
 class StaleLook(Step):
-    """A step at which a look at a task's file fails three times, because another host has replaced
-    the file: twice with ESTALE, then with ENOENT."""
+    """A step at which a look at a task's file fails, because another host has replaced the file.
+    The same call fails twice with ESTALE, then once with ENOENT, and then succeeds."""
 
     misses = 3
 
@@ -3578,8 +3652,8 @@ class StaleLook(Step):
 
 
 def sees_or_changes_names(name: str, args: tuple[Any, ...]) -> bool:
-    """Return whether a call sees or changes names. Between two other calls, it makes no difference
-    when another process moves a task."""
+    """Return whether a call sees or changes names. Only for such a call it matters whether another
+    process moves a task before the call or after it."""
     return name in ("open", "list", "lstat", "stat", "move", "unlink", "mkdir", "rmdir")
 
 
@@ -3593,34 +3667,36 @@ def is_look_at_task(name: str, args: tuple[Any, ...]) -> bool:
 
 Say = Callable[[str], None]
 # A function that runs a scenario in a new queue in self.path, with a hook for its system calls.
-Living = Callable[[Hook, Say], object]
-# How a life ended (text), a queue object that goes on with the queue, and the lines of the life.
+RunScenario = Callable[[Hook, Say], object]
+# A text that says how a life was interrupted, a queue object that goes on with the queue, and the
+# lines that the life has said.
 Ending = tuple[str, FemtoQueue, list[str]]
 
 
 class Life:
     """Carries out the words of a scenario. Each word is a method, which does one operation.
 
-    The life says a line "try OPERATION" before an operation, and "OPERATION" after its return."""
+    The life calls say("try OPERATION") before an operation, and say("OPERATION") after the
+    operation has returned. OPERATION is a word and a payload, such as "done a"."""
 
     def __init__(self, q: FemtoQueue, say: Say, key: str | None) -> None:
         self.q, self.say, self.key = q, say, key
-        self.beside: FemtoQueue | None = None  # the other worker, after turn()
+        self.other: FemtoQueue | None = None  # after turn(): the worker that does nothing now
         self.held: list[FemtoTask] = []  # leased tasks; the first one is settled first
         self.failed: FemtoTask | None = None  # the task that failed last
 
-    def live(self, words: str) -> None:
+    def do(self, words: str) -> None:
         """Do the operations, which are separated by commas."""
         try:
             for operation in words.split(", "):
                 word, *arguments = operation.split()
                 getattr(self, word)(*arguments)
         except BaseException:
-            if self.beside is not None:
-                self.beside.close()
+            if self.other is not None:
+                self.other.close()
             raise
 
-    def said(self, what: str, call: Callable[..., object], *args: Any) -> None:
+    def say_and_call(self, what: str, call: Callable[..., object], *args: Any) -> None:
         """Make a call, and say so before it and after it."""
         self.say(f"try {what}")
         call(*args)
@@ -3628,11 +3704,11 @@ class Life:
 
     def push(self, name: str, how: str = "buffer") -> None:
         put = functools.partial(self.q.push, key=self.key, if_in_flight=how)
-        self.said(f"push {name}", put, name.encode())
+        self.say_and_call(f"push {name}", put, name.encode())
 
     def schedule(self, name: str, time_us: str = "0") -> None:
         put = functools.partial(self.q.schedule, key=self.key)
-        self.said(f"push {name}", put, name.encode(), float(time_us))
+        self.say_and_call(f"push {name}", put, name.encode(), float(time_us))
 
     def push_many(self, *names: str) -> None:
         self.q.push_many([name.encode() for name in names])
@@ -3655,26 +3731,26 @@ class Life:
 
     def done(self) -> None:
         task = self.held.pop(0)
-        self.said(f"done {task.data.decode()}", self.q.done, task)
+        self.say_and_call(f"done {task.data.decode()}", self.q.done, task)
 
     def fail(self, *reason: str) -> None:
         task = self.held.pop(0)
         self.failed = task
         error = ValueError(*reason) if reason else None
-        self.said(f"fail {task.data.decode()}", self.q.fail, task, error)
+        self.say_and_call(f"fail {task.data.decode()}", self.q.fail, task, error)
 
     def retry(self) -> None:
         task = self.failed
         assert task is not None
         with contextlib.suppress(KeyInFlight):
-            self.said(f"retry {task.data.decode()}", self.q.retry, task.id)
+            self.say_and_call(f"retry {task.data.decode()}", self.q.retry, task.id)
 
     def release(self, to: str = "") -> None:
         delay_s = 1e-6 if to == "later" else 0
         self.q.release(self.held.pop(0), front=to == "front", delay_s=delay_s)
 
     def extend(self) -> None:
-        """Renew the lease. Ctrl-C in the renewal does not lose the lease: done() must succeed."""
+        """Renew the lease. After Ctrl-C in the renewal, done() must still succeed."""
         try:
             self.q.extend(self.held[0])
         except KeyboardInterrupt:
@@ -3696,7 +3772,7 @@ class Life:
         self.q.close()
 
     def look(self) -> None:
-        """Call everything that only looks, and check() and purge(), which find nothing to do."""
+        """Call the methods that only look; also check() and purge(), which find nothing to do."""
         self.q.stats()
         for state in femtoqueue.STATES:
             list(self.q.tasks(state))
@@ -3720,29 +3796,29 @@ class Life:
 
     def turn(self) -> None:
         """Let the other worker do the next operations."""
-        other = self.beside or FemtoQueue(self.q.data_dir, "beside")
-        self.q, self.beside = other, self.q
+        other = self.other or FemtoQueue(self.q.data_dir, "other")
+        self.q, self.other = other, self.q
 
     def leave(self) -> None:
         """Close the other worker."""
-        assert self.beside is not None
-        self.beside.close()
+        assert self.other is not None
+        self.other.close()
         self.held.clear()
 
     def die(self) -> None:
         """Make the other worker look dead."""
-        assert self.beside is not None
-        dies(self.beside)
-        self.q.__dict__["dead"] = self.beside  # freed together with q, outside of all hooks
-        self.beside = None
+        assert self.other is not None
+        simulate_death(self.other)
+        self.q.__dict__["dead"] = self.other  # freed together with q: no hook sees its finalizer
+        self.other = None
         self.held.clear()
 
 
 class Scenario:
     """A sequence of operations, in words of Life.
 
-    The words before a bar prepare the queue: only the words after the bar are interrupted, at each
-    of their system calls in turn. Without a bar, all words are interrupted."""
+    The words before a bar prepare the queue. The words after the bar are interrupted, at each of
+    their system calls in turn. Without a bar, all words are interrupted."""
 
     def __init__(self, words: str, key: str | None = None) -> None:
         self.__name__, self.key = words, key
@@ -3751,9 +3827,9 @@ class Scenario:
         """Do the operations. The hook is called for the operations after the bar."""
         life, (*before, words) = Life(q, say, self.key), self.__name__.split(" | ")
         for part in before:
-            life.live(part)
+            life.do(part)
         with hooked(hook, after=type(hook) is Meanwhile) if hook else contextlib.nullcontext():
-            life.live(words)
+            life.do(words)
 
 
 FINISHING = Scenario("push a, push b, take, extend, done, take, extend, done")
@@ -3809,8 +3885,8 @@ def copy_tree(source: str, target: str) -> None:
                 copy.write(file.read())
 
 
-def those(word: str, said: list[str]) -> list[str]:
-    """Return the rest of each line that begins with this word."""
+def names_after(word: str, said: list[str]) -> list[str]:
+    """Return the rest of each line that begins with this word: the name of a payload."""
     return [line.removeprefix(f"{word} ") for line in said if line.startswith(f"{word} ")]
 
 
@@ -3820,9 +3896,11 @@ class Interrupted(QueueCase):
 
     KILL_EVERY = 5  # a process is killed at every fifth call that changes something
     ERRORS = 4  # how many of its possible errors each call reports, in turn
-    PUSHES: tuple[bool, ...] = (False,)  # whether a push comes first after the interruption
-    lives: tuple[tuple[Scenario, dict[str, Any]], ...]  # scenarios, and settings of the queue
-    counts: Callable[[str, tuple[Any, ...]], bool] | None = None  # which calls; None: all
+    # Whether a push is the first step after an interruption; with two values, each is tried.
+    PUSHES: tuple[bool, ...] = (False,)
+    scenarios: tuple[tuple[Scenario, dict[str, Any]], ...]  # each with the settings of its queue
+    # Whether an error or Ctrl-C comes at a call; None: at each call.
+    counts: Callable[[str, tuple[Any, ...]], bool] | None = None
 
     def setUp(self) -> None:
         super().setUp()
@@ -3839,7 +3917,7 @@ class Interrupted(QueueCase):
         self.path = os.path.join(self.base, f"{next(self.serial)}-{number}")
 
     def new_life(self, number: int, settings: dict[str, Any]) -> tuple[FemtoQueue, list[str]]:
-        """Open a new queue. Return it, with an empty list for the lines that a life will say."""
+        """Open a new queue. Return the queue object, and an empty list for the lines of a life."""
         self.new_path(number)
         return FemtoQueue(self.path, "n1", **settings), []
 
@@ -3850,9 +3928,9 @@ class Interrupted(QueueCase):
     def check_all(
         self, end: Callable[[Scenario, dict[str, Any]], Iterator[Ending]], **settings: Any
     ) -> None:
-        """Run each scenario with each ending that `end` yields, and check what is left."""
+        """Run each scenario with each ending that `end` yields. After each ending, call check()."""
         self.now = self.clock()
-        for scenario, own in self.lives:
+        for scenario, own in self.scenarios:
             for when, q, said in end(scenario, {**own, **settings}):
                 with self.subTest(f"{scenario.__name__}, {own}: {when}"), q:
                     self.check(q, said)
@@ -3861,20 +3939,20 @@ class Interrupted(QueueCase):
     def deaths(self, scenario: Scenario, settings: dict[str, Any]) -> Iterator[Ending]:
         """Yield the endings by death, before each system call.
 
-        First, a real process is killed by SIGKILL at every fifth call that changes something; the
+        First, a real process is killed by SIGKILL at every fifth call that changes something. The
         first of these calls differs from scenario to scenario. (The program .ci/faults.py kills a
-        process at each call.) Then, the directory is copied before each call. The copy has the
-        files that a process leaves if it dies there, and no locks. Successive calls that change
-        nothing share a copy."""
+        process at each call.) Then the directory is copied before each call of another run. The
+        copy has the files that a process leaves if it dies before that call, and no locks.
+        Successive calls that change nothing share a copy."""
 
-        def live(hook: Hook, say: Say) -> None:
+        def run(hook: Hook, say: Say) -> None:
+            # If the scenario has no bar, the calls of the constructor are interrupted, too.
             is_whole = "|" not in scenario.__name__
-            # Without a bar, the calls of the constructor are interrupted, too.
             with hooked(hook) if is_whole else contextlib.nullcontext():
                 q = FemtoQueue(self.path, "victim", **settings)
             scenario(q, say, hook)
 
-        for death, lines in itertools.chain(self.kills(live), self.copies(live)):
+        for death, lines in itertools.chain(self.kills(run), self.copies(run)):
             paths = [f"{self.path}{'+' * number}" for number in range(len(self.PUSHES))]
             for path in paths[1:] if os.path.exists(self.path) else ():
                 copy_tree(self.path, path)
@@ -3885,15 +3963,16 @@ class Interrupted(QueueCase):
                     Life(q, said.append, scenario.key).push("after")
                 yield f"{death}, pushes: {pushes}", q, said
 
-    def kills(self, live: Living) -> Iterator[tuple[str, list[str]]]:
-        """Kill a process at every fifth change, until a process reaches its end. Yield the ending
-        and the lines of each process."""
+    def kills(self, run: RunScenario) -> Iterator[tuple[str, list[str]]]:
+        """Run a scenario in one process after another. Kill each process five changes later than
+        the process before, until a process reaches its end. Yield the kind of death and the lines
+        of each process."""
         for number in itertools.count(next(self.first_kill), self.KILL_EVERY):
             self.new_path(number)
             step = Step(number, lambda: os.kill(os.getpid(), signal.SIGKILL), may_change)
 
             def work(child: Child, step: Step = step) -> None:
-                live(step, child.say)
+                run(step, child.say)
 
             said, status = self.child(work).finish()
             yield f"killed at change {number}", said
@@ -3902,9 +3981,10 @@ class Interrupted(QueueCase):
                 return
             self.assertEqual(status, -signal.SIGKILL)
 
-    def copies(self, live: Living) -> Iterator[tuple[str, list[str]]]:
-        """Copy the directory before each call, and at the end, unless neither the directory nor the
-        lines have changed. Then yield the ending and the lines for each copy."""
+    def copies(self, run: RunScenario) -> Iterator[tuple[str, list[str]]]:
+        """Run a scenario, and copy the directory before each call and at the end. If neither the
+        directory nor the lines have changed since the last copy, make no copy. After the run, yield
+        the kind of death and the lines for each copy."""
         self.new_path(0)
         original, said = self.path, list[str]()
         said_before: list[list[str]] = []
@@ -3917,7 +3997,7 @@ class Interrupted(QueueCase):
                 said_before.append([*said])
             changed[0] = may_change(name, args)
 
-        live(copy, said.append)
+        run(copy, said.append)
         copy("", ())
         self.assertGreater(len(said_before), 2)
         for number, lines in enumerate(said_before):
@@ -3925,8 +4005,8 @@ class Interrupted(QueueCase):
             yield f"copied before change {number}", lines
 
     def failing_steps(self, turn: int) -> Iterator[Step]:
-        """Yield steps at which each call fails in turn, with error number `turn` of its possible
-        errors. A call with fewer errors still fails once for each of PUSHES."""
+        """Yield a step for each call that can fail with error number `turn` of its possible errors.
+        A call with fewer errors than PUSHES has values still gets a step for each value."""
 
         def counts(name: str, args: tuple[Any, ...]) -> bool:
             is_counted = self.counts is None or self.counts(name, args)
@@ -3935,7 +4015,7 @@ class Interrupted(QueueCase):
             )
 
         for step in Step.each(counts=counts, at_least=1 - bool(turn)):
-            step.happen = lambda step=step: fail_with(self.errno_of(step, turn))  # type: ignore[misc]
+            step.action = lambda step=step: raise_errno(self.errno_of(step, turn))  # type: ignore[misc]
             yield step
 
     def errno_of(self, step: Step, turn: int) -> int:
@@ -3944,8 +4024,9 @@ class Interrupted(QueueCase):
         return codes[turn % len(codes)]
 
     def errors(self, scenario: Scenario, settings: dict[str, Any]) -> Iterator[Ending]:
-        """Yield the endings by an error of each call. The same queue object goes on afterwards. An
-        operation that raised is undone, and leaves no file in creating/."""
+        """Yield the endings by an error of each call. The queue object that met the error goes on
+        afterwards. An operation that raised must be undone, as check() tests for a push. It may
+        leave no file in creating/, except after a failed unlink."""
         for turn in range(self.ERRORS):
             for step in self.failing_steps(turn):
                 q, said = self.new_life(step.number, settings)
@@ -3953,9 +4034,10 @@ class Interrupted(QueueCase):
                     scenario(q, said.append, step)
                     to_done = step.at == "move" and "/done/" in step.args[1]
                     self.is_full = to_done and self.errno_of(step, turn) == errno.ENOSPC
-                    # An error of a repair of keys is raised later, when no other task waits.
-                    is_chore = scenario.key is not None
-                    self.assertTrue(is_chore or step.at not in ("fsync", "syncfs"), step.args)
+                    # An error of a sync must be raised. But an error of a repair of keys is raised
+                    # later, when no other task waits.
+                    is_keyed = scenario.key is not None
+                    self.assertTrue(is_keyed or step.at not in ("fsync", "syncfs"), step.args)
                 except OSError as error:
                     self.assertEqual(error.errno, self.errno_of(step, turn))
                     said[-1:] = [it.replace("try push", "raised push") for it in said[-1:]]
@@ -3969,8 +4051,8 @@ class Interrupted(QueueCase):
     def unnoticed(
         self, steps: Callable[[], Iterator[Step]], scenario: Scenario, settings: dict[str, Any]
     ) -> Iterator[Ending]:
-        """Run a scenario with each of the steps. Fail unless its tasks and lines are the same as
-        without a step. Yield the endings."""
+        """Run a scenario with each of the steps. Fail unless the tasks and lines of the scenario
+        are the same as without a step. Yield the endings."""
         wanted: list[Any] = []
         for step in itertools.chain([Step(-1)], steps()):
             q, said = self.new_life(step.number, settings)
@@ -3985,9 +4067,10 @@ class Interrupted(QueueCase):
 
     def intruders(self, scenario: Scenario, settings: dict[str, Any]) -> Iterator[Ending]:
         """Yield the endings where another worker takes and finishes the next task, after each call.
-        In turn, this happens half a second later, and so late that the leases have ended. While the
-        key is locked, it does not happen: the worker runs in this thread, and would wait for ever.
-        """
+
+        In turn, the other worker comes half a second later, or so late that the leases have ended.
+        It does not come while the key is locked: the worker runs in this thread, and would wait for
+        the lock for ever."""
 
         def counts(name: str, args: tuple[Any, ...]) -> bool:
             return sees_or_changes_names(name, args) and self.is_free("k")
@@ -3997,8 +4080,8 @@ class Interrupted(QueueCase):
             other, finished = FemtoQueue(self.path, "intruder", **settings), list[str]()
             self.assertIsNone(other.pop())
             late_s = (0.5, 31)[step.number % 2]
-            step.happen = functools.partial(self.finish_one, other, said, finished, late_s)
-            with contextlib.suppress(AssertionError, LeaseLost):  # its task was taken away
+            step.action = functools.partial(self.finish_one, other, said, finished, late_s)
+            with contextlib.suppress(AssertionError, LeaseLost):  # the other worker took the task
                 scenario(q, said.append, step)
             other.close()
             self.now.advance(60)
@@ -4007,8 +4090,8 @@ class Interrupted(QueueCase):
     def finish_one(
         self, q: FemtoQueue, said: list[str], finished: list[str], late_s: float
     ) -> None:
-        """Let another worker take and finish a task, and say so."""
-        self.now.advance(late_s)  # then pop() enqueues due tasks and reclaims ended leases
+        """Let another worker take a task and finish it. Add the lines for this to both lists."""
+        self.now.advance(late_s)  # now pop() enqueues due tasks and reclaims ended leases
         if (task := q.pop()) is not None:
             said.append(f"took {task.data.decode()}")
             q.done(task)
@@ -4018,8 +4101,8 @@ class Interrupted(QueueCase):
         """Yield the endings where a person moves files to pending/, after each call.
 
         In turn, the person keeps the names of leases (`mv inflight-X/* pending/`), or gives each
-        task its first name (`mv */*ID pending/ID`). There is no defence against a person who comes
-        between the last look at a lease and the rename over the lease, so that case is left out."""
+        task its first name (`mv */*ID pending/ID`). One case is left out, because there is no
+        defence: the person comes between the last look at a lease and the rename over the lease."""
 
         def counts(name: str, args: tuple[Any, ...]) -> bool:
             return sees_or_changes_names(name, args) and (
@@ -4028,7 +4111,7 @@ class Interrupted(QueueCase):
 
         for step in Meanwhile.each(counts=counts, at_least=1):
             q, said = self.new_life(step.number, settings)
-            step.happen = functools.partial(self.move_by_hand, is_bare=step.number % 2 == 1)
+            step.action = functools.partial(self.move_by_hand, is_bare=step.number % 2 == 1)
             with contextlib.suppress(LeaseLost, AssertionError):
                 scenario(q, said.append, step)
             q.close()
@@ -4045,9 +4128,9 @@ class Interrupted(QueueCase):
     def ctrl_c(self, scenario: Scenario, settings: dict[str, Any]) -> Iterator[Ending]:
         """Yield the endings by Ctrl-C before each call, and after each call that took effect.
 
-        A task that pop() did not return is not leased then, and its delivery was not counted. No
-        lock of a key is held after the frames of the exception are gone. The lock of the lease
-        directory is not held even while these frames exist."""
+        Fail if a task is leased, or if its attempts count a delivery, though pop() did not return
+        the task. Fail if the lease directory is still locked after close(), even while the frames
+        of the exception exist. Fail if a key is still locked after these frames are freed."""
         for kind, counts in ((Step, self.counts), (Meanwhile, self.counts or takes_effect)):
             for step in kind.each(interrupt, counts, at_least=1):
                 q, said = self.new_life(step.number, {"timeout_stale_ms": None, **settings})
@@ -4068,36 +4151,37 @@ class Interrupted(QueueCase):
                 yield f"Ctrl-C at {kind.__name__} {step.number} {step.at}", q, said
 
 
-class PlainLives(Interrupted):
+class PlainInterrupted(Interrupted):
     """Scenarios of tasks without a key."""
 
-    lives = (
+    scenarios = (
         *((scenario, {}) for scenario in SCENARIOS),
         (Scenario("push a, push b, take | done, take, done"), {"keep_done": False}),
         *((it, {"sync_after_write": True}) for it in (FINISHING, FAILING, BATCH)),
     )
 
-    is_full = False  # done/ had no room for a task, which was removed
+    is_full = False  # whether done/ had no room for a task, so that done() removed the task
 
     def payloads(self, q: FemtoQueue, *states: str) -> list[str]:
         """Return the sorted payloads of the tasks in these states."""
         return sorted(task.data.decode() for state in states for task in q.tasks(state))
 
     def check(self, q: FemtoQueue, said: list[str]) -> None:
-        """Each acknowledged operation has its effect; every other operation has its whole effect or
-        none. Each task that is not finished is delivered once; no finished task is delivered."""
+        """Fail unless each operation that returned has its effect, and every other operation has
+        its whole effect or none. Fail unless each task that is not finished is delivered once, and
+        no finished task is delivered."""
         self.check_invariants(leftovers=True)
         last = {name: word for word, _, name in (line.rpartition(" ") for line in said)}
         waiting = self.payloads(q, "pending", "scheduled", "inflight")
         failed = self.payloads(q, "failed")
         is_kept = q.keep_done and not self.is_full
-        done = self.payloads(q, "done") if is_kept else those("done", said)
+        done = self.payloads(q, "done") if is_kept else names_after("done", said)
         present = waiting + failed + done
         self.assertEqual(len(present), len({*present}))
         where = {"push": waiting, "took": waiting, "retry": waiting, "done": done, "fail": failed}
         for name, word in last.items():
             self.assertIn(name, where.get(word, [name]), said)
-        self.assertEqual({*those("raised push", said)} & {*present}, set())
+        self.assertEqual({*names_after("raised push", said)} & {*present}, set())
         drained = []
         while task := q.pop():
             drained.append(task.data.decode())
@@ -4106,7 +4190,7 @@ class PlainLives(Interrupted):
         self.assertEqual(self.payloads(q, "inflight"), [])
 
 
-class Crash(PlainLives):
+class Crash(PlainInterrupted):
     """The death of a process at any system call loses and duplicates no task."""
 
     @FORK
@@ -4115,8 +4199,8 @@ class Crash(PlainLives):
         self.check_all(self.deaths)
 
     def test_leftovers_of_a_killed_push_are_removed_after_an_hour(self) -> None:
-        """A file that a killed push has left in creating/ is removed after an hour. A younger file
-        stays, because its push may be under way. Foreign files stay."""
+        """A file that a killed push has left in creating/ is removed after an hour."""
+        # A younger file stays, because its push may be under way. Foreign files stay.
         q, clock = self.queue(), self.clock()
         old = f"{time.time_ns():020d}-0000aaaa"
         self.foreign = ("notes.txt", f"{1:020d}-0000bbbb")
@@ -4131,12 +4215,12 @@ class Crash(PlainLives):
         self.assertEqual(self.names("creating"), sorted(self.foreign))
 
 
-class Faults(PlainLives):
+class Faults(PlainInterrupted):
     """Errors of system calls, and Ctrl-C, lose and duplicate no task."""
 
     def test_dot_dot_after_a_symbolic_link_is_resolved_by_its_text(self) -> None:
-        """The queue "link/../q" is made beside the link, and the command finds the queue there. The
-        kernel would follow the link before the "..", and use another file system."""
+        """The queue "link/../q" is made beside the link, and the command line finds it there."""
+        # The kernel would follow the link before the "..", and so use another file system.
         os.makedirs(self.file("far", "away"))
         os.symlink(self.file("far", "away"), self.file("link"))
         FemtoQueue(self.file("link", "..", "q"))
@@ -4158,8 +4242,9 @@ class Faults(PlainLives):
         self.check_all(self.intruders)
 
     def test_constructor_works_after_another_one_failed_at_any_system_call(self) -> None:
-        """After a constructor has failed at any system call, the next one succeeds. A constructor
-        whose statfs() fails raises an error: it does not assume a local file system."""
+        """After a constructor has failed at any system call, the next constructor succeeds."""
+        # A constructor whose statfs() fails raises an error: it does not assume a local file
+        # system.
         for turn in range(self.ERRORS):
             for step in self.failing_steps(turn):
                 self.new_path(step.number)
@@ -4167,18 +4252,19 @@ class Faults(PlainLives):
                     FemtoQueue(self.path, "n1", sync_after_write=True)
                     self.assertNotEqual(step.at, "statfs")
                 ident = self.queue().push(b"x")
-                self.assertEqual(_taken(self.queue("n2")).id, ident, step.at)
+                self.assertEqual(popped(self.queue("n2")).id, ident, step.at)
                 self.check_invariants(leftovers=step.at == "unlink")
 
     def test_worker_starts_on_a_full_disk(self) -> None:
-        """On a full disk, one worker can start: spare/ becomes its lease directory. The next worker
-        can start when spare/ is there again. A spare/ with a foreign file is not used."""
+        """On a full disk, one worker can start: spare/ becomes its lease directory."""
+        # The next worker can start when spare/ is there again. A spare/ with a foreign file is not
+        # used.
         q = self.queue()
         q.push_many([b"1", b"2"])
 
         def full(name: str, args: tuple[Any, ...]) -> None:
             if name == "mkdir" and not os.path.exists(args[0]):
-                fail_with(errno.ENOSPC)
+                raise_errno(errno.ENOSPC)
 
         with hooked(full):
             self.assertEqual(self.drain(self.queue("n2")), [b"1", b"2"])
@@ -4192,19 +4278,18 @@ class Faults(PlainLives):
         self.assertEqual(self.names("spare"), ["notes.txt"])
 
     def test_task_that_can_not_be_read_waits_again_at_once(self) -> None:
-        """If a task can't be read, pop() raises, and the task waits again.
-
-        After a shortage in this process, or an exception of a signal handler, the task is the next
-        one again, and the delivery is not counted. If the task itself is the reason, it goes to the
-        back of the queue, and the delivery is counted. Other tasks come first; when no other task
-        waits, pop() raises the error again."""
+        """If a task can't be read, pop() raises the error, and the task waits again."""
+        # After a shortage in this process, or an exception of a signal handler, the task is the
+        # next task again, and the delivery is not counted. If the task itself is the reason of the
+        # error, the task goes to the back of the queue, and the delivery is counted. Other tasks
+        # come first. When no other task waits, pop() raises the error again.
         for event, error, is_next, attempts in (
             ("open", OSError(errno.EMFILE, "no descriptors"), True, 1),
             ("open", OSError(errno.EACCES, "not ours"), False, 3),
             ("read", MemoryError(), False, 3),
             ("open", TimeoutError("raised by a signal handler"), True, 1),
         ):
-            q, other = self.anew(), self.queue("n2")
+            q, other = self.new_queue(), self.queue("n2")
             ident = q.push_many([b"large" * 10_000, b"small"])[0]
 
             def refuse(name: str, args: tuple[Any, ...], row: Any = (event, error, ident)) -> None:
@@ -4223,7 +4308,8 @@ class Faults(PlainLives):
 
     def test_exception_of_a_signal_handler_in_a_housekeeping_job_is_raised_at_once(self) -> None:
         """pop() raises a signal handler's TimeoutError at once, even if the interrupted job has met
-        disk trouble before. TimeoutError is an OSError, but an error of the system has an errno."""
+        an error of the disk before."""
+        # TimeoutError is an OSError. But an OSError of the system has an errno.
         ident, rung = self.queue().push(b"x"), set[str]()
         for name in ("inflight-n2", "inflight-n3"):
             os.mkdir(self.file(name))
@@ -4231,7 +4317,7 @@ class Faults(PlainLives):
 
             def ring(name: str, args: tuple[Any, ...], row: Any = (event, part)) -> None:
                 if name == "open" and str(args[0]).endswith("inflight-n2"):
-                    fail_with(errno.EIO)
+                    raise_errno(errno.EIO)
                 if name == row[0] and str(args[0]).endswith(row[1]) and name not in rung:
                     rung.add(name)
                     raise TimeoutError("raised by a signal handler")
@@ -4244,17 +4330,17 @@ class Faults(PlainLives):
             q.release(task, counted=False)
 
     def test_claim_that_can_be_neither_read_nor_undone_is_put_back_later(self) -> None:
-        """If a claimed task can be neither read nor put back, it is put back later, uncounted. Here
-        no descriptor is left, for the task or for the lock of its key, and the disk is full."""
+        """If a claimed task can be neither read nor put back, it is put back later, uncounted."""
+        # Here no descriptor is left, for the task or for the lock of its key, and the disk is full.
         q, clock = self.queue(timeout_stale_ms=None, max_attempts=1), self.clock()
         self.assertIsNone(q.pop())  # opens the lease directory, which stays open
         q.push(b"x", key="k")
 
         def refuse(name: str, args: tuple[Any, ...]) -> None:
             if name == "open" and re.search("/locks/|/inflight-n1/", str(args[0])):
-                fail_with(errno.EMFILE)
+                raise_errno(errno.EMFILE)
             if name == "move" and "/pending/" in str(args[1]):
-                fail_with(errno.ENOSPC)
+                raise_errno(errno.ENOSPC)
 
         with hooked(refuse):
             for _ in range(3):
@@ -4264,10 +4350,10 @@ class Faults(PlainLives):
         self.assertEqual(self.pop(q).attempts, 1)
 
     def test_housekeeping_job_that_hung_once_runs_again_soon(self) -> None:
-        """A housekeeping job that hung for an hour runs again after 20 seconds. The pause is 20
-        times the duration of the job, but at most 20 seconds."""
+        """A housekeeping job that hung for an hour runs again after 20 seconds."""
+        # The pause is 20 times the duration of the job, but at most 20 seconds.
         longest_s, q, clock = constant("longest pause"), self.queue(), self.clock()
-        self.hasten("longest pause", longest_s)  # clock() has set it to 0
+        self.set_constant("longest pause", longest_s)  # clock() has set it to 0
         with hooked(at_call("list", "scheduled", lambda: clock.advance(3600))):
             q.pop()
         self.queue("n2").schedule(b"x", 0)
@@ -4277,16 +4363,16 @@ class Faults(PlainLives):
         self.assertEqual(self.pop(q).data, b"x")
 
     def test_dead_letters_on_a_full_disk_do_not_block_other_tasks(self) -> None:
-        """If there is no room for the reason of a dead letter, the task goes to failed/ without it.
-        If failed/ accepts no file at all, the task goes to the back of the queue. Other tasks are
-        delivered in both cases."""
+        """Other tasks are delivered even if a full disk refuses a dead letter or its reason."""
+        # If there is no room for the reason of a dead letter, the task goes to failed/ without the
+        # reason. If failed/ accepts no file at all, the task goes to the back of the queue.
         for refused in ("creating/", "failed/"):
-            q = self.anew()
+            q = self.new_queue()
             self.put(q.push(b"corrupt"), b"rubbish")
             worn = q.push(b"worn out")
             os.rename(self.file("pending", worn), self.file("pending", f"{1:020d}~5~{worn}"))
             q.push(b"good")
-            full = at_call("open move", refused, raising(errno.ENOSPC))
+            full = at_call("open move", refused, errno_raiser(errno.ENOSPC))
             got: list[FemtoTask | None] = []
             for number in range(4):
                 worker = self.queue(f"w{number}", max_attempts=5)
@@ -4297,7 +4383,8 @@ class Faults(PlainLives):
 
     def test_corrupt_task_taken_away_during_its_quarantine_is_no_error(self) -> None:
         """If a person moves a corrupt task away while pop() moves it to failed/, pop() raises no
-        error for the missing task. On a full disk, pop() raises the ENOSPC."""
+        error for the missing task."""
+        # On a full disk, pop() raises the ENOSPC.
         q, aside = self.queue(), self.file("aside")
         for code, ends in (
             (errno.ENOSPC, self.assertRaisesRegex(OSError, os.strerror(errno.ENOSPC))),
@@ -4308,26 +4395,27 @@ class Faults(PlainLives):
             def take(code: int = code) -> None:
                 for lease in self.names("inflight-n1"):
                     os.rename(self.file("inflight-n1", lease), aside)
-                fail_with(code)
+                raise_errno(code)
 
             with hooked(at_call("move", f"/failed/{ident}", take)), ends:
                 self.assertIsNone(q.pop())
             self.assertEqual((self.states(), os.path.exists(aside)), ({}, True))
 
     def test_worker_starts_after_a_reboot_though_it_can_not_use_all_files(self) -> None:
-        """After a reboot, a queue object can look at tasks and purge them on a full or read-only
-        disk, where no clock file can be written. A new queue clock can also start if a lease
-        directory can't be read, such as that of another user."""
+        """After a reboot, a queue object works even if it can't write a clock file, or can't read
+        the lease directory of another user."""
+        # On a full or read-only disk, where no clock file can be written, the object can look at
+        # tasks and purge them. A new queue clock can start even if a lease directory can't be read.
         q = self.queue()
         q.done(leased(q))
         ident = q.push(b"x")
         os.mkdir(self.file("inflight-others"))
         with on_boot("the next boot"):
-            with hooked(at_call("open", ".clock", raising(errno.EROFS))):
+            with hooked(at_call("open", ".clock", errno_raiser(errno.EROFS))):
                 other = self.queue("n2")
                 self.assertEqual((other.stats().done, other.purge(0)), (1, 1))
             self.clock().wall_shift_s = -1e8
-            with hooked(at_call("list", "others", raising(errno.EACCES))):
+            with hooked(at_call("list", "others", errno_raiser(errno.EACCES))):
                 self.assertGreater(self.queue("n3").push(b"y"), ident)
 
     def test_new_queue_is_private_except_its_clock_file(self) -> None:
@@ -4341,9 +4429,10 @@ class Faults(PlainLives):
             self.assertEqual(modes, [0o700, 0o644])
 
     def test_missing_directory_raises_until_it_is_back(self) -> None:
-        """If data_dir or one of its directories is missing, each call raises FileNotFoundError with
-        the path. The directory is not made again, and no lease is lost. When the directory is back,
-        the same queue object and its lease work again."""
+        """While data_dir or one of its directories is missing, each call raises FileNotFoundError
+        with the path."""
+        # The directory is not made again, and no lease is lost. When the directory is back, the
+        # same queue object and its lease work again.
         q, clock = self.queue(), self.clock()
         task = leased(q, b"1")
         q.push(b"2", key="waits")
@@ -4372,7 +4461,8 @@ class Faults(PlainLives):
 
     def test_constructor_raises_if_data_dir_is_a_file_or_a_dangling_link(self) -> None:
         """If data_dir is a file, is below a file, or is a dangling link, the constructor raises an
-        error and makes nothing. (Durability tests links to directories.)"""
+        error."""
+        # The class Durability tests links to directories.
         occupied, dangling = self.put("occupied", b"", ""), self.file("none")
         os.symlink("nowhere", dangling)
         for error, path in (
@@ -4389,11 +4479,11 @@ class KeyedInterrupted(Interrupted):
 
     ERRORS = 2
     PUSHES = (False, True)  # a push has to rely on the state file that the dead process has left
-    lives = tuple((scenario, {}) for scenario in KEY_SCENARIOS)
+    scenarios = tuple((scenario, {}) for scenario in KEY_SCENARIOS)
 
     def check(self, q: FemtoQueue, said: list[str]) -> None:
-        """The queue object `q` can pop all tasks, and the buffered payload, without waiting for the
-        repair of keys. The last payload delivered is one that the lines allow."""
+        """Fail unless the queue object `q` can pop all tasks, and the buffered payload, before the
+        next repair of keys. Fail unless the lines allow the payload that is delivered last."""
         self.check_invariants(leftovers=True)
         states = ("pending", "scheduled", "inflight")
         self.assertLessEqual(sum(len([*q.tasks(state)]) for state in states), 1)
@@ -4409,19 +4499,22 @@ class KeyedInterrupted(Interrupted):
             task = self.take(q, id=later.id)
             delivered.append(task.data.decode())
             q.done(task)
-        self.assertTrue(those("try fail", said) or q.stats().failed == 0, "a second task")
-        taken, retried = those("took", said), those("retry", said)
+        self.assertTrue(names_after("try fail", said) or q.stats().failed == 0, "a second task")
+        taken, retried = names_after("took", said), names_after("retry", said)
         self.assertTrue(retried or taken == sorted(taken), said)
-        [newest], tried = those("push", said)[-1:] or ["nothing"], those("try push", said)[-1:]
+        [newest], tried = (
+            names_after("push", said)[-1:] or ["nothing"],
+            names_after("try push", said)[-1:],
+        )
         allowed = {newest, *tried, *retried}
-        if newest in those("done", said):
+        if newest in names_after("done", said):
             allowed = {"nothing", *tried, *retried} - {newest}
         elif said and said[-1] == f"try done {newest}":
             allowed.add("nothing")
         elif not delivered and q.retry_failed():
-            delivered.append(_taken(q).data.decode())
+            delivered.append(popped(q).data.decode())
             q.close()
-            q.done(_taken(q))
+            q.done(popped(q))
         self.assertIn(delivered[-1] if delivered else "nothing", allowed, said)
         if os.path.exists(self.file("keys")):
             self.now.advance(601)  # until the repair of keys removes files that an error has left
@@ -4430,15 +4523,15 @@ class KeyedInterrupted(Interrupted):
 
     @FORK
     def test_sigkill_at_any_system_call_leaves_a_sound_queue(self) -> None:
-        """After SIGKILL at any system call, the key has one task; its last payload comes last."""
+        """After SIGKILL at any system call, a key has one task, and its last payload comes last."""
         self.check_all(self.deaths, sync_after_write=True)
 
     def test_error_of_any_system_call_leaves_a_sound_queue(self) -> None:
-        """After an error of any system call, the key has one task; its last payload comes last."""
+        """After an error of any call, a key has one task, and its last payload comes last."""
         self.check_all(self.errors, sync_after_write=True)
 
     def test_ctrl_c_at_any_system_call_leaves_a_sound_queue(self) -> None:
-        """After Ctrl-C at any system call, the key has one task; its last payload comes last."""
+        """After Ctrl-C at any system call, a key has one task, and its last payload comes last."""
         self.check_all(self.ctrl_c)
 
     def test_another_worker_after_any_system_call_leaves_a_sound_queue(self) -> None:
@@ -4459,7 +4552,7 @@ class KeyedInterruptedByRename(KeyedInterrupted):
     exchanges = False
 
 
-class InterruptedOnSharedFileSystem(PlainLives):
+class InterruptedOnSharedFileSystem(PlainInterrupted):
     """Scenarios on a shared file system. Only calls that change something are interrupted."""
 
     counts = staticmethod(may_change)
@@ -4475,8 +4568,8 @@ class InterruptedOnSharedFileSystem(PlainLives):
         self.check_all(self.errors)
 
     def test_file_that_another_host_has_replaced_is_looked_for_again(self) -> None:
-        """A failed look at a file that another host has replaced is repeated. The result of the
-        operation is the same as without the failure."""
+        """An operation that looks at a file which another host has replaced looks again, and has
+        the same result as without the failure."""
         self.patched(on_file_system(FUSE))
         steps = functools.partial(StaleLook.each, counts=is_look_at_task, at_least=0)
         self.check_all(functools.partial(self.unnoticed, steps), sync_after_write=False)
@@ -4486,7 +4579,10 @@ class InterruptedOnSharedFileSystem(PlainLives):
         the same result as one without an error."""
         self.patched(without_exchange())  # as on NFS
         steps = functools.partial(
-            Meanwhile.each, raising(errno.ENOENT), lambda name, _: name in ("move", "unlink"), 1
+            Meanwhile.each,
+            errno_raiser(errno.ENOENT),
+            lambda name, _: name in ("move", "unlink"),
+            1,
         )
         for keep_done in (True, False):
             self.check_all(functools.partial(self.unnoticed, steps), keep_done=keep_done)
@@ -5486,7 +5582,7 @@ class TroubleOfOneTask(QueueCase):
 
         def refuse(name: str, args: tuple[Any, ...]) -> None:
             if name == "open" and str(args[0]).endswith(idents):
-                fail_with(errno.EACCES)
+                raise_errno(errno.EACCES)
 
         return hooked(refuse)
 
@@ -5544,7 +5640,7 @@ class TroubleOfOneTask(QueueCase):
 
     def test_work_logs_an_unreadable_task_and_goes_on(self) -> None:
         for concurrency in (1, 2):
-            q, handled = self.anew(max_attempts=3), list[bytes]()
+            q, handled = self.new_queue(max_attempts=3), list[bytes]()
             bad, *_ = q.push_many([b"bad", b"0", b"1", b"2"])
             with self.subTest(concurrency), self.with_unreadable(bad):
                 counts = q.work(
@@ -5570,7 +5666,7 @@ class TroubleOfOneTask(QueueCase):
         """Such a task may be that of another user, in a pending/ with the sticky bit."""
         q, clock = self.queue(), self.clock()
         bad, *_ = q.push_many([b"bad", b"good", b"better"])
-        with hooked(at_call("move", bad, raising(errno.EPERM))):
+        with hooked(at_call("move", bad, errno_raiser(errno.EPERM))):
             with self.assertRaises(PermissionError) as caught:
                 q.pop()
             self.assertEqual(getattr(caught.exception, "task_id", None), bad)
@@ -5589,7 +5685,7 @@ class TroubleOfOneTask(QueueCase):
         q = self.queue()
         bad = q.push(b"x")
         with (
-            hooked(at_call("move", bad, raising(errno.EACCES))),
+            hooked(at_call("move", bad, errno_raiser(errno.EACCES))),
             mock.patch.object(os, "access", return_value=False),
             self.assertRaises(PermissionError) as caught,
         ):
@@ -5709,7 +5805,7 @@ class ManyUsers(QueueCase):
         """The try to open the missing file for reading does not hide why it can't be made."""
         q = self.queue()
         q.push(b"x", key="other")
-        with hooked(at_call("open", "/locks/", raising(errno.EACCES), times=1)):
+        with hooked(at_call("open", "/locks/", errno_raiser(errno.EACCES), times=1)):
             self.assertRaises(PermissionError, q.push, b"x", key="k")
         self.assertEqual(self.states(), {"pending": 1})
 
@@ -5754,7 +5850,7 @@ class ManyUsers(QueueCase):
         for link in (os.symlink, os.link):
             with open(outside, "w", encoding="ascii"):
                 os.chmod(outside, 0o600)
-            q = self.anew()
+            q = self.new_queue()
             os.chmod(self.path, 0o777)
             place = self.file("locks", key_tag("k")[-2:])
 
@@ -5796,10 +5892,10 @@ class ManyUsers(QueueCase):
 
         def refuse(path: str, flags: int, *rest: Any, **more: Any) -> int:
             if flags & (os.O_RDWR | os.O_WRONLY | os.O_CREAT):
-                fail_with(errno.EROFS)
+                raise_errno(errno.EROFS)
             return opened(path, flags, *rest, **more)
 
-        read_only = fake_os(open=refuse, mkdir=lambda *_: fail_with(errno.EROFS))
+        read_only = fake_os(open=refuse, mkdir=lambda *_: raise_errno(errno.EROFS))
         with mock.patch.object(femtoqueue, "os", read_only):
             task = q.peek(key="k")
             self.assertEqual((q.contains("k"), q.contains("j")), (True, False))
@@ -5811,7 +5907,7 @@ class ManyUsers(QueueCase):
 
         def refuse(path: str, flags: int, *rest: Any, **more: Any) -> int:
             if flags & (os.O_RDWR | os.O_CREAT):
-                fail_with(errno.EROFS)
+                raise_errno(errno.EROFS)
             return opened(path, flags, *rest, **more)
 
         with (
@@ -5845,7 +5941,7 @@ class ManyUsers(QueueCase):
 
         def refuse(path: str, flags: int, *rest: Any, **more: Any) -> int:
             if "/locks/" in str(path) and flags & (os.O_RDWR | os.O_CREAT):
-                fail_with(errno.EACCES)
+                raise_errno(errno.EACCES)
             return opened(path, flags, *rest, **more)
 
         with mock.patch.object(femtoqueue, "os", fake_os(open=refuse)):
@@ -5882,7 +5978,7 @@ class ByHand(QueueCase):
         and has already listed the tasks; worker n2 has not."""
         clock = self.clock()
         for (command, is_lost, wanted), node in itertools.product(self.COMMANDS, ("n1", "n2")):
-            q = self.anew(timeout_stale_ms=None)
+            q = self.new_queue(timeout_stale_ms=None)
             ids = q.push_many([b"1", b"2", b"3"])
             task = self.pop(q)
             self.sh(command, LEASED=ids[0], ID=ids[1])
@@ -6203,17 +6299,17 @@ class Tickets(TicketCase):
         call. If register() returns, the ticket is in line. An error of close() does not undo that,
         but for the file with the last number on NFS.
         """
-        cut = raising(errno.ENOTCONN)
+        cut = errno_raiser(errno.ENOTCONN)
         ways = (Step, cut), (Step, interrupt), (Meanwhile, interrupt)
-        for fs_type, (kind, happen) in itertools.product((EXT4, NFS), ways):
-            for step in kind.each(happen):
+        for fs_type, (kind, action) in itertools.product((EXT4, NFS), ways):
+            for step in kind.each(action):
                 line, members = self.line(), list[str]()
                 with on_file_system(fs_type), self.subTest(fs_type, number=step.number):
                     ended = contextlib.suppress(OSError, KeyboardInterrupt)
                     with ended, hooked(step, after=kind is Meanwhile):
                         members.append(line.register()[1])
                     self.assertEqual(self.line().is_empty(), not members)
-                    if happen is cut:
+                    if action is cut:
                         self.assertEqual(self.members(), members)
                         self.assertTrue(members or step.at != "close" or fs_type == NFS)
                     for member in members:
@@ -6296,7 +6392,7 @@ class Tickets(TicketCase):
         line passes over that ticket once the directory can be reached again."""
         line = self.line()
         _, member = line.register()
-        with hooked(at_call("unlink", member, raising(errno.ENOTCONN))):
+        with hooked(at_call("unlink", member, errno_raiser(errno.ENOTCONN))):
             try:
                 line.remove(member)
             except OSError as error:
@@ -6350,7 +6446,7 @@ class SharedTickets(TicketCase):
         before = {*threading.enumerate()}
         with self.line(stale_timeout=1e11).turn():
             (thread,) = {*threading.enumerate()} - before
-            wait_until_it_stands(thread)
+            wait_until_blocked(thread)
             self.assertTrue(thread.is_alive())
 
     def test_last_number_is_kept_in_a_file_name_and_the_directory_stays(self) -> None:
@@ -6397,10 +6493,10 @@ class SharedTickets(TicketCase):
             if not swept and any(name.startswith(".") for name in self.names("line")):
                 swept.append(True)
                 sweep()
-                fail_with(errno.EBADF)
+                raise_errno(errno.EBADF)
 
         swept: list[bool] = []
-        missing, stale = raising(errno.ENOENT), raising(errno.ESTALE)
+        missing, stale = errno_raiser(errno.ENOENT), errno_raiser(errno.ESTALE)
         for call, part, happens, times, ours in (
             ("open", "/last~", lambda: draw(1), 1, 2),
             ("move", "/last~", lambda: draw(5), 1, 6),
@@ -6559,7 +6655,7 @@ class Shrinking(QueueCase):
         q = self.queue()
         before = self.opened("failed", "done")
         q.push(b"x")
-        q.fail(_taken(q), "why")
+        q.fail(popped(q), "why")
         with with_constant("shrink", -1):
             q.purge(3600, ("done", "failed"))
             self.assertEqual(self.are_replaced(before), [False, True])
@@ -6569,7 +6665,7 @@ class Shrinking(QueueCase):
     def test_keys_and_checkpoints_are_replaced_by_the_sweep(self) -> None:
         q, clock = self.queue(), self.clock()
         q.push(b"x", key="k")
-        task = _taken(q)
+        task = popped(q)
         q.checkpoint(task, b"1")
         q.done(task)
         before = self.opened("keys", "checkpoints")
@@ -6583,7 +6679,7 @@ class Shrinking(QueueCase):
         """RACE: another worker replaces pending/ before the rename of push(), twice. The rename
         fails with ENOENT though its source exists, and push() repeats it."""
         q = self.queue()
-        with hooked(at_call("move", None, raising(errno.ENOENT), times=2)):
+        with hooked(at_call("move", None, errno_raiser(errno.ENOENT), times=2)):
             q.push(b"x")
         self.assertEqual(self.drain(q), [b"x"])
 
@@ -6595,7 +6691,7 @@ class Shrinking(QueueCase):
 
         def pop() -> None:
             nonlocal task
-            task = _taken(q)
+            task = popped(q)
 
         def replace() -> None:
             pop()
@@ -6619,8 +6715,8 @@ class Shrinking(QueueCase):
         def hook(name: str, args: tuple[Any, ...]) -> None:
             nonlocal step
             if step and name == step[0] and str(args[0]).endswith(step[1]):
-                (_, _, happen), step = step, None  # its own calls are no steps
-                happen()
+                (_, _, action), step = step, None  # its own calls are no steps
+                action()
                 step = next(steps, None)
 
         with hooked(hook):
@@ -6710,7 +6806,7 @@ class Lacking(QueueCase):
             q.done(task)
 
     def test_without_hard_links_all_workers_still_share_one_clock(self) -> None:
-        with hooked(at_call("link", None, raising(errno.EPERM))):
+        with hooked(at_call("link", None, errno_raiser(errno.EPERM))):
             first, clock = self.queue("a"), self.clock()
             clock.wall_shift_s = 5000.0
             self.check_one_clock(first, self.queue("b"))
@@ -6730,11 +6826,11 @@ class Lacking(QueueCase):
         ident = q.push(b"x")
         with mock.patch("os.rename", rename):
             for _ in range(2):
-                q.done(_taken(q))
+                q.done(popped(q))
                 shutil.copy(self.file("done", ident), self.file("pending", ident))
             os.unlink(self.file("done", ident))
             for reason in ("first", "second"):
-                q.fail(_taken(q), reason)
+                q.fail(popped(q), reason)
                 os.replace(self.file("failed", ident), self.file("pending", ident))
         self.assertEqual(reason_of(q, ident), "second\n")
 
@@ -6743,21 +6839,21 @@ def make_queue_like_the_old_one(path: str) -> None:
     """Do what made AN_OLD_QUEUE. The queue then has tasks in every state, of every kind."""
     dead = FemtoQueue(path, "dead")
     dead.push(b"of a dead worker")
-    dead.checkpoint(_taken(dead), b"half way")
+    dead.checkpoint(popped(dead), b"half way")
     for key in ("b", "d"):
         dead.push(b"of a key in flight", key=key)
-        _taken(dead)
+        popped(dead)
     with FemtoQueue(path, "n1", detached=True) as q:
         q.push(b"newer", key="b")
         q.schedule(b"newer, and later", 4e15, key="d")
         q.push(b"detached")
-        _taken(q)
+        popped(q)
         q.push(b"done")
-        q.done(_taken(q))
+        q.done(popped(q))
         q.push(b"failed")
-        q.fail(_taken(q), "why\nso")
+        q.fail(popped(q), "why\nso")
         q.push_many([b"back", b"front"])
-        back, front = _taken(q), _taken(q)
+        back, front = popped(q), popped(q)
         q.checkpoint(front, b"far")
         q.release(front, front=True)
         q.release(back)
@@ -6766,7 +6862,7 @@ def make_queue_like_the_old_one(path: str) -> None:
         q.push(b"keyed, in UTF-8", key="\u00e4")
         q.schedule(b"later", 4e15)
         q.schedule(b"keyed, later", 4e15, key="c")
-    dies(dead)
+    simulate_death(dead)
 
 
 # The files that make_queue_like_the_old_one() left on 22 November 2026, when femtoqueue had another
@@ -6885,9 +6981,9 @@ class Compatibility(QueueCase):
             self.assertEqual(given, (self.path, "node1", 100, True))
         with FemtoQueue(data_dir=self.path, node_id="node1", timeout_stale_ms=100) as q:
             q.schedule(data=b"x", time_us=0)
-            q.fail(task=_taken(q))
+            q.fail(task=popped(q))
             q.push(data=b"x")
-            q.done(task=_taken(q))
+            q.done(task=popped(q))
         self.assertEqual(self.states(), {"failed": 1, "done": 1})
 
 
@@ -6998,7 +7094,7 @@ class Waiting(QueueCase):
         drain() and join() wait while other workers hold leases. drain() then delivers the tasks
         that come back. Both return when all tasks have ended; join() leases no task.
         """
-        self.hasten("base interval", 0.05)
+        self.set_constant("base interval", 0.05)
 
         def schedule(other: Any, at_s: float = 4e9) -> None:
             other.schedule(b"x", at_s * 1e6)
@@ -7018,7 +7114,7 @@ class Waiting(QueueCase):
             other.push(b"behind", key="k")
             other.done(held)
             self.assertFalse(other.join(0))
-            other.done(_taken(other))
+            other.done(popped(other))
 
         pop, join = FemtoQueue.pop, FemtoQueue.join
         take, keyed = (functools.partial(it, key="k") for it in (FemtoQueue.take, leased))
@@ -7027,14 +7123,14 @@ class Waiting(QueueCase):
             (pause, pop, resume, b"x"),
             (lambda it: leased(it, key="y"), take, lambda it, _: it.push(b"x", key="k"), b"x"),
             (keyed, take, FemtoQueue.release, b"x"),
-            (leased, pop, lambda other, _: dies(other), b"x"),
+            (leased, pop, lambda other, _: simulate_death(other), b"x"),
             (leased, pop, lambda other, held: other.extend(held, 50), b"x"),
             (leased, drain, lambda other, held: other.release(held, delay_s=0.05), b"x"),
             (leased, drain, FemtoQueue.done, None),
             (keyed, join, finish, True),
         )
         for before, wait, event, result in rows:
-            q, other = self.anew(), self.queue("n2", timeout_stale_ms=None)
+            q, other = self.new_queue(), self.queue("n2", timeout_stale_ms=None)
             it = before(other)
             self.assertFalse(wait(q, timeout=0.01))
             event_now = functools.partial(event, other, it)
@@ -7056,7 +7152,7 @@ class Waiting(QueueCase):
                 until(lambda: waiter in asleep)
                 os.kill(os.getpid(), signal.SIGINT)
 
-            with beside(press):
+            with in_threads(press):
                 self.assertRaises(KeyboardInterrupt, q.pop, None)
 
     def test_close_ends_all_waits_and_the_object_can_be_used_again(self) -> None:
@@ -7117,7 +7213,7 @@ class Hearing(QueueCase):
             return poll(PATIENCE_S * 1000) or self.fail("no event came")
 
         with hooked_poll(sleep):
-            return _taken(q, 60).data
+            return popped(q, 60).data
 
     def replace(self, directory: str, fresh: str = "fresh", old: str | None = "old") -> None:
         """Replace a directory of the queue by an empty one.
@@ -7385,7 +7481,7 @@ class Coroutines(QueueCase, unittest.IsolatedAsyncioTestCase):
     async def test_wait_raises_the_error_of_its_look(self) -> None:
         q = self.queue()
         q.push(b"x", key="k")
-        with hooked(at_call("move", "/pending/", raising(errno.EIO))):
+        with hooked(at_call("move", "/pending/", errno_raiser(errno.EIO))):
             for look in (q.pop_async(), q.take_async("k")):
                 with self.assertRaisesRegex(OSError, r"\[Errno 5\]"):
                     await look
@@ -7413,7 +7509,7 @@ class Coroutines(QueueCase, unittest.IsolatedAsyncioTestCase):
             got.extend(task.data for task in tasks if task)
 
         loops = [lambda: asyncio.run(wait())] * 2
-        with beside(*loops, lambda: got.append(_taken(q, 60).data)):
+        with in_threads(*loops, lambda: got.append(popped(q, 60).data)):
             q.push_many(b"%d" % number for number in range(11))
         self.assertEqual(sorted(got, key=int), [b"%d" % number for number in range(11)])
 
@@ -7505,7 +7601,7 @@ class Processing(QueueCase):
         ident = q.push(b"x")
         name = f"{ident[:20]}~{attempts - 1}~{ident}"
         os.rename(self.file("pending", ident), self.file("pending", name))
-        with contextlib.suppress(ValueError), q.processing(_taken(q)) as task:
+        with contextlib.suppress(ValueError), q.processing(popped(q)) as task:
             self.assertEqual((task.id, task.attempts), (ident, attempts))
             raise ValueError
         (name,) = self.names("scheduled")
@@ -7516,7 +7612,7 @@ class Processing(QueueCase):
 
     def renewing_queue(self) -> FemtoQueue:
         """Return a queue that renews its leases of 2 s every 20 ms."""
-        self.hasten("renewal", 0.01)
+        self.set_constant("renewal", 0.01)
         return self.queue(timeout_stale_ms=2000)
 
     def until_renewed(self, *tasks: FemtoTask) -> None:
@@ -7596,7 +7692,7 @@ class Processing(QueueCase):
         with q.processing(leased(q)) as task, q.processing(leased(q)) as other, q.processing(keyed):
             with (
                 self.locked("k"),
-                hooked(at_call("move", task.id, raising(errno.EIO))),
+                hooked(at_call("move", task.id, errno_raiser(errno.EIO))),
                 mock.patch.object(handler, "handle", side_effect=SystemExit) as handle,
             ):
                 before = keyed.path
@@ -7672,7 +7768,7 @@ class Processing(QueueCase):
         q = self.queue()
         task = leased(q)
         q.checkpoint(task, b"former")
-        with hooked(at_call("move", f"checkpoints/{task.id}", raising(errno.EIO))):
+        with hooked(at_call("move", f"checkpoints/{task.id}", errno_raiser(errno.EIO))):
             self.assertRaises(OSError, q.checkpoint, task, b"newer")
         self.check_invariants()
         q.release(task)
@@ -7727,7 +7823,7 @@ class Work(QueueCase):
 
     def test_drain_waits_for_what_comes_later_and_for_others(self) -> None:
         """For longer than it waits for a task at a time."""
-        self.hasten("base interval", 0.02)
+        self.set_constant("base interval", 0.02)
         q, other = self.queue(), self.queue("n2", timeout_stale_ms=100)
         for concurrency in (1, 3):
             q.schedule(b"later", (time.time() + 0.1) * 1e6)
@@ -7746,12 +7842,12 @@ class Work(QueueCase):
             (lambda: clock.advance(61), as_usual, None, True),
             (sys.exit, as_usual, SystemExit, False),
             (int, lambda: hooked(at_call("open", claimed, stop.set)), None, False),
-            (int, lambda: hooked(at_call("move", ends, raising(errno.EIO))), OSError, False),
+            (int, lambda: hooked(at_call("move", ends, errno_raiser(errno.EIO))), OSError, False),
             (int, lambda: hooked(at_call("move", ends, interrupt)), KeyboardInterrupt, False),
             (int, no_more_threads, RuntimeError, False),
         )
         for concurrency, (happens, broken, error, is_done) in itertools.product((1, 2), rows):
-            q, handled = self.anew(max_attempts=2), list[object]()
+            q, handled = self.new_queue(max_attempts=2), list[object]()
             q.push_many([b"x"] * 9)
             stop.clear()
 
@@ -7779,7 +7875,7 @@ class Work(QueueCase):
             def fail(name: str, args: tuple[Any, ...], broken: threading.Event = broken) -> None:
                 if name == "list" and args[0].endswith("pending") and not self.names("pending"):
                     broken.set()
-                    fail_with(errno.ENOSPC)
+                    raise_errno(errno.ENOSPC)
 
             def handle(_: object, event: Any = broken, is_signal: bool = is_signal) -> None:
                 event.wait(60)
@@ -7846,7 +7942,7 @@ class Work(QueueCase):
             (1, "released", 0),
             (2, "released", 0),
         ):
-            q, begun, is_over = self.anew(), threading.Barrier(concurrency), threading.Event()
+            q, begun, is_over = self.new_queue(), threading.Barrier(concurrency), threading.Event()
             q.push_many([b"0", b"1", b"2"])
 
             def handle(_: object, end: str = end, begun: Any = begun, over: Any = is_over) -> None:
@@ -7877,7 +7973,7 @@ class Checking(QueueCase):
         self.foreign = ("notes.txt", "x.tmp")
         order = q.push(b"x")[:20]
         self.pop(dead)
-        dies(dead)
+        simulate_death(dead)
         q.push(b"k", key="k")
         os.unlink(self.file("pending", self.names("pending")[-1]))
         ident = q.push(b"x")
@@ -7953,10 +8049,10 @@ class Checking(QueueCase):
     def test_unreadable_directory_is_reported_and_the_check_goes_on(self) -> None:
         q = self.queue()
         self.put(f"{1:020d}-0000aaaa", b"torn")
-        with hooked(at_call("list", "/failed", raising(errno.EACCES))):
+        with hooked(at_call("list", "/failed", errno_raiser(errno.EACCES))):
             kinds = {it.kind for it in q.check()}
         self.assertEqual(kinds, {"unreadable", "corrupt"})
-        with hooked(at_call("move", "/failed", raising(errno.EACCES))):
+        with hooked(at_call("move", "/failed", errno_raiser(errno.EACCES))):
             self.assertEqual({*q.check(repair=True)}, {*q.check()})
         q.pop()
 
@@ -8664,7 +8760,7 @@ class CommandLine(QueueCase):
         self.put("file", b"", "")
         for text, line in self.WRONG_USES_OF_A_QUEUE:
             self.check_wrong(line, text)
-        with hooked(at_call("stat", "jobs/pending", raising(errno.EACCES))):
+        with hooked(at_call("stat", "jobs/pending", errno_raiser(errno.EACCES))):
             self.check_wrong("ls jobs", "Permission denied")
         self.assertEqual(self.states(), {"pending": 1})
 
@@ -8790,7 +8886,7 @@ class CommandLine(QueueCase):
         code = (
             "import os\ndef killpg(group, number):\n    raise PermissionError\nos.killpg = killpg\n"
         )
-        self.hasten("grace", 0.1)
+        self.set_constant("grace", 0.1)
         *words, main = self.patient()
         self.queue(None).push(b"x")
         command = "work", "jobs", "-q", "--task-timeout", "100ms", "--max-attempts", "2", "--drain"
@@ -8800,7 +8896,7 @@ class CommandLine(QueueCase):
         self.assertIn("its command can't be killed", err)
 
     def test_a_time_limit_is_kept_though_nobody_reads_what_jobs_write(self) -> None:
-        self.hasten("grace", 0.3)
+        self.set_constant("grace", 0.3)
         self.queue().push_many([b"x"] * 2)
         limits = "--task-timeout", "300ms", "--max-attempts", "1"
         with self.working("exec yes", "-j", "2", "--drain", *limits) as process:
@@ -8820,7 +8916,7 @@ class CommandLine(QueueCase):
     @unittest.skipUnless(sys.platform == "linux", "pipes have a size on Linux")
     def test_a_slow_reader_gets_all_output_also_when_the_time_limit_is_over(self) -> None:
         """One that reads nothing for the time of grace has stalled."""
-        self.hasten("grace", 1)
+        self.set_constant("grace", 1)
         self.queue().push(b"x")
         code = "import fcntl, os; fcntl.fcntl(1, 1031, 1 << 20); os.write(1, bytes(1000000))"
         limits = "--task-timeout", "1s", "--max-attempts", "1"
@@ -9043,8 +9139,8 @@ class CommandLine(QueueCase):
     def test_what_ends_of_the_second_signal_is_given_back_when_all_of_it_has_ended(self) -> None:
         """It goes to each command's group. Not when a shell has ended is its task given back, but
         when its program has; and what ended well is done."""
-        self.hasten("one signal", 0.05)
-        self.hasten("grace", 0.3)
+        self.set_constant("one signal", 0.05)
+        self.set_constant("grace", 0.3)
         see = "while sleep 0.01; do ls jobs/pending | grep $FEMTOQUEUE_ID >> seen; done"
         script = f"""read x; case $x in
             group) sleep 1000 & echo $!; wait ;;
@@ -9084,7 +9180,9 @@ class CommandLine(QueueCase):
             (saves, signal.SIGTERM, "worker", "pending"),
             (saves, signal.SIGTERM, "CMD", "pending"),
         )
-        self.hasten("one signal", 60)  # CMD's end is slow to be seen, and so is a worker's signal
+        self.set_constant(
+            "one signal", 60
+        )  # CMD's end is slow to be seen, and so is a worker's signal
         os.mkfifo("fifo")
         for jobs, (script, number, first, state) in zip((2, 1) * 6, orders, strict=True):
             with self.subTest(script, number=number, first=first):
@@ -9131,8 +9229,8 @@ class CommandLine(QueueCase):
 
     def test_signals_end_work_though_nobody_reads_what_it_says(self) -> None:
         """They find output that is stuck; and if it is standard error, a log line that is, too."""
-        self.hasten("one signal", 0.1)
-        self.hasten("grace", 0.3)
+        self.set_constant("one signal", 0.1)
+        self.set_constant("grace", 0.3)
         for output, to in (("stdout", ""), ("stderr", ">&2")):
             self.queue().push_many([b"fails", b"writes"])
             script = f"read x; if test $x = fails; then sleep 0.2; exit 1; fi; yes {to}"
@@ -9494,7 +9592,7 @@ class Meeting(QueueCase):
         passed the place of the oldest one, and returns only the younger ones. The oldest is still
         delivered first. This also holds if most of the listed names are foreign."""
         for before, foreign, meanwhile in ((0, 0, 300), (300, 0, 300), (0, 300, 2)):
-            q, pushed = self.anew(), list[str]()
+            q, pushed = self.new_queue(), list[str]()
             self.assertIsNone(q.pop())
             q.push_many([b"x"] * before)
             self.foreign = tuple(self.put(f"foreign{n}", b"") for n in range(foreign))
@@ -9507,7 +9605,7 @@ class Meeting(QueueCase):
                 return names
 
             with mock.patch.object(femtoqueue, "os", fake_os(listdir=listdir)):
-                ids = [_taken(q).id for _ in range(before + meanwhile)]
+                ids = [popped(q).id for _ in range(before + meanwhile)]
             self.assertEqual(ids, sorted(ids))
 
     def test_push_of_a_signal_handler_while_an_id_is_made_gets_another_id(self) -> None:
@@ -9534,7 +9632,7 @@ class Meeting(QueueCase):
                 reads.set()
                 may_go_on.wait(PATIENCE_S)
 
-        with hooked(meet), beside(lambda: got.append(q.take(id=wanted))):
+        with hooked(meet), in_threads(lambda: got.append(q.take(id=wanted))):
             reads.wait(PATIENCE_S)
             task = q.pop()
             may_go_on.set()
@@ -9549,7 +9647,7 @@ class Meeting(QueueCase):
                 self.check_push_and_fork_while_hanging(event)
 
     def check_push_and_fork_while_hanging(self, event: str) -> None:
-        q, other = self.anew(), FemtoQueue(self.new_dir(self.memory))
+        q, other = self.new_queue(), FemtoQueue(self.new_dir(self.memory))
         self.addCleanup(other.close)
         os.mkdir(self.file("inflight-n2"))
         hangs, goes_on = threading.Event(), threading.Event()
@@ -9568,10 +9666,10 @@ class Meeting(QueueCase):
         def fork() -> None:
             children.append(self.child(lambda child: child.say("forked")))
 
-        with hooked(hang), beside(q.stats):
+        with hooked(hang), in_threads(q.stats):
             self.assertTrue(hangs.wait(PATIENCE_S))
             for works in ((push,), (fork, push)):
-                with beside(*works):
+                with in_threads(*works):
                     pass
             said = [child.line() for child in children]
             self.assertEqual((len(pushed), said), (2, ["forked"]))
@@ -9597,7 +9695,7 @@ class Meeting(QueueCase):
             self.assertIsNone(q.pop())
         fork.join(PATIENCE_S)
         self.assertEqual(children[0].line(), "forked")
-        dies(q)
+        simulate_death(q)
         self.check_unlocked(lease_dir(q))
 
     @FORK
@@ -9675,17 +9773,17 @@ class Meeting(QueueCase):
         with its node_id lives.
         """
         for key, is_detached in (("k", False), (None, True), (None, False)):
-            q = self.anew(timeout_stale_ms=None, max_attempts=2, detached=is_detached)
+            q = self.new_queue(timeout_stale_ms=None, max_attempts=2, detached=is_detached)
             namesake = None if key else self.queue(timeout_stale_ms=None)
             self.assertIsNone(q.pop())
             self.assertIsNone(namesake and namesake.pop())
             q.push(b"x", key=key)
 
             def close(q: FemtoQueue = q, key: str | None = key) -> None:
-                with self.locked(key) if key else contextlib.nullcontext(), beside(q.close):
+                with self.locked(key) if key else contextlib.nullcontext(), in_threads(q.close):
                     pass
                 if key is None:
-                    fail_with(errno.EIO)
+                    raise_errno(errno.EIO)
 
             raises = contextlib.nullcontext() if key else self.assertRaises(OSError)
             closes = hooked(at_call("open", "inflight-n1/", close, times=1))

@@ -341,10 +341,10 @@ a worker can start on a full disk | Faults
 close() gives back the worker's tasks | Model
 -                    if is_alone:
 +                    if not is_alone:
-the interpreter exits even if a thread holds the worker's lock | LeftBehind hangs
+the interpreter exits even if a thread holds the worker's lock | InterruptedDelivery hangs
 -        if not worker.lock.acquire(blocking=not sys.is_finalizing()):
 +        if not worker.lock.acquire():
-the interpreter exits even if a thread is opening a lock | LeftBehind hangs
+the interpreter exits even if a thread is opening a lock | InterruptedDelivery hangs
 -    if sys.is_finalizing() or thread in
 +    if thread in
 close() leaves the leases of a worker with the same node_id alone | Model
@@ -504,7 +504,7 @@ a claim takes along the payload that is buffered behind a task | Keyed
 a payload that is due later is not delivered now, whoever put its task back | KeyedInterrupted
 -        due_ns = _future_due_ns(buffered)
 +        due_ns = None
-a newer payload starts with attempt 1, whoever put its task back | LeftBehind
+a newer payload starts with attempt 1, whoever put its task back | InterruptedDelivery
 -        if due_ns is None and _attempts_of(lease) == 1:
 +        if due_ns is None:
 a schedule() that raised an error leaves the due time of the buffered payload | Keyed
@@ -710,7 +710,7 @@ a task that a reclaim could not put back is not delivered | Meeting
 -            return  # RACE: the lock of the key is busy. The next reclaim tries again.
 +            self.lease_dir.undelivered[lease] = source or ""
 +            return
-a claim that could not be undone does not end as a delivery | LeftBehind
+a claim that could not be undone does not end as a delivery | InterruptedDelivery
 -            name = lease.path.partition("/")[2]
 +            name = self.undelivered.pop(lease.path) and lease.path.partition("/")[2]
 a claim whose undo failed is put back uncounted later | Faults
@@ -718,12 +718,12 @@ a claim whose undo failed is put back uncounted later | Faults
 +                self.orphans[lease.path] = self.undelivered.clear()
 a file that can't be claimed does not delay other tasks | Meeting
 -            place = self.back_path(place, _attempts_of(place))
-a task found by a wait is put back uncounted if the caller does not get it | LeftBehind
+a task found by a wait is put back uncounted if the caller does not get it | InterruptedDelivery
 -        if found is not None or time.monotonic() >= end_s:
 -            return self.hand_over(found)
 +        if self.hand_over(found) is not None or time.monotonic() >= end_s:
 +            return found
-a task found by a coroutine is put back uncounted if the caller does not get it | LeftBehind
+a task found by a coroutine goes back uncounted if the caller does not get it | InterruptedDelivery
 -            return self.hand_over(await asyncio.wrap_future(request.answer))
 +            return await asyncio.wrap_future(request.answer)
 a claim that is lost leaves another worker's claim of the same task alone | Meeting hangs
@@ -794,7 +794,7 @@ a host whose queue clock is ahead does not remove files that others write | Lost
 a task whose lease had ended may belong to another delivery | LostReply
 -        if not (self.is_fuse or (is_lease and _stamp_of(source) <= self.clock.now_ns())):
 +        if not self.is_fuse:
-a claim whose reply was lost is a delivery | PlaceLost
+a claim whose reply was lost is a delivery | LeaseDirectoryLost
 -            return os.path.basename(lease) in os.listdir(self.path)
 +            return False
 a finished task that a healed replica brings back is not delivered | Healed
