@@ -8977,7 +8977,7 @@ class CommandLine(QueueCase):
         """Return what is said of the pace, from samples: seconds, tasks left, ended by us."""
         progress = through_seam("progress")(self.path)
         for sample in samples:
-            progress.note(*sample)
+            progress.add_sample(*sample)
         text: str = progress.pace_text()
         return text
 
@@ -9007,7 +9007,7 @@ class CommandLine(QueueCase):
         q.schedule(b"x", (time.time() + 60) * 1e6)
         self.pop(q)
         progress = through_seam("progress")(self.path)
-        progress.look(0)
+        progress.count_left(0)
         self.assertEqual((progress.waiting, progress.running), (3, 1))
         names, directories = progress.names, iter(("pending",))
 
@@ -9017,11 +9017,11 @@ class CommandLine(QueueCase):
 
         with mock.patch.object(progress, "names", slow_names):
             clock.advance(1)
-            progress.look(0)
+            progress.count_left(0)
             q.push(b"x")
             for seconds, waiting in ((9, 3), (2, 4)):
                 clock.advance(seconds)
-                progress.look(0)
+                progress.count_left(0)
                 self.assertEqual(progress.waiting, waiting)
 
     def on_terminal(self, columns: int, *words: str, typed: bytes = b"", **env: str) -> str:
