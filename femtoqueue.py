@@ -7305,7 +7305,8 @@ class _Relay(threading.Thread):
                 data = os.read(pipe, 1 << 16)
                 if not data:
                     break
-                left = left and left - len(data)
+                if left is not None:
+                    left -= len(data)
                 self._receive(data)
                 self.passed += len(data)
         self._end_line()
@@ -7922,14 +7923,21 @@ class _CommandPool(_WorkerPool):
         _await_output(relays, end_s)
         _raise_first(relays)
         is_stopped = self._ended_by_stop(status, task)
-        # The signal may have ended a shell, while the program that the shell started still saves
-        # its state. The task must not run again meanwhile. So wait until the whole job has ended.
-        with self._processes.held(process) if is_stopped else nullcontext():
-            while is_stopped and _job_processes([process.pid]):
+        if is_stopped:
+            self._await_job(process, end_s)
+        return status, is_stopped
+
+    def _await_job(self, process: _Process, end_s: float) -> None:
+        """Wait until the whole job has ended. CMD has failed, because a signal that was also sent
+        to this worker has ended it. At the time limit, end the job.
+
+        The signal may have ended a shell, while the program that the shell started still saves its
+        state. The task must not run again meanwhile."""
+        with self._processes.held(process):
+            while _job_processes([process.pid]):
                 if time.monotonic() >= end_s:
                     _terminate([process.pid], 15)  # the watchdog knows the job already
                 time.sleep(0.05)
-        return status, is_stopped
 
     def _await_end(self, task: FemtoTask, process: _Process) -> None:
         """Wait for the end of a job that was killed, or for a second signal.

@@ -671,8 +671,8 @@ an assignment to a setting raises an error | Lifecycle
 -        if name in _SETTINGS and name in self.__dict__:
 +        if name in _SETTINGS and name not in self.__dict__ and name == "":
 a program that outlives its shell during a stop keeps its task until the program ends | CommandLine
--        while is_stopped and _job_processes([process.pid]):
-+        while is_stopped and self._is_told.wait(60) is None:
+-            while _job_processes([process.pid]):
++            while self._is_told.wait(60) is None:
 a command that succeeds after the second signal finishes its task | CommandLine
 -        if not status:
 +        if not status and len(self.signals) < 2:
