@@ -4506,7 +4506,7 @@ def demand(holds: object, why: str) -> None:
 
 
 @dataclasses.dataclass
-class Known:
+class ModelTask:
     """A task in the model.
 
     `at_ns` is the number that begins the name of the file. In pending/ this is the order, in
@@ -4523,7 +4523,7 @@ class Known:
     node: str = ""
     boot: int = 0
     held_by: FemtoTask | None = None
-    behind: Known | None = None
+    behind: ModelTask | None = None
     due_ns: int | None = None  # of a newer payload in keys/
     step: int = 0  # the step of the last move
     since_ns: int = 0  # the time of the last move
@@ -4573,7 +4573,7 @@ class Twin:
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
-        self.tasks: dict[str, Known] = {}
+        self.tasks: dict[str, ModelTask] = {}
         self.reasons: set[str] = set()
         self.saved: dict[str, tuple[bytes, bytes]] = {}  # by id: the payload, and its checkpoint
         self.entered: dict[tuple[int, int, str], int] = {}  # each name's first step in pending/
@@ -4590,16 +4590,16 @@ class Twin:
     def now_ns(self) -> int:
         return self.clock.steady_ns() + self.anchor_ns
 
-    def task_of_key(self, key: str | None) -> Known | None:
+    def task_of_key(self, key: str | None) -> ModelTask | None:
         live = ("pending", "scheduled", "inflight")
         same = (task for task in self.tasks.values() if task.key == key and task.state in live)
         return None if key is None else next(same, None)
 
-    def task_of_lease(self, lease: FemtoTask) -> Known | None:
+    def task_of_lease(self, lease: FemtoTask) -> ModelTask | None:
         task = self.tasks.get(lease.id)
         return task if task and task.state == "inflight" and task.held_by is lease else None
 
-    def in_states(self, *states: str) -> list[Known]:
+    def in_states(self, *states: str) -> list[ModelTask]:
         """Return the tasks in these states, sorted by the names of their files.
 
         The directories do not count in that order: a node_id may be random, and the same seed must
@@ -4610,7 +4610,7 @@ class Twin:
 
     # Moves
 
-    def move(self, task: Known, state: str, at_ns: int) -> None:
+    def move(self, task: ModelTask, state: str, at_ns: int) -> None:
         task.state, task.at_ns, task.held_by, task.ready_ns = state, at_ns, None, None
         task.step, task.since_ns, task.by = self.step, self.now_ns(), self.worker
         task.known_to = set() if self.pushing else {self.worker}
@@ -4622,18 +4622,18 @@ class Twin:
 
     def add(self, ident: str, data: bytes, key: str | None, due_ns: int | None) -> None:
         demand(ident not in self.tasks, "an id was given twice")
-        task = self.tasks[ident] = Known(ident, data, key, "", 0)
+        task = self.tasks[ident] = ModelTask(ident, data, key, "", 0)
         late_ns = task.order_ns - self.now_ns()
         demand(0 <= late_ns < 10_000, f"an id's order is {late_ns} ns from its push")
         self.enqueue(task, due_ns)
 
-    def enqueue(self, task: Known, due_ns: int | None) -> None:
+    def enqueue(self, task: ModelTask, due_ns: int | None) -> None:
         if due_ns is None:
             self.move(task, "pending", task.order_ns)
         else:
             self.move(task, "scheduled", due_ns)
 
-    def replace(self, task: Known, data: bytes, due_ns: int | None) -> None:
+    def replace(self, task: ModelTask, data: bytes, due_ns: int | None) -> None:
         """Replace the payload of a task that waits, as a push with its key does. The task keeps
         its place unless the push gives a due time."""
         if not task.is_bare:
@@ -4649,7 +4649,7 @@ class Twin:
             self.entered.setdefault((task.at_ns, 0, task.id), self.step)
             task.known_to = task.known_to | {self.worker}
 
-    def first_listed_step(self, task: Known) -> int:
+    def first_listed_step(self, task: ModelTask) -> int:
         """Return the first step whose listing of pending/ can have led a worker to this task.
 
         A new payload of a key keeps the place of its task, and its attempts begin at 0 again. So a
@@ -4664,17 +4664,17 @@ class Twin:
         ]
         return min(steps, default=0)
 
-    def put_behind(self, task: Known, ident: str, data: bytes, due_ns: int | None) -> None:
+    def put_behind(self, task: ModelTask, ident: str, data: bytes, due_ns: int | None) -> None:
         newer = task.behind
         if newer is None:
-            newer = Known(ident, data, task.key, "", 0)
+            newer = ModelTask(ident, data, task.key, "", 0)
             demand(ident not in self.tasks, "an id was given twice")
             self.tasks[ident] = task.behind = newer
         demand(newer.id == ident, "there are two payloads behind one task")
         newer.data, newer.due_ns = data, due_ns
         self.move(newer, "keys", newer.order_ns if due_ns is None else due_ns)
 
-    def lease(self, task: Known, lease: FemtoTask, node: str, lasts_ns: int) -> None:
+    def lease(self, task: ModelTask, lease: FemtoTask, node: str, lasts_ns: int) -> None:
         expected = FemtoTask(task.id, task.data, task.attempts + 1, task.key)
         demand(lease == expected, f"{lease} was delivered, not {expected}")
         if not task.is_bare:
@@ -4686,7 +4686,7 @@ class Twin:
         self.move(task, "inflight", self.now_ns() + lasts_ns)
         task.held_by, task.node, task.boot = lease, node, self.boot
 
-    def end(self, task: Known, state: str, reason: bool = False) -> None:
+    def end(self, task: ModelTask, state: str, reason: bool = False) -> None:
         newer, task.behind = task.behind, None
         self.move(task, state, task.order_ns)
         if state == "failed":
@@ -4696,7 +4696,7 @@ class Twin:
         if newer is not None:
             self.enqueue(newer, newer.due_ns)
 
-    def move_back(self, task: Known, state: str, at_ns: int) -> None:
+    def move_back(self, task: ModelTask, state: str, at_ns: int) -> None:
         """Move a task that is released, reclaimed or due back to where it waits.
 
         A newer payload stays buffered behind the task. If that payload is due later, the task
@@ -4708,10 +4708,10 @@ class Twin:
                 state, at_ns = "scheduled", task.behind.at_ns
         self.move(task, state, at_ns)
 
-    def is_later(self, newer: Known) -> bool:
+    def is_later(self, newer: ModelTask) -> bool:
         return newer.due_ns is not None and newer.due_ns > self.clock.wall_ns()
 
-    def take_along(self, task: Known) -> None:
+    def take_along(self, task: ModelTask) -> None:
         """Replace the payload of a task that is being claimed by the newer payload behind it. If
         the newer payload is due later, the task is not delivered but waits for that time."""
         newer, task.behind = task.behind, None
@@ -4732,7 +4732,7 @@ class Twin:
 
     # Housekeeping
 
-    def is_over(self, task: Known) -> bool:
+    def is_over(self, task: ModelTask) -> bool:
         """Whether any worker may end the lease of a task: its worker is dead, or it is late."""
         dead = task.boot == self.boot and not self.living[task.node]
         return dead or task.at_ns <= self.now_ns()
@@ -4752,7 +4752,7 @@ class Twin:
                 task.ready_ns = max(before_ns, now_ns - late_ns)
         self.looked_ns = now_ns
 
-    def do_housekeeping(self, task: Known, max_attempts: int | None) -> bool:
+    def do_housekeeping(self, task: ModelTask, max_attempts: int | None) -> bool:
         """Do one step of housekeeping with a task, as any pop() may. Return False if there was
         nothing to do."""
         if task.state == "scheduled" and task.at_ns <= self.clock.wall_ns():
@@ -5037,7 +5037,7 @@ class Fuzz:
         self.note_lease_dir_taken(w)
         self.model_push(self.model.task_of_key(key), (ident, data, key, due_ns), policy, refused)
 
-    def model_push(self, task: Known | None, new: Pushed, policy: str, refused: bool) -> None:
+    def model_push(self, task: ModelTask | None, new: Pushed, policy: str, refused: bool) -> None:
         """Do in the model what a push did. `task` is the live task that the key had before."""
         ident, data, key, due_ns = new
         leased = task is not None and task.state == "inflight"
@@ -5076,7 +5076,7 @@ class Fuzz:
                 due = task.by == w.number and task.at_ns <= self.clock.wall_ns()
                 demand(not due, f"pop() overlooked {task}, which its object scheduled")
 
-    def call_and_lease(self, w: Worker, call: Callable[..., FemtoTask | None]) -> Known | None:
+    def call_and_lease(self, w: Worker, call: Callable[..., FemtoTask | None]) -> ModelTask | None:
         """Call pop() or take(), sometimes with a lease_ms, and lease the delivered task in the
         model. Return the task as it was before the call; None if no task was delivered."""
         lease_ms = self.chance.choice((*[None] * 9, 90_000))
@@ -5088,7 +5088,7 @@ class Fuzz:
         self.check_housekeeping(w)
         return was
 
-    def model_lease(self, w: Worker, lease: FemtoTask, lease_ms: int | None) -> Known:
+    def model_lease(self, w: Worker, lease: FemtoTask, lease_ms: int | None) -> ModelTask:
         task = self.model.tasks.get(lease.id)
         if task is None or task.state not in ("pending", "scheduled", "inflight"):
             raise AssertionError(f"{task} was delivered")
@@ -5111,7 +5111,7 @@ class Fuzz:
             ready_ns = self.model.now_ns() if task.ready_ns is None else task.ready_ns
             demand(self.model.now_ns() - ready_ns < 0.41e9, f"{task} was not brought back")
 
-    def check_order(self, w: Worker, was: Known) -> None:
+    def check_order(self, w: Worker, was: ModelTask) -> None:
         """Fail if the delivered task (`was`) overtook an older one.
 
         A task may wait only if it came to pending/ after the listing from which the batch of the
@@ -5164,22 +5164,22 @@ class Fuzz:
         else:
             demand(task is not None, "a lease that was lost could be used")
 
-    def done(self, w: Worker, held: Held, task: Known | None) -> None:
+    def done(self, w: Worker, held: Held, task: ModelTask | None) -> None:
         w.q.done(held.task)
         self.model_end(held, task, "done" if w.q.keep_done else "gone")
 
-    def model_end(self, held: Held, task: Known | None, state: str, reason: bool = False) -> None:
+    def model_end(self, held: Held, task: ModelTask | None, state: str, reason: bool = False) -> None:
         if held.task.checkpoint is not None:  # its file is deleted with the end of the task
             self.model.saved.pop(held.task.id, None)
         if task is not None:
             self.model.end(task, state, reason)
 
-    def fail(self, w: Worker, held: Held, task: Known | None) -> None:
+    def fail(self, w: Worker, held: Held, task: ModelTask | None) -> None:
         reason = self.chance.choice((None, "why", ValueError("why")))
         w.q.fail(held.task, reason)
         self.model_end(held, task, "failed", reason is not None)
 
-    def release(self, w: Worker, held: Held, task: Known | None) -> None:
+    def release(self, w: Worker, held: Held, task: ModelTask | None) -> None:
         front, delay_s = self.chance.choice(((False, 0), (True, 0), (False, 0.1), (False, 9.5)))
         w.q.release(held.task, front=front, delay_s=delay_s)
         if task is not None and delay_s:
@@ -5189,14 +5189,14 @@ class Fuzz:
             at_ns = task.order_ns if front else self.model.now_ns()
             self.model.move_back(task, "pending", at_ns)
 
-    def extend(self, w: Worker, held: Held, task: Known | None) -> None:
+    def extend(self, w: Worker, held: Held, task: ModelTask | None) -> None:
         ms = self.chance.choice((None, 1, 60_000))
         w.q.extend(held.task, ms)
         held.end_ns = self.model.now_ns() + (held.lasts_ns if ms is None else ms * 1_000_000)
         if task is not None:
             task.at_ns, task.ready_ns = held.end_ns, None
 
-    def checkpoint(self, w: Worker, held: Held, task: Known | None) -> None:
+    def checkpoint(self, w: Worker, held: Held, task: ModelTask | None) -> None:
         """Save a checkpoint. That also renews the lease, and never shortens it."""
         w.q.checkpoint(held.task, saved := self.payload())
         demand(held.task.checkpoint == saved, "a holder sees another checkpoint")
@@ -5222,7 +5222,7 @@ class Fuzz:
             demand(task and other is None, f"{task} retried; its key has {other}")
             self.model_retry(self.model.tasks[ident])
 
-    def model_retry(self, task: Known) -> None:
+    def model_retry(self, task: ModelTask) -> None:
         task.attempts = 0
         self.model.reasons.discard(task.id)
         self.model.move(task, "pending", self.model.now_ns())
@@ -5337,7 +5337,7 @@ class Fuzz:
             keys = [task.key for task in known if task.key is not None]
             demand([*w.q.keys(state)] == keys, f"keys({state}) are not {keys}")
 
-    def check_fields(self, task: Known, told: FemtoTask) -> None:
+    def check_fields(self, task: ModelTask, told: FemtoTask) -> None:
         """Fail unless `told` has the state, node and deadline or due time of the task, and a reason
         exactly if the task failed with one."""
         is_leased = task.state == "inflight"
