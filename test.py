@@ -4563,7 +4563,7 @@ class ModelTask:
 Place = tuple[str, int, int, bool]
 
 
-class Twin:
+class QueueModel:
     """A queue in memory: the model, which says what the directory must hold after each operation.
 
     Housekeeping of pop() (due tasks, ended leases, tasks delivered too often) may be late by 0.4 s.
@@ -4843,7 +4843,7 @@ class Fuzz:
     def __init__(self, path: str, seed: int) -> None:
         self.path, self.seed, self.chance = path, seed, random.Random(seed)
         self.clock = Clock(2e9, 1000)
-        self.model = Twin(self.clock)
+        self.model = QueueModel(self.clock)
         self.said: deque[str] = deque(maxlen=12)
         self.held: list[Held] = []
         self.paths: dict[str, str] = {}  # by id: the path of each task when it was last listed
