@@ -7093,7 +7093,7 @@ class Polling(Waiting):
     polling = True
 
 
-class Hearing(QueueCase):
+class WaitingWithInotify(QueueCase):
     """A wait with inotify misses no event."""
 
     def setUp(self) -> None:

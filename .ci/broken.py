@@ -586,10 +586,10 @@ retry() of a task raises an error if its key has another task | Model
 close() ends a wait in another thread | Waiting hangs
 -                if found is not None or left_s <= 0 or self._lease_dir.closes != closes:
 +                if found is not None or left_s <= 0:
-a wait notices that pending/ was replaced | Hearing hangs
+a wait notices that pending/ was replaced | WaitingWithInotify hangs
 -        if self._watch():
 +        if not self._watches:
-a wait lists a replaced pending/ after it began to watch it | Hearing hangs
+a wait lists a replaced pending/ after it began to watch it | WaitingWithInotify hangs
 -        return self._watches != before
 +        return False
 a command whose payload can't be printed does not print the lease | CommandLine
