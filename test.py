@@ -9485,7 +9485,7 @@ class Documents(QueueCase):
 # Races that need a test of their own
 
 
-class Meeting(QueueCase):
+class Races(QueueCase):
     """Races of two operations, or of an operation and a signal, that the tests which try every
     system call do not reach."""
 
