@@ -6642,7 +6642,7 @@ class Shrinking(QueueCase):
 # Functions that a system may lack
 
 
-class Lacking(QueueCase):
+class MissingFunctions(QueueCase):
     """The queue works where Python or the file system lacks a function. Without flock, leases end
     by their deadlines only."""
 
