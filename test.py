@@ -8518,7 +8518,7 @@ class CommandLine(QueueCase):
         """Return the words that run femtoqueue.pyc, which waits for as long as we would."""
         return self.python({it: constant(it) for it in ("one signal", "grace")})
 
-    def run_it(self, *words: str) -> tuple[int, str, str]:
+    def run_command(self, *words: str) -> tuple[int, str, str]:
         """Run a command in this process; what may start others, alone."""
         if words[:1] == ("work",) and "--" in words and hasattr(vars(femtoqueue)["os"], "fork"):
             return run_guarded(*self.patient(), *words, env=self.env)
@@ -8539,7 +8539,7 @@ class CommandLine(QueueCase):
 
     def ok(self, *words: str) -> str:
         """Run it, and return what it prints: nothing went wrong."""
-        status, out, err = self.run_it(*words)
+        status, out, err = self.run_command(*words)
         self.assertEqual((status, err), (0, ""), words)
         return out
 
@@ -8595,7 +8595,7 @@ class CommandLine(QueueCase):
                 until_gone(*file.read().split())
             return ""
         if re.match(r"femtoqueue (?!work )[^|;&<>$]*$", command):
-            status, out, err = self.run_it(*words[1:])
+            status, out, err = self.run_command(*words[1:])
         else:
             status, out, err = run_guarded("sh", "-c", command, env=self.env)
         lines = [*out.removesuffix("\n").split("\n")] if out else []
@@ -8669,7 +8669,7 @@ class CommandLine(QueueCase):
         self.assertEqual(self.states(), {"pending": 1})
 
     def check_wrong(self, line: str, text: str) -> None:
-        status, out, err = self.run_it(*line.split())
+        status, out, err = self.run_command(*line.split())
         self.assertEqual((status, out, err.count("\n")), (2, "", 1), f"{line}\n{err}")
         self.assertIn(text, err)
 
@@ -9218,14 +9218,14 @@ class Documents(QueueCase):
         os.chdir(path)
         shutil.copy(os.path.join(HERE, "femtoqueue.py"), ".")
 
-    def run_it(self, *command: str) -> str:
+    def run_command(self, *command: str) -> str:
         """Run a command, and return what it prints: nothing goes wrong."""
         status, out, err = run_guarded(*command, env=os.environ)
         self.assertEqual((status, err), (0, ""), command[-1])
         return out
 
     def run_python(self, code: str) -> str:
-        return self.run_it(sys.executable, "-S", "-W", "error", "-c", code)
+        return self.run_command(sys.executable, "-S", "-W", "error", "-c", code)
 
     def blocks(self, language: str = "") -> list[tuple[str, str]]:
         """Return the README's blocks of code, each with its language; or those of one language."""
@@ -9397,7 +9397,7 @@ class Documents(QueueCase):
         command = command.replace("/usr/local/bin/resize", "cat")
         FemtoQueue("jobs").push_many([b"a\n", b"b\n"])
         drained = f"{sys.executable} -c 'from femtoqueue import *; FemtoQueue(\"jobs\").join()'"
-        said = self.run_it("sh", "-c", f"{command} 2> err & {drained}; kill $!; wait $!")
+        said = self.run_command("sh", "-c", f"{command} 2> err & {drained}; kill $!; wait $!")
         self.assertEqual((sorted(said.split()), settings["Restart"]), (["a", "b"], "always"))
 
     @FORK
@@ -9426,7 +9426,7 @@ class Documents(QueueCase):
             script = script.replace(here, there)
         self.put("element", script.encode(), "")
         os.chmod(self.put("task.sh", b"#!/bin/sh\necho begun\nexec sleep 1000\n", ""), 0o755)
-        said = self.run_it(
+        said = self.run_command(
             *("sh", "-c"),
             f"""export SLURM_CPUS_PER_TASK=2 SLURM_ARRAY_JOB_ID=7 SLURM_ARRAY_TASK_ID=1
             exec 2> err; sh element && {sys.executable} -m femtoqueue push jobs x
