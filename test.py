@@ -8537,7 +8537,7 @@ class CommandLine(QueueCase):
                 status = int(end.code or 0)
         return status, outputs[0].getvalue().decode(), outputs[1].getvalue().decode()
 
-    def ok(self, *words: str) -> str:
+    def output_of(self, *words: str) -> str:
         """Run it, and return what it prints: nothing went wrong."""
         status, out, err = self.run_command(*words)
         self.assertEqual((status, err), (0, ""), words)
@@ -8583,7 +8583,7 @@ class CommandLine(QueueCase):
         """Return what a command says, and its status. One of femtoqueue that needs no shell runs in
         this process, and so does one whose output is a part of a command."""
         part = r"\$\((femtoqueue [^()]*)\)"
-        command = re.sub(part, lambda it: self.ok(*shlex.split(it[1])[1:]).strip(), command)
+        command = re.sub(part, lambda it: self.output_of(*shlex.split(it[1])[1:]).strip(), command)
         words = shlex.split(command)
         if words[0] == "states":
             states = sorted(self.states().items())
@@ -8605,7 +8605,7 @@ class CommandLine(QueueCase):
 
     def test_push_with_sync_syncs(self) -> None:
         for words in ((), ("--sync",)):
-            synced = calls_of("fsync", functools.partial(self.ok, "push", "jobs", "x", *words))
+            synced = calls_of("fsync", functools.partial(self.output_of, "push", "jobs", "x", *words))
             self.assertEqual(bool(synced), bool(words))
 
     # A part of what is said, and what is typed, TASK being a task's id.
@@ -8674,17 +8674,17 @@ class CommandLine(QueueCase):
         self.assertIn(text, err)
 
     def test_help_fits_a_terminal_of_80_columns_and_has_an_example_for_each_command(self) -> None:
-        overview = self.ok("--help")
+        overview = self.output_of("--help")
         names = re.findall(r"(?m)^    ([a-z]+) ", overview)
         self.assertEqual(len(names), 18)
-        texts = {name: self.ok(name, "--help") for name in names}
+        texts = {name: self.output_of(name, "--help") for name in names}
         for name, text in texts.items():
             self.assertTrue(text.count("\n") <= 24 or name == "work", name)
             self.assertRegex(text, f"Example: .*femtoqueue {name} jobs")
             self.assertIn(f"\n    {name:9} {text.split(chr(10) * 2)[1]}\n", overview)
         for line in "\n".join([overview, *texts.values()]).split("\n"):
             self.assertLessEqual(len(line), 80, line)
-        self.assertEqual(self.ok("--version"), f"femtoqueue {femtoqueue.__version__}\n")
+        self.assertEqual(self.output_of("--version"), f"femtoqueue {femtoqueue.__version__}\n")
 
     def test_release_gives_back_what_is_renewed_as_it_looks(self) -> None:
         q = self.queue(detached=True)
@@ -8697,7 +8697,7 @@ class CommandLine(QueueCase):
             os.rename(self.file("inflight-n1", last), self.file("inflight-n1", renewed))
 
         with hooked(at_call("move", None, renew, times=1)):
-            self.assertEqual(self.ok("release", "jobs", "--all"), "released 2\n")
+            self.assertEqual(self.output_of("release", "jobs", "--all"), "released 2\n")
         self.assertEqual(self.states(), {"pending": 2})
 
     def test_pop_that_is_interrupted_before_it_prints_leaves_nothing_leased(self) -> None:
