@@ -8514,14 +8514,14 @@ class CommandLine(QueueCase):
         ours |= {"PATH": f"{self.bin}:{ours['PATH']}", "PYTHONDONTWRITEBYTECODE": "1"}
         self.env = {**ours, "COLUMNS": "80"}
 
-    def patient(self) -> list[str]:
+    def program(self) -> list[str]:
         """Return the words that run femtoqueue.pyc, which waits for as long as we would."""
         return self.python({it: constant(it) for it in ("one signal", "grace")})
 
     def run_command(self, *words: str) -> tuple[int, str, str]:
         """Run a command in this process; what may start others, alone."""
         if words[:1] == ("work",) and "--" in words and hasattr(vars(femtoqueue)["os"], "fork"):
-            return run_guarded(*self.patient(), *words, env=self.env)
+            return run_guarded(*self.program(), *words, env=self.env)
         outputs = io.BytesIO(), io.BytesIO()
         out, err = (io.TextIOWrapper(it, "utf-8", write_through=True) for it in outputs)
         with (
@@ -8760,7 +8760,7 @@ class CommandLine(QueueCase):
         """Its Python is removed while it works; or a user's random.py is where it was started."""
         code = "import tempfile; make = tempfile.TemporaryFile; calls = iter([make])\n"
         code += "tempfile.TemporaryFile = lambda: next(calls)()\n"
-        *words, main = self.patient()
+        *words, main = self.program()
         self.queue(None).push(b"x")
         command = "work", "jobs", "-q", "--max-attempts", "1", "--drain", "--", "true"
         self.assertEqual(run_guarded(*words, code + main, *command, env=self.env)[0], 2)
@@ -8777,7 +8777,7 @@ class CommandLine(QueueCase):
     def test_too_large_an_environment_is_no_failed_try(self) -> None:
         code = "import resource; resource.setrlimit(resource.RLIMIT_STACK, (1 << 20, 1 << 20))\n"
         env = self.env | dict.fromkeys("abcd", "x" * 100_000)
-        *words, main = self.patient()
+        *words, main = self.program()
         self.queue(None).push(b"x")
         command = "work", "jobs", "-q", "--max-attempts", "1", "--drain", "--", "true"
         status, _, err = run_guarded(*words, code + main, *command, env=env)
@@ -8791,7 +8791,7 @@ class CommandLine(QueueCase):
             "import os\ndef killpg(group, number):\n    raise PermissionError\nos.killpg = killpg\n"
         )
         self.hasten("grace", 0.1)
-        *words, main = self.patient()
+        *words, main = self.program()
         self.queue(None).push(b"x")
         command = "work", "jobs", "-q", "--task-timeout", "100ms", "--max-attempts", "2", "--drain"
         script = "--", "sh", "-c", "echo begin; sleep 1.5; echo end"
@@ -8811,7 +8811,7 @@ class CommandLine(QueueCase):
     def test_what_is_in_a_large_pipe_when_a_job_ends_is_passed_on(self) -> None:
         self.queue().push(b"x")
         code = "import fcntl, os; fcntl.fcntl(1, 1031, 1 << 20); os.write(1, bytes(1000000))"
-        command = *self.patient(), "work", "jobs", "-q", "--drain", "--", sys.executable, "-c", code
+        command = *self.program(), "work", "jobs", "-q", "--drain", "--", sys.executable, "-c", code
         with Command(command, env=self.env, stdout=subprocess.PIPE) as process:
             time.sleep(0.5)  # the pipe to us is full by then
             self.assertEqual(len(process.stdout.read()), 1000000)
@@ -8825,7 +8825,7 @@ class CommandLine(QueueCase):
         code = "import fcntl, os; fcntl.fcntl(1, 1031, 1 << 20); os.write(1, bytes(1000000))"
         limits = "--task-timeout", "1s", "--max-attempts", "1"
         words = (
-            *self.patient(),
+            *self.program(),
             "work",
             "jobs",
             "-q",
@@ -8934,7 +8934,7 @@ class CommandLine(QueueCase):
         with open(master, "r+b", buffering=0) as terminal:
             fcntl.ioctl(master, 0x5414, struct.pack("HHHH", 24, columns, 0, 0))  # TIOCSWINSZ
             env = self.env | {"TERM": "xterm"} | env
-            command = [*self.patient(), *words]
+            command = [*self.program(), *words]
             streams: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), slave)
             with Command(command, env=env, **streams, start_new_session=True):
                 os.close(slave)
@@ -8996,7 +8996,7 @@ class CommandLine(QueueCase):
         before = termios.tcgetattr(slave)
         for number in (signal.SIGTERM, signal.SIGHUP):
             streams: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), slave)
-            with Command([*self.patient(), "top", "jobs"], env=self.env, **streams) as process:
+            with Command([*self.program(), "top", "jobs"], env=self.env, **streams) as process:
                 until(lambda: termios.tcgetattr(slave) != before)
                 os.read(master, 1 << 16)
                 process.send_signal(number)
@@ -9005,7 +9005,7 @@ class CommandLine(QueueCase):
 
     def working(self, script: str, *words: str) -> Command:
         """Work by a shell's script, in a process of its own."""
-        command = [*self.patient(), "work", "jobs", "-q", *words, "--", "sh", "-c", script]
+        command = [*self.program(), "work", "jobs", "-q", *words, "--", "sh", "-c", script]
         pipe = subprocess.PIPE
         process = Command(command, env=self.env, stdin=pipe, stdout=pipe, stderr=pipe)
         self.addCleanup(process.wait)
@@ -9034,7 +9034,7 @@ class CommandLine(QueueCase):
         code += "def deaf_join(thread, timeout):\n    old = pthread_sigmask(SIG_BLOCK, {SIGINT})\n"
         code += "    join(thread, timeout), pthread_sigmask(SIG_SETMASK, old)\n"
         code += "Thread.join = deaf_join\n"
-        *words, main = self.patient()
+        *words, main = self.program()
         self.queue(None).push(b"x")
         script = "work", "jobs", "-q", "--", "sh", "-c", "kill -INT $PPID; exit 130"
         self.assertEqual(run_guarded(*words, code + main, *script, env=self.env)[0], 0)
