@@ -8493,11 +8493,11 @@ class CommandLine(QueueCase):
         py_compile.compile(source, f"{compiled}c", doraise=True)
         command = os.path.join(cls.bin, "femtoqueue")
         with open(command, "w", encoding="utf-8") as file:
-            file.write(f"#!{sys.executable} -SWerror\n{cls.python({})[-1]}\n")
+            file.write(f"#!{sys.executable} -SWerror\n{cls.program_with({})[-1]}\n")
         os.chmod(command, 0o755)
 
     @classmethod
-    def python(cls, waits: dict[str, float]) -> list[str]:
+    def program_with(cls, waits: dict[str, float]) -> list[str]:
         """Return the words that run femtoqueue.pyc, with some of CONSTANTS."""
         constants = {CONSTANTS[name]: seconds for name, seconds in waits.items()}
         code = f"import sys; sys.path[0] = {cls.bin!r}; import femtoqueue; "
@@ -8516,7 +8516,7 @@ class CommandLine(QueueCase):
 
     def program(self) -> list[str]:
         """Return the words that run femtoqueue.pyc, which waits for as long as we would."""
-        return self.python({it: constant(it) for it in ("one signal", "grace")})
+        return self.program_with({it: constant(it) for it in ("one signal", "grace")})
 
     def run_command(self, *words: str) -> tuple[int, str, str]:
         """Run a command in this process; what may start others, alone."""
@@ -8747,7 +8747,7 @@ class CommandLine(QueueCase):
     def test_work_reports_its_progress_now_and_then_and_at_the_end(self) -> None:
         """Elsewhere than on a terminal, by a plain line; TRANSCRIPTS have -q."""
         self.queue(None).push_many([b"x"] * 3)
-        command = (*self.python({"report": 0.05}), "work", "jobs", "--drain", "--", "sleep", "0.3")
+        command = (*self.program_with({"report": 0.05}), "work", "jobs", "--drain", "--", "sleep", "0.3")
         *before, last = run_guarded(*command, env=self.env)[2].splitlines()
         # A rate is shown if the machine was slow.
         self.assertRegex(last, r"^femtoqueue  3 done \| 0 running  0 waiting( \| [0-9.]+/s)?$")
