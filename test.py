@@ -8803,7 +8803,7 @@ class CommandLine(QueueCase):
         self.hasten("grace", 0.3)
         self.queue().push_many([b"x"] * 2)
         limits = "--task-timeout", "300ms", "--max-attempts", "1"
-        with self.working("exec yes", "-j", "2", "--drain", *limits) as process:
+        with self.start_work("exec yes", "-j", "2", "--drain", *limits) as process:
             self.assertEqual(process.wait(PATIENCE_S), 1)
         self.assertEqual(self.states(), {"failed": 2})
 
@@ -9003,7 +9003,7 @@ class CommandLine(QueueCase):
                 self.assertEqual(process.wait(PATIENCE_S), 128 + number)
             self.assertEqual(termios.tcgetattr(slave), before)
 
-    def working(self, script: str, *words: str) -> Command:
+    def start_work(self, script: str, *words: str) -> Command:
         """Work by a shell's script, in a process of its own."""
         command = [*self.program(), "work", "jobs", "-q", *words, "--", "sh", "-c", script]
         pipe = subprocess.PIPE
@@ -9055,7 +9055,7 @@ class CommandLine(QueueCase):
         for names in ("group", "group group group", "hangs program well"):
             self.queue().push_many(map(str.encode, names.split()))
             count, well = len(names.split()), names.count("well")
-            with self.working(script, "-j", str(count)) as process:
+            with self.start_work(script, "-j", str(count)) as process:
                 pids = process.begun(count)
                 process.stop(signal.SIGINT, signal.SIGTERM)
             self.assertEqual(process.returncode, 128 + signal.SIGTERM)
@@ -9090,7 +9090,7 @@ class CommandLine(QueueCase):
             with self.subTest(script, number=number, first=first):
                 more = 2 if first == "worker" else 0
                 self.queue().push_many([b"x"] * (jobs + more))
-                with self.working(script, "-j", str(jobs), "--max-attempts", "1") as process:
+                with self.start_work(script, "-j", str(jobs), "--max-attempts", "1") as process:
                     pids = [int(pid) for pid in process.begun(jobs)]
                     if first == "worker":
                         process.stop(number)
@@ -9114,7 +9114,7 @@ class CommandLine(QueueCase):
         self.queue().push_many([b"x"] * 4)
         os.mkfifo("fifo")
         for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGKILL):
-            with self.working("echo $$; read x < fifo", "--max-attempts", "1") as process:
+            with self.start_work("echo $$; read x < fifo", "--max-attempts", "1") as process:
                 (command,) = map(int, process.begun(1))
                 with open(f"/proc/{process.pid}/task/{process.pid}/children", "rb") as file:
                     (watchdog,) = {*map(int, file.read().split())} - {command}
@@ -9137,7 +9137,7 @@ class CommandLine(QueueCase):
             self.queue().push_many([b"fails", b"writes"])
             script = f"read x; if test $x = fails; then sleep 0.2; exit 1; fi; yes {to}"
             words = ("-j", "2", "--max-attempts", "1")
-            with self.subTest(output), self.working(script, *words) as process:
+            with self.subTest(output), self.start_work(script, *words) as process:
                 select.select([getattr(process, output)], [], [], 120)
                 until(lambda: len(self.names("failed")) == 2)  # it is full by then
                 process.send_signal(signal.SIGTERM)
@@ -9163,7 +9163,7 @@ class CommandLine(QueueCase):
     def test_the_second_signal_goes_to_a_program_that_has_outlived_its_shell(self) -> None:
         self.queue().push(b"x")
         program = "trap 'echo >> saved; exit' TERM; echo $$; while sleep 0.01; do :; done"
-        with self.working(f"echo $$; sh -c {shlex.quote(program)} & wait") as process:
+        with self.start_work(f"echo $$; sh -c {shlex.quote(program)} & wait") as process:
             shell, child = map(int, process.begun(2))
             process.stop(signal.SIGTERM)
             os.kill(shell, signal.SIGTERM)
@@ -9177,7 +9177,7 @@ class CommandLine(QueueCase):
 
     def kill_as_a_job_ends(self, signals: int, *words: str) -> None:
         program = "trap '' TERM; echo $$; while sleep 0.01 && test -d jobs; do :; done"
-        with self.working(f"echo $$; sh -c {shlex.quote(program)} & wait", *words) as process:
+        with self.start_work(f"echo $$; sh -c {shlex.quote(program)} & wait", *words) as process:
             shell, child = map(int, process.begun(2))
             if signals:
                 process.stop(signal.SIGTERM)
@@ -9193,7 +9193,7 @@ class CommandLine(QueueCase):
         self.queue().push_many([b"x"] * 30)
         for begun in (1, 5, 20):
             words = ("-j", "30", "--max-attempts", "9", "--timeout", "1000s")
-            with self.working("echo $$; exec sleep 1000", *words) as process:
+            with self.start_work("echo $$; exec sleep 1000", *words) as process:
                 pids = process.begun(begun)
                 process.kill()
                 pids += process.stdout.read().decode().split()  # until nobody has it any more
