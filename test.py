@@ -9012,7 +9012,7 @@ class CommandLine(QueueCase):
         self.addCleanup(process.kill)
         return process
 
-    def let_go_on(self, process: Command, count: int = 1) -> tuple[bytes, bytes]:
+    def unblock(self, process: Command, count: int = 1) -> tuple[bytes, bytes]:
         """Let as many commands go on that read the fifo; return what the process then says."""
         with open("fifo", "wb", buffering=0) as fifo:
             fifo.write(b"\n" * count)
@@ -9102,7 +9102,7 @@ class CommandLine(QueueCase):
                     if script == saves:
                         self.assertRaises(subprocess.TimeoutExpired, process.wait, 0.2)
                     if "fifo" in script:
-                        self.let_go_on(process, jobs)
+                        self.unblock(process, jobs)
                     process.wait(PATIENCE_S)
                 self.assertEqual(process.returncode, 0)
                 self.end_all(Counter({state: jobs}) + Counter(pending=more))
@@ -9124,7 +9124,7 @@ class CommandLine(QueueCase):
                     until_gone(command)
                     continue
                 until_gone(watchdog)
-                _, err = self.let_go_on(process)
+                _, err = self.unblock(process)
         self.assertEqual(process.returncode, 2)
         self.assertIn(b"watchdog", err)
         self.end_all({"done": 1, "failed": 2, "pending": 1})
