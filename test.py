@@ -8764,7 +8764,7 @@ class CommandLine(QueueCase):
         self.queue(None).push(b"x")
         command = "work", "jobs", "-q", "--max-attempts", "1", "--drain", "--", "true"
         self.assertEqual(run_guarded(*words, code + main, *command, env=self.env)[0], 2)
-        self.end_all({"pending": 1})
+        self.check_and_finish({"pending": 1})
         self.queue(None).push(b"x")
         with open("random.py", "w", encoding="ascii") as file:
             file.write("raise RuntimeError")
@@ -8783,7 +8783,7 @@ class CommandLine(QueueCase):
         status, _, err = run_guarded(*words, code + main, *command, env=env)
         self.assertEqual(status, 2)
         self.assertIn("femtoqueue: true can't be run: [Errno 7]", err)
-        self.end_all({"pending": 1})
+        self.check_and_finish({"pending": 1})
 
     def test_a_command_that_cannot_be_killed_does_not_run_beside_its_next_try(self) -> None:
         """It has become another user's, as sudo does."""
@@ -9018,7 +9018,7 @@ class CommandLine(QueueCase):
             fifo.write(b"\n" * count)
             return process.communicate(timeout=120)
 
-    def end_all(self, states: dict[str, int]) -> None:
+    def check_and_finish(self, states: dict[str, int]) -> None:
         """Check the states, and that no try was counted of what waits; end that."""
         self.assertEqual(self.states(), states)
         q = self.queue()
@@ -9038,7 +9038,7 @@ class CommandLine(QueueCase):
         self.queue(None).push(b"x")
         script = "work", "jobs", "-q", "--", "sh", "-c", "kill -INT $PPID; exit 130"
         self.assertEqual(run_guarded(*words, code + main, *script, env=self.env)[0], 0)
-        self.end_all({"pending": 1})
+        self.check_and_finish({"pending": 1})
 
     def test_what_ends_of_the_second_signal_is_given_back_when_all_of_it_has_ended(self) -> None:
         """It goes to each command's group. Not when a shell has ended is its task given back, but
@@ -9060,7 +9060,7 @@ class CommandLine(QueueCase):
                 process.stop(signal.SIGINT, signal.SIGTERM)
             self.assertEqual(process.returncode, 128 + signal.SIGTERM)
             until_gone(*pids)
-            self.end_all({"pending": count - well} | ({"done": well} if well else {}))
+            self.check_and_finish({"pending": count - well} | ({"done": well} if well else {}))
         self.assertEqual(os.path.getsize("seen"), 0)
 
     def test_a_stop_finishes_what_runs_and_a_try_that_it_ended_is_no_failure(self) -> None:
@@ -9105,7 +9105,7 @@ class CommandLine(QueueCase):
                         self.unblock(process, jobs)
                     process.wait(PATIENCE_S)
                 self.assertEqual(process.returncode, 0)
-                self.end_all(Counter({state: jobs}) + Counter(pending=more))
+                self.check_and_finish(Counter({state: jobs}) + Counter(pending=more))
         self.assertEqual(os.path.getsize("seen"), 0)
 
     @unittest.skipUnless(os.path.exists("/proc/thread-self/children"), "needs /proc")
@@ -9127,7 +9127,7 @@ class CommandLine(QueueCase):
                 _, err = self.unblock(process)
         self.assertEqual(process.returncode, 2)
         self.assertIn(b"watchdog", err)
-        self.end_all({"done": 1, "failed": 2, "pending": 1})
+        self.check_and_finish({"done": 1, "failed": 2, "pending": 1})
 
     def test_signals_end_work_though_nobody_reads_what_it_says(self) -> None:
         """They find output that is stuck; and if it is standard error, a log line that is, too."""
@@ -9148,7 +9148,7 @@ class CommandLine(QueueCase):
                         process.wait(20)
                         break
                 self.assertEqual(process.returncode, 128 + signal.SIGTERM)
-            self.end_all({"pending": 1, "failed": 1})
+            self.check_and_finish({"pending": 1, "failed": 1})
             self.queue().purge(0, "failed")
 
     @unittest.skipUnless(os.path.exists("/proc/self/stat"), "needs /proc")
@@ -9173,7 +9173,7 @@ class CommandLine(QueueCase):
             process.wait(PATIENCE_S)
             until_gone(child)
         self.assertTrue(os.path.exists("saved"))
-        self.end_all({"pending": 1})
+        self.check_and_finish({"pending": 1})
 
     def kill_as_a_job_ends(self, signals: int, *words: str) -> None:
         program = "trap '' TERM; echo $$; while sleep 0.01 && test -d jobs; do :; done"
