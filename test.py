@@ -8551,9 +8551,9 @@ class CommandLine(QueueCase):
                 os.chdir(self.new_dir(self.memory))
                 self.path, names = os.path.abspath("jobs"), dict[str, str]()
                 for step in steps:
-                    self.follow(step, names)
+                    self.check_step(step, names)
 
-    def follow(self, step: str, names: dict[str, str]) -> None:
+    def check_step(self, step: str, names: dict[str, str]) -> None:
         """Run the command of a step; what it says must be as wanted. names: what stands for what,
         from now on with those of this step."""
         parts = re.fullmatch(r"((?:.*\\\n)*.*?)(?: -> (.*)|\n((?s:.*))|)", step)
