@@ -8558,7 +8558,7 @@ class CommandLine(QueueCase):
         from now on with those of this step."""
         parts = re.fullmatch(r"((?:.*\\\n)*.*?)(?: -> (.*)|\n((?s:.*))|)", step)
         assert parts is not None
-        said = self.said(re.sub(r"\$(\w+)", lambda it: names.get(it[1], it[0]), parts[1]))
+        said = self.transcript_of(re.sub(r"\$(\w+)", lambda it: names.get(it[1], it[0]), parts[1]))
         if parts[2]:
             said, wanted = " ".join(said.split()), self.pattern(parts[2], names)
         else:
@@ -8579,7 +8579,7 @@ class CommandLine(QueueCase):
 
         return re.sub(r"<(\w+)>", named, re.escape(text).replace(r"\.\.\.", ".*"))
 
-    def said(self, command: str) -> str:
+    def transcript_of(self, command: str) -> str:
         """Return what a command says, and its status. One of femtoqueue that needs no shell runs in
         this process, and so does one whose output is a part of a command."""
         part = r"\$\((femtoqueue [^()]*)\)"
