@@ -8877,7 +8877,7 @@ class CommandLine(QueueCase):
         with mock.patch("os.getpid", return_value=1):
             self.assertEqual([*members([process.pid])], [(0, process.pid, process.pid)])
 
-    def progress(self, *samples: tuple[float, int, int]) -> str:
+    def pace_text(self, *samples: tuple[float, int, int]) -> str:
         """Return what is said of the pace, from samples: seconds, tasks left, ended by us."""
         progress = through_seam("progress")(self.path)
         for sample in samples:
@@ -8902,7 +8902,7 @@ class CommandLine(QueueCase):
             ([(0.0, 5, 0), (900.0, 5, 0)], ""),
             ([(s / 2, 100_000 - s, 0) for s in range(5000)], "2.0/s  about 13 h left"),
         ):
-            self.assertEqual(self.progress(*samples), text)
+            self.assertEqual(self.pace_text(*samples), text)
 
     def test_progress_counts_what_waits_for_its_time_and_looks_seldom_if_that_is_long(self) -> None:
         """At most a hundredth of the time."""
