@@ -8928,7 +8928,7 @@ class CommandLine(QueueCase):
                 progress.look(0)
                 self.assertEqual(progress.waiting, waiting)
 
-    def on_terminal(self, columns: int, *words: str, typed: bytes = b"", **env: str) -> str:
+    def run_on_terminal(self, columns: int, *words: str, typed: bytes = b"", **env: str) -> str:
         """Return what a command prints to a terminal, which has that many columns."""
         master, slave = os.openpty()
         with open(master, "r+b", buffering=0) as terminal:
@@ -8957,7 +8957,7 @@ class CommandLine(QueueCase):
         for columns, env, failed in cases:
             os.chdir(self.new_dir(self.memory))
             FemtoQueue("jobs").push_many([b"bad", b"good"])
-            said = self.on_terminal(columns, *command, script, **env)
+            said = self.run_on_terminal(columns, *command, script, **env)
             line = f"femtoqueue  {failed} | 1 running  0 waiting"
             self.assertIn(line[: columns if "NO_COLOR" in env else 99], said)
             clears = "\x1b[J" if env.get("TERM") != "dumb" else " \r"
@@ -8975,14 +8975,14 @@ class CommandLine(QueueCase):
     def test_the_line_of_progress_is_cleared_before_trouble_with_the_queue_is_told(self) -> None:
         self.queue().push(b"x")
         script = "sleep 1.2; rmdir jobs/done; touch jobs/done"
-        said = self.on_terminal(80, "work", "jobs", "--drain", "--", "sh", "-c", script)
+        said = self.run_on_terminal(80, "work", "jobs", "--drain", "--", "sh", "-c", script)
         self.assertRegex(said, r"waiting[^\n]*\r\x1b\[Jfemtoqueue: \[Errno 20\] [^\n]*\r\n")
 
     @unittest.skipUnless(sys.platform == "linux", "needs a terminal of Linux")
     def test_top_ends_by_q_and_leaves_the_terminal_as_it_was(self) -> None:
         q = self.queue()
         q.fail(leased(q), "no such\timage \u65e5\r\x1b[Hx\nat line 1")
-        said = self.on_terminal(80, "top", "jobs", "--interval", "60s", typed=b"xq")
+        said = self.run_on_terminal(80, "top", "jobs", "--interval", "60s", typed=b"xq")
         reason = r"no such\\timage \u65e5\\r\\x1b\[Hx"
         self.assertRegex(said, rf"LATEST DEAD LETTERS\S*\r\n\d{{20}}-\w{{8}} - {reason}\S*\r\n")
         self.assertTrue("\x1b[?7l\x1b[Hjobs" in said and said.endswith("\x1b[?7h"))
