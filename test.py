@@ -8433,7 +8433,7 @@ class Command(subprocess.Popen[bytes]):
             self.kill()
         super().__exit__(*error)
 
-    def begun(self, count: int) -> list[str]:
+    def first_lines(self, count: int) -> list[str]:
         """Return the first lines of that many commands."""
         return [self.stdout.readline().decode().strip() for _ in range(count)]
 
@@ -9056,7 +9056,7 @@ class CommandLine(QueueCase):
             self.queue().push_many(map(str.encode, names.split()))
             count, well = len(names.split()), names.count("well")
             with self.start_work(script, "-j", str(count)) as process:
-                pids = process.begun(count)
+                pids = process.first_lines(count)
                 process.stop(signal.SIGINT, signal.SIGTERM)
             self.assertEqual(process.returncode, 128 + signal.SIGTERM)
             until_gone(*pids)
@@ -9091,7 +9091,7 @@ class CommandLine(QueueCase):
                 more = 2 if first == "worker" else 0
                 self.queue().push_many([b"x"] * (jobs + more))
                 with self.start_work(script, "-j", str(jobs), "--max-attempts", "1") as process:
-                    pids = [int(pid) for pid in process.begun(jobs)]
+                    pids = [int(pid) for pid in process.first_lines(jobs)]
                     if first == "worker":
                         process.stop(number)
                     for pid in pids if script != waits else ():
@@ -9115,7 +9115,7 @@ class CommandLine(QueueCase):
         os.mkfifo("fifo")
         for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGKILL):
             with self.start_work("echo $$; read x < fifo", "--max-attempts", "1") as process:
-                (command,) = map(int, process.begun(1))
+                (command,) = map(int, process.first_lines(1))
                 with open(f"/proc/{process.pid}/task/{process.pid}/children", "rb") as file:
                     (watchdog,) = {*map(int, file.read().split())} - {command}
                 os.kill(watchdog, number)
@@ -9164,7 +9164,7 @@ class CommandLine(QueueCase):
         self.queue().push(b"x")
         program = "trap 'echo >> saved; exit' TERM; echo $$; while sleep 0.01; do :; done"
         with self.start_work(f"echo $$; sh -c {shlex.quote(program)} & wait") as process:
-            shell, child = map(int, process.begun(2))
+            shell, child = map(int, process.first_lines(2))
             process.stop(signal.SIGTERM)
             os.kill(shell, signal.SIGTERM)
             until(lambda: not os.path.exists(f"/proc/{shell}"))
@@ -9178,7 +9178,7 @@ class CommandLine(QueueCase):
     def kill_as_a_job_ends(self, signals: int, *words: str) -> None:
         program = "trap '' TERM; echo $$; while sleep 0.01 && test -d jobs; do :; done"
         with self.start_work(f"echo $$; sh -c {shlex.quote(program)} & wait", *words) as process:
-            shell, child = map(int, process.begun(2))
+            shell, child = map(int, process.first_lines(2))
             if signals:
                 process.stop(signal.SIGTERM)
                 time.sleep(2 * constant("one signal"))
@@ -9194,7 +9194,7 @@ class CommandLine(QueueCase):
         for begun in (1, 5, 20):
             words = ("-j", "30", "--max-attempts", "9", "--timeout", "1000s")
             with self.start_work("echo $$; exec sleep 1000", *words) as process:
-                pids = process.begun(begun)
+                pids = process.first_lines(begun)
                 process.kill()
                 pids += process.stdout.read().decode().split()  # until nobody has it any more
             until_gone(*pids)
