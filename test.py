@@ -8437,7 +8437,7 @@ class Command(subprocess.Popen[bytes]):
         """Return the first lines of that many commands."""
         return [self.stdout.readline().decode().strip() for _ in range(count)]
 
-    def stop(self, number: int, second: int | None = None) -> None:
+    def send_signals(self, number: int, second: int | None = None) -> None:
         """Signal it, and, when it has heard of that, by a second signal, once more."""
         self.send_signal(number)
         heard = self.stderr.readline(), self.stderr.readline()
@@ -9057,7 +9057,7 @@ class CommandLine(QueueCase):
             count, well = len(names.split()), names.count("well")
             with self.start_work(script, "-j", str(count)) as process:
                 pids = process.first_lines(count)
-                process.stop(signal.SIGINT, signal.SIGTERM)
+                process.send_signals(signal.SIGINT, signal.SIGTERM)
             self.assertEqual(process.returncode, 128 + signal.SIGTERM)
             until_gone(*pids)
             self.check_and_finish({"pending": count - well} | ({"done": well} if well else {}))
@@ -9093,7 +9093,7 @@ class CommandLine(QueueCase):
                 with self.start_work(script, "-j", str(jobs), "--max-attempts", "1") as process:
                     pids = [int(pid) for pid in process.first_lines(jobs)]
                     if first == "worker":
-                        process.stop(number)
+                        process.send_signals(number)
                     for pid in pids if script != waits else ():
                         os.kill(pid, number)
                     if first == "CMD":
@@ -9165,7 +9165,7 @@ class CommandLine(QueueCase):
         program = "trap 'echo >> saved; exit' TERM; echo $$; while sleep 0.01; do :; done"
         with self.start_work(f"echo $$; sh -c {shlex.quote(program)} & wait") as process:
             shell, child = map(int, process.first_lines(2))
-            process.stop(signal.SIGTERM)
+            process.send_signals(signal.SIGTERM)
             os.kill(shell, signal.SIGTERM)
             until(lambda: not os.path.exists(f"/proc/{shell}"))
             time.sleep(2 * constant("one signal"))
@@ -9180,7 +9180,7 @@ class CommandLine(QueueCase):
         with self.start_work(f"echo $$; sh -c {shlex.quote(program)} & wait", *words) as process:
             shell, child = map(int, process.first_lines(2))
             if signals:
-                process.stop(signal.SIGTERM)
+                process.send_signals(signal.SIGTERM)
                 time.sleep(2 * constant("one signal"))
                 os.kill(shell if signals == 1 else process.pid, signal.SIGTERM)
             until(lambda: not os.path.exists(f"/proc/{shell}"))
