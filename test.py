@@ -9238,7 +9238,7 @@ class Documents(QueueCase):
         (found,) = (code for _, code in self.blocks(language) if start in code)
         return found
 
-    def plain(self, text: str) -> list[str]:
+    def without_variable_parts(self, text: str) -> list[str]:
         """Return lines without what differs each time: ids, deadlines, times, and widths."""
         for pattern, plain in (
             (r"\d{20}~(?=\d+~)", "DEADLINE~"),
@@ -9309,7 +9309,7 @@ class Documents(QueueCase):
             commands = re.findall(r"(?m)^\$ (.*)$", text)
             said = self.sh("\n".join(f"echo {shlex.quote(f'$ {it}')}\n{it}" for it in commands))
             with self.subTest(text):
-                self.assertEqual(self.plain(said), self.plain(text))
+                self.assertEqual(self.without_variable_parts(said), self.without_variable_parts(text))
 
     @FORK
     def test_the_script_of_files_works_on_each_name(self) -> None:
@@ -9357,7 +9357,7 @@ class Documents(QueueCase):
         said += [ask("GET", path), ask("GET", "/unknown")]
         shown = [it for it in transcript.splitlines() if not it.startswith("$")]
         self.assertEqual(
-            self.plain("".join(said)), [*self.plain("\n".join(shown)), '{"state": null}']
+            self.without_variable_parts("".join(said)), [*self.without_variable_parts("\n".join(shown)), '{"state": null}']
         )
 
     def test_the_long_work_resumes_where_a_killed_worker_stopped(self) -> None:
