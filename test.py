@@ -5168,7 +5168,9 @@ class Fuzz:
         w.q.done(held.task)
         self.model_end(held, task, "done" if w.q.keep_done else "gone")
 
-    def model_end(self, held: Held, task: ModelTask | None, state: str, reason: bool = False) -> None:
+    def model_end(
+        self, held: Held, task: ModelTask | None, state: str, reason: bool = False
+    ) -> None:
         if held.task.checkpoint is not None:  # its file is deleted with the end of the task
             self.model.saved.pop(held.task.id, None)
         if task is not None:
@@ -8605,7 +8607,8 @@ class CommandLine(QueueCase):
 
     def test_push_with_sync_syncs(self) -> None:
         for words in ((), ("--sync",)):
-            synced = calls_of("fsync", functools.partial(self.output_of, "push", "jobs", "x", *words))
+            push = functools.partial(self.output_of, "push", "jobs", "x", *words)
+            synced = calls_of("fsync", push)
             self.assertEqual(bool(synced), bool(words))
 
     # A part of what is said, and what is typed, TASK being a task's id.
@@ -8747,8 +8750,9 @@ class CommandLine(QueueCase):
     def test_work_reports_its_progress_now_and_then_and_at_the_end(self) -> None:
         """Elsewhere than on a terminal, by a plain line; TRANSCRIPTS have -q."""
         self.queue(None).push_many([b"x"] * 3)
-        command = (*self.program_with({"report": 0.05}), "work", "jobs", "--drain", "--", "sleep", "0.3")
-        *before, last = run_guarded(*command, env=self.env)[2].splitlines()
+        program = self.program_with({"report": 0.05})
+        words = "work", "jobs", "--drain", "--", "sleep", "0.3"
+        *before, last = run_guarded(*program, *words, env=self.env)[2].splitlines()
         # A rate is shown if the machine was slow.
         self.assertRegex(last, r"^femtoqueue  3 done \| 0 running  0 waiting( \| [0-9.]+/s)?$")
         form = r"femtoqueue  (\d) done \| (\d) running  (\d) waiting( \| .*)?"
@@ -9309,7 +9313,9 @@ class Documents(QueueCase):
             commands = re.findall(r"(?m)^\$ (.*)$", text)
             said = self.sh("\n".join(f"echo {shlex.quote(f'$ {it}')}\n{it}" for it in commands))
             with self.subTest(text):
-                self.assertEqual(self.without_variable_parts(said), self.without_variable_parts(text))
+                self.assertEqual(
+                    self.without_variable_parts(said), self.without_variable_parts(text)
+                )
 
     @FORK
     def test_the_script_of_files_works_on_each_name(self) -> None:
@@ -9356,9 +9362,8 @@ class Documents(QueueCase):
         until(lambda: "done" in ask("GET", path))
         said += [ask("GET", path), ask("GET", "/unknown")]
         shown = [it for it in transcript.splitlines() if not it.startswith("$")]
-        self.assertEqual(
-            self.without_variable_parts("".join(said)), [*self.without_variable_parts("\n".join(shown)), '{"state": null}']
-        )
+        wanted = [*self.without_variable_parts("\n".join(shown)), '{"state": null}']
+        self.assertEqual(self.without_variable_parts("".join(said)), wanted)
 
     def test_the_long_work_resumes_where_a_killed_worker_stopped(self) -> None:
         """Its worker is killed after seven rows; the next one saves the last three only."""
