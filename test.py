@@ -4558,8 +4558,8 @@ class ModelTask:
         return (self.at_ns, self.attempts) == (self.order_ns, 0)
 
 
-# Of a file: the directory, the number in front of the name, the attempts, and whether the whole
-# name is an id.
+# The place of a file: the directory, the number in front of the name, the attempts, and whether the
+# whole name is an id.
 Place = tuple[str, int, int, bool]
 
 
@@ -4577,7 +4577,7 @@ class QueueModel:
         self.reasons: set[str] = set()
         self.saved: dict[str, tuple[bytes, bytes]] = {}  # by id: the payload, and its checkpoint
         self.entered: dict[tuple[int, int, str], int] = {}  # each name's first step in pending/
-        self.living: Counter[str] = Counter()  # by node: living objects that hold its directory
+        self.living: Counter[str] = Counter()  # how many living objects hold inflight-<node>/
         self.step = self.worker = self.boot = self.looked_ns = 0
         self.pushing = False
         self.start_clock()
@@ -4652,9 +4652,9 @@ class QueueModel:
     def first_listed_step(self, task: ModelTask) -> int:
         """Return the first step whose listing of pending/ can have led a worker to this task.
 
-        A new payload of a key keeps the place of its task, and its attempts begin at 0 again. So a
-        worker that listed the earlier name, with attempts, tries the new name too: for such a task
-        the listing of any of its names counts.
+        If a push replaces the payload of a task, the task keeps its place, and its attempts begin
+        at 0 again. A worker that listed the earlier name, with attempts, also tries the new name.
+        So for such a task the listing of any of its names counts.
         """
         is_new = task.key is not None and not task.attempts
         steps = [
@@ -4733,7 +4733,8 @@ class QueueModel:
     # Housekeeping
 
     def is_over(self, task: ModelTask) -> bool:
-        """Whether any worker may end the lease of a task: its worker is dead, or it is late."""
+        """Return whether any worker may end the lease of a task: the worker of the lease is dead,
+        or the deadline has passed."""
         dead = task.boot == self.boot and not self.living[task.node]
         return dead or task.at_ns <= self.now_ns()
 
@@ -4769,7 +4770,8 @@ class QueueModel:
         return True
 
     def catch_up(self, found: dict[str, Place], max_attempts: int | None) -> None:
-        """Do in the model the housekeeping that the directory shows the queue has done."""
+        """Repeat in the model the housekeeping by which the queue has moved tasks to their places
+        in `found`."""
         woken: list[tuple[int, str]] = []
         for task in self.in_states("inflight", "pending", "scheduled"):
             due = task.state == "scheduled" and task.step < self.step
@@ -4811,9 +4813,11 @@ Pushed = tuple[str, bytes, "str | None", "int | None"]  # id, payload, key, due 
 
 @dataclasses.dataclass
 class Held:
+    """A lease that was delivered and not yet settled. It may have been lost."""
+
     task: FemtoTask
     end_ns: int
-    lasts_ns: int  # for how long extend() renews it, whichever object calls that
+    lasts_ns: int  # extend() renews the lease for so long, whichever object calls extend()
 
 
 @dataclasses.dataclass
@@ -4866,7 +4870,7 @@ class Fuzz:
         ]
 
     def run(self, steps: int) -> None:
-        """Do so many random operations. Raise AssertionError, with the seed and the last
+        """Do `steps` random operations. Raise AssertionError, with the seed and the last
         operations, if the queue and the model differ."""
         with self.while_running:
             self.while_running.enter_context(mock.patch.object(femtoqueue, "time", self.clock))
@@ -4898,7 +4902,7 @@ class Fuzz:
         return call
 
     def do(self, op: Callable[[Worker], None], w: Worker) -> None:
-        self.clock.advance(1e-5)  # the orders drawn in one step are ahead by less than this
+        self.clock.advance(1e-5)  # orders drawn in a step are ahead of the clock by less than this
         model = self.model
         model.step, model.worker, model.pushing = model.step + 1, w.number, False
         model.note_ready_times()
@@ -4998,7 +5002,7 @@ class Fuzz:
         w.q = new.q  # drops the last reference to the old object, which closes it
 
     def kill(self, w: Worker) -> None:
-        """Do what SIGKILL does to a worker: its lock goes, and it does nothing more."""
+        """Do what SIGKILL does to a worker: its lock is dropped, and it does nothing more."""
         if w.lock_fd is not None:
             nowhere = os.open(os.devnull, os.O_RDONLY)
             os.dup2(nowhere, w.lock_fd, inheritable=False)
@@ -5114,9 +5118,9 @@ class Fuzz:
     def check_order(self, w: Worker, was: ModelTask) -> None:
         """Fail if the delivered task (`was`) overtook an older one.
 
-        A task may wait only if it came to pending/ after the listing from which the batch of the
-        worker was made. That listing is at most a second old. It contains the delivered task,
-        unless the worker put that task into pending/ itself.
+        An older task may still wait only if it came to pending/ after the listing from which the
+        batch of the worker was made. That listing is at most a second old. The listing contains the
+        delivered task, unless the worker put that task into pending/ itself.
         """
         model = self.model
         if self.paused_ns is not None:
@@ -5145,8 +5149,8 @@ class Fuzz:
             demand(task.state != "pending" and not due, f"take() overlooked {task}")
 
     def settle(self, w: Worker) -> None:
-        """End a delivery, or renew its lease, through any of the objects. That must fail exactly
-        if the lease was lost."""
+        """End a delivery, or renew its lease, through any of the objects. The call must raise
+        LeaseLost if, and only if, the lease was lost."""
         if not self.held:
             return
         held = self.held[self.chance.randrange(-min(len(self.held), 8), 0)]
@@ -5265,8 +5269,8 @@ class Fuzz:
         self.clock.advance(self.chance.choice((0.01, 0.01, 0.3, 1.1, 1.1, 5, 31, 700)))
 
     def set_date(self, w: Worker) -> None:
-        """Set the wall clock forward or back. Only scheduled/ depends on it; the next housekeeping
-        of each object takes the step into account."""
+        """Set the wall clock forward or back. Only the due times in scheduled/ depend on the wall
+        clock. Each object notices the change at its next housekeeping."""
         self.clock.wall_shift_s += self.chance.choice((-4000, -0.5, 0.5, 4000))
         self.date_set_ns = self.model.now_ns()
 
@@ -5380,8 +5384,8 @@ class Fuzz:
                 if task := self.model.task_of_lease(held.task):
                     self.done(w, held, task)
         live = self.model.in_states("pending", "scheduled", "inflight")
-        # A lease without a deadline from an earlier boot ends only when an object opens under its
-        # node_id.
+        # A lease of an earlier boot that has no deadline ends only when an object opens under the
+        # node_id of the lease.
         left = [task for task in live if task.state != "inflight" or self.model.is_over(task)]
         demand(not left, f"never delivered: {left}")
         self.look_at_tasks(w)
@@ -5389,12 +5393,10 @@ class Fuzz:
 
 class Model(QueueCase):
     def test_random_operations_of_several_objects_agree_with_a_model(self) -> None:
-        """After each random operation, the directory and the result are those of a model.
-
-        The model covers order, attempts, keys, leases, due times and dead letters. Meanwhile the
-        clock is set, objects die and are opened again, and people move files. Afterwards no
-        descriptor is left open. .ci/fuzz.py runs the same with more seeds.
-        """
+        """After each random operation, the directory and the result are those of a model."""
+        # The model covers order, attempts, keys, leases, due times and dead letters. Meanwhile the
+        # clock is set, objects die and are opened again, and people move files. Afterwards no
+        # descriptor is left open. .ci/fuzz.py runs the same with more seeds.
         before = os.listdir("/dev/fd")
         for seed in range(16):
             Fuzz(self.new_dir(self.memory), seed).run(300)
@@ -5426,11 +5428,9 @@ class Corruption(QueueCase):
     )
 
     def test_task_whose_key_is_invalid_or_of_another_id_is_a_dead_letter(self) -> None:
-        """A task becomes a dead letter if its key is invalid or does not match its id.
-
-        No push() writes such a file. The file must not make every later pop() raise, and must not
-        make a worker take the locks of two keys.
-        """
+        """A task becomes a dead letter if its key is invalid or does not match its id."""
+        # No push() writes such a file. The file must not make every later pop() raise, and must not
+        # make a worker take the locks of two keys.
         q = self.queue()
         for number, key in enumerate(("a" * 201, "%61", "a,b", "%")):
             self.put(f"{number:020d}-{key_tag(key)}", record(b"x", key.encode()))
@@ -5440,8 +5440,8 @@ class Corruption(QueueCase):
         self.assertEqual(self.states(), {"failed": 5, "done": 1})
 
     def test_payload_is_whole_when_reads_and_writes_are_partial(self) -> None:
-        """The queue repeats read() and write() until the record is whole. With FUSE, each call may
-        transfer only a part of the bytes."""
+        """The queue repeats read() and write() until the record is whole."""
+        # With FUSE, each call may transfer only a part of the bytes.
         q, read, write = self.queue(), os.read, os.write
         sizes = (50, 1), (50, 40), (20_000, 7), (20_000, 16_000)
         for (size, most), key in itertools.product(sizes, (None, "k")):
@@ -5505,8 +5505,8 @@ class TroubleOfOneTask(QueueCase):
         self.assertEqual((task.id, task.attempts), (bad, 2))
 
     def test_task_that_stays_unreadable_is_tried_again_after_pauses_of_up_to_an_hour(self) -> None:
-        """One worker tries such a task after pauses that double up to an hour. Another worker has
-        pauses of its own."""
+        """A worker tries an unreadable task again after pauses that double up to an hour."""
+        # Another worker has pauses of its own: at the end, it delivers the task at once.
         q, clock = self.queue(), self.clock()
         clock.stand_still()
         bad, pauses = q.push(b"bad"), list[float]()
@@ -5569,7 +5569,7 @@ class TroubleOfOneTask(QueueCase):
             q.work(lambda task: None, drain=True)
 
     def test_task_that_may_not_be_renamed_is_skipped_for_a_while(self) -> None:
-        """Such a task may be that of another user, in a pending/ with the sticky bit."""
+        # The task may belong to another user, and pending/ may have the sticky bit.
         q, clock = self.queue(), self.clock()
         bad, *_ = q.push_many([b"bad", b"good", b"better"])
         with hooked(at_call("move", bad, raising(errno.EPERM))):
@@ -5633,12 +5633,10 @@ class ForeignFiles(QueueCase):
 
     def test_foreign_files_are_never_delivered_moved_or_removed(self) -> None:
         """Foreign files, directories, links and names of any bytes stay where they are, and no
-        operation raises because of them.
-
-        This holds in every directory of the queue, for names that resemble a lease directory, and
-        on shared file systems. A pop() that finds no task lists pending/ only once, however many
-        foreign files there are.
-        """
+        operation raises because of them."""
+        # This holds in every directory of the queue, for names that resemble a lease directory, and
+        # on shared file systems. A pop() that finds no task lists pending/ only once, however many
+        # foreign files there are.
         clock = self.clock()
         for fs_type in (EXT4, NFS):
             self.path = self.new_dir(self.memory)
@@ -5655,7 +5653,8 @@ class ForeignFiles(QueueCase):
         states = "pending", "scheduled", "done", "failed", "inflight-n2"
         for directory in (".", "keys", "creating", *states):
             foreign |= self.litter(directory)
-        # Directories with the names of a key's states, a buffered payload and a lease directory.
+        # Directories with the names of a file of key states and of a buffered payload; and a
+        # directory whose name is almost that of a lease directory.
         for name in ("keys/80000000", "keys/" + "0" * 20 + "-80000000", "inflight-bad name"):
             os.mkdir(self.file(name))
             foreign.add(self.file(name))
@@ -5677,12 +5676,10 @@ class ForeignFiles(QueueCase):
         self.assertEqual([path for path in foreign if not os.path.lexists(path)], [])
 
     def test_links_directories_and_fifos_named_like_tasks_are_quarantined_unread(self) -> None:
-        """A link, directory or FIFO with the name of a task moves to failed/, and is not read.
-
-        Because of O_NOFOLLOW a link is not followed; because of O_NONBLOCK a FIFO does not block
-        pop(). On a file system that hosts share, such an entry is not mistaken for a file that
-        another host has replaced or claimed.
-        """
+        """A link, directory or FIFO with the name of a task moves to failed/, and is not read."""
+        # Because of O_NOFOLLOW a link is not followed; because of O_NONBLOCK a FIFO does not block
+        # pop(). On a file system that hosts share, such an entry is not mistaken for a file that
+        # another host has replaced or claimed.
         secret = self.put("secret", record(b"abc"), "")
         make: tuple[Callable[[str], object], ...] = (
             lambda path: os.symlink(secret, path),
@@ -5708,7 +5705,8 @@ class ManyUsers(QueueCase):
     """The files of one user neither exclude nor block the other users of a queue."""
 
     def test_a_lock_that_may_not_be_made_is_told_as_that(self) -> None:
-        """The try to open the missing file for reading does not hide why it can't be made."""
+        """If a lock file can't be created, push() raises the error of that attempt, not that of the
+        second attempt, which opens the missing file for reading."""
         q = self.queue()
         q.push(b"x", key="other")
         with hooked(at_call("open", "/locks/", raising(errno.EACCES), times=1)):
@@ -5725,8 +5723,9 @@ class ManyUsers(QueueCase):
         self.assertEqual(dead.error, "")
 
     def test_files_for_all_users_follow_the_rights_of_data_dir(self) -> None:
-        """Files and directories for all users have the permissions of data_dir, whatever the umask.
-        The first user of a key or a TicketQueue may be root, or have another umask."""
+        """Files and directories for all users have the permissions of data_dir, whatever the
+        umask."""
+        # The first user of a key or a TicketQueue may be root, or have another umask.
         os.chmod(self.path, 0o770)
         before = os.umask(0o077)
         try:
@@ -5747,11 +5746,9 @@ class ManyUsers(QueueCase):
             self.assertEqual(stat.S_IMODE(os.stat(path).st_mode), 0o660, path)
 
     def test_file_outside_keeps_its_mode_when_a_link_replaces_a_new_lock(self) -> None:
-        """The queue sets the mode of a new lock file through its descriptor, never by its path.
-
-        RACE: root works in a directory of another user. That user replaces the new lock file by a
-        link to a file elsewhere, before root sets the mode. The mode of the linked file stays.
-        """
+        """The queue sets the mode of a new lock file through its descriptor, never by its path."""
+        # RACE: root works in a directory of another user. That user replaces the new lock file by a
+        # link to a file elsewhere, before root sets the mode. The mode of the linked file stays.
         outside = os.path.join(self.new_dir(os.path.dirname(self.path)), "shadow")
         for link in (os.symlink, os.link):
             with open(outside, "w", encoding="ascii"):
@@ -5771,8 +5768,8 @@ class ManyUsers(QueueCase):
             self.assertEqual(stat.S_IMODE(os.stat(outside).st_mode), 0o600)
 
     def test_file_outside_keeps_its_mode_when_a_link_is_there_before_the_lock(self) -> None:
-        """RACE: another user puts a link at the path of a lock file just before the queue creates
-        it. The mode of the linked file stays."""
+        # RACE: another user puts a link at the path of a lock file just before the queue creates
+        # the lock file. The mode of the linked file stays.
         q = self.queue()
         outside = os.path.join(self.new_dir(os.path.dirname(self.path)), "shadow")
         with open(outside, "w", encoding="ascii"):
@@ -5791,7 +5788,7 @@ class ManyUsers(QueueCase):
         self.assertEqual(stat.S_IMODE(os.stat(outside).st_mode), 0o600)
 
     def test_peek_and_contains_by_key_work_on_a_read_only_queue(self) -> None:
-        """The queue may be a snapshot, and may have no locks/."""
+        # The queue may be a snapshot, and may have no locks/.
         q, opened = self.queue(), os.open
         q.push(b"x", key="k")
         shutil.rmtree(self.file("locks"))
@@ -5839,8 +5836,8 @@ class ManyUsers(QueueCase):
         self.assertEqual(stat.S_IMODE(os.stat(outside).st_mode), 0o600)
 
     def test_lock_file_without_write_permission_can_be_locked(self) -> None:
-        """A lock file may have mode 0644 and belong to root, as an earlier version made it. flock
-        needs no write permission."""
+        # A lock file may have mode 0644 and belong to root, as an earlier version made it. flock
+        # needs no write permission.
         q = self.queue()
         q.push(b"x", key="k")
         opened = os.open
@@ -5857,10 +5854,11 @@ class ManyUsers(QueueCase):
 
 @FORK
 class ByHand(QueueCase):
-    """Each shell command that the README allows on a queue in use has the effect it describes."""
+    """Each shell command that the README allows on a queue in use has the effect that the README
+    describes."""
 
-    # Before each command, task 1 is in flight; tasks 2 and 3 wait, and are already listed. A row:
-    # the command, whether the lease ends, and the tasks delivered afterwards, with attempts.
+    # Before each command, task 1 is in flight; tasks 2 and 3 wait, and worker n1 has listed them.
+    # A row: the command, whether the lease ends, and the tasks delivered afterwards, with attempts.
     COMMANDS: tuple[tuple[str, bool, dict[bytes, int]], ...] = (
         ("mv pending/$ID failed/", False, {b"3": 1}),
         ("mv pending/$ID failed/; mv failed/$ID pending/", False, {b"2": 1, b"3": 1}),
@@ -5880,8 +5878,8 @@ class ByHand(QueueCase):
         return out
 
     def test_mv_rm_and_touch_change_what_is_delivered(self) -> None:
-        """A command has the same effect on two workers. Worker n1 holds a lease without a deadline,
-        and has already listed the tasks; worker n2 has not."""
+        """A command has the same effect on a worker that has listed the tasks as on another one."""
+        # Worker n1 holds a lease without a deadline, and has listed the tasks. Worker n2 has not.
         clock = self.clock()
         for (command, is_lost, wanted), node in itertools.product(self.COMMANDS, ("n1", "n2")):
             q = self.anew(timeout_stale_ms=None)
@@ -5898,12 +5896,10 @@ class ByHand(QueueCase):
                 self.check_invariants()
 
     def test_task_moved_by_hand_under_any_of_its_names_is_found_by_its_id(self) -> None:
-        """A task is found by its id, even if the file was moved by hand and has kept its old name.
-
-        The name may be that of a lease in pending/, or that of a waiting task in failed/ and done/.
-        stats(), peek(), retry() and tasks() understand such names. retry_failed() lists failed/
-        only once.
-        """
+        """A task is found by its id, even if the file was moved by hand and has kept its name."""
+        # A file in pending/ may have the name of a lease. A file in failed/ or done/ may have the
+        # name of a waiting task. stats(), peek(), retry() and tasks() understand such names.
+        # retry_failed() lists failed/ only once.
         q = self.queue()
         ids = q.push_many([b"1", b"2"])
         self.pop(q), self.pop(q)
@@ -5924,8 +5920,9 @@ class ByHand(QueueCase):
         self.assertEqual((q.stats().done, q.peek(ids[1])), (2, FemtoTask(ids[1], b"2", 1)))
 
     def test_shell_tools_can_read_a_queue_and_a_copy_of_it_is_a_queue(self) -> None:
-        """The tools ls, cat, tail, grep, wc and du show the tasks. A copy of the directory is a
-        queue. A task in flight is delivered again from the copy: no worker holds its lease."""
+        """The tools ls, cat, tail, grep, wc and du show the tasks, and a copy of the directory is a
+        queue."""
+        # The copy delivers the task in flight again, because no worker holds the lease in the copy.
         q = self.queue(timeout_stale_ms=None)
         ids = q.push_many([b"one\n", b"two\n"])
         self.assertEqual(self.sh("ls pending").split(), ids)
@@ -6119,8 +6116,8 @@ class Tickets(TicketCase):
             self.assertEqual((number, line.remove(member)), (1, True))
 
     def test_new_ticket_is_locked_before_others_can_see_it(self) -> None:
-        """RACE: another process looks at the line as soon as the ticket appears. An unlocked ticket
-        would look like one of a dead process, and be removed."""
+        # RACE: another process looks at the line as soon as the ticket appears. An unlocked ticket
+        # would look like that of a dead process, and would be removed.
         line, other, swept = self.line(), self.line(), list[int]()
 
         def look() -> None:
@@ -6131,8 +6128,8 @@ class Tickets(TicketCase):
         self.assertEqual((swept, line.is_head(ticket)), ([0], True))
 
     def test_removed_ticket_has_no_turn_even_if_its_number_is_given_again(self) -> None:
-        """A person may remove the ticket of a process that is stopped. The ticket may also be
-        removed while its own is_head() runs."""
+        # A person may remove the ticket of a process that is stopped. The ticket may also be
+        # removed while the is_head() of its own process runs.
         line, other = self.line(), self.line()
         ticket, member = line.register()
         self.assertTrue(other.remove(member))
@@ -6152,8 +6149,8 @@ class Tickets(TicketCase):
         self.assertTrue(line.is_empty())
 
     def test_pickled_copy_holds_no_ticket(self) -> None:
-        """Dropping the copy removes no ticket of the original. multiprocessing gives such a copy to
-        a process that it spawns."""
+        """Dropping the copy removes no ticket of the original."""
+        # multiprocessing gives such a copy to a process that it spawns.
         line = self.line(7.5)
         ticket, _ = line.register()
         twin = pickle.loads(pickle.dumps(line))
@@ -6162,7 +6159,7 @@ class Tickets(TicketCase):
         self.assertTrue(line.is_head(ticket))
 
     def test_register_raises_if_its_directory_can_not_be_made_again(self) -> None:
-        """Here queue_dir is a symbolic link, and the directory that it leads to was removed."""
+        # Here queue_dir is a symbolic link, and the directory that the link leads to was removed.
         os.mkdir(self.file("there"))
         os.symlink("there", self.file("line"))
         line = self.line()
@@ -6170,7 +6167,8 @@ class Tickets(TicketCase):
         self.assertRaises(FileNotFoundError, line.register)
 
     def test_ticket_of_a_dead_process_is_passed_over_at_once(self) -> None:
-        """This holds for a ticket at the head and for one further back, without stale_timeout."""
+        """The ticket of a dead process, at the head or further back, is passed over at once, even
+        without a stale_timeout."""
         lines = [self.line() for _ in range(4)]
         members = [line.register()[1] for line in lines]
         self.assertFalse(lines[1].is_head(2))
@@ -6199,12 +6197,10 @@ class Tickets(TicketCase):
         self.assertTrue(line.is_empty())
 
     def test_register_that_fails_or_is_interrupted_leaves_no_ticket(self) -> None:
-        """If register() raises, no ticket is left in line: all other members would wait behind it.
-
-        At each system call of register() the network is cut, or Ctrl-C comes before or after the
-        call. If register() returns, the ticket is in line. An error of close() does not undo that,
-        but for the file with the last number on NFS.
-        """
+        """If register() raises, it leaves no ticket in line, for which all others would wait."""
+        # At each system call of register() the network is cut, or Ctrl-C comes before or after the
+        # call. If register() returns, the ticket is in line. An error of close() makes register()
+        # fail only on NFS, where the file with the last number is closed.
         cut = raising(errno.ENOTCONN)
         ways = (Step, cut), (Step, interrupt), (Meanwhile, interrupt)
         for fs_type, (kind, happen) in itertools.product((EXT4, NFS), ways):
@@ -6223,7 +6219,8 @@ class Tickets(TicketCase):
 
     def test_ticket_of_another_host_lives_until_it_is_stale(self) -> None:
         """A ticket of another host, or of an earlier boot, is passed over after stale_timeout
-        seconds without a touch. If stale_timeout is None, this never happens."""
+        seconds without a touch."""
+        # A member whose stale_timeout is None never passes such a ticket over.
         self.patched(on_file_system(NFS))
         with on_boot("another host"):
             other = self.line(stale_timeout=60)
@@ -6231,18 +6228,20 @@ class Tickets(TicketCase):
         theirs, member = other.register()
         mine, _ = line.register()
         clock.advance(40)
-        # This touches the ticket, but by the clock of the disk, which the test does not advance.
+        # is_head() touches the ticket, but by the clock of the disk, which the test does not
+        # advance.
         self.assertTrue(other.is_head(theirs))
         stats = calls_of("stat", lambda: self.assertFalse(line.is_head(mine)))
-        # The age must come from fstat() of the open ticket: a host may cache for a minute when a
-        # path was last touched.
+        # The age must come from fstat() of the open ticket: stat() of the path may return a time of
+        # the last touch that the host has cached for up to a minute.
         self.assertNotIn((self.file("line", member),), stats)
         clock.advance(30)
         self.assertEqual((patient.is_head(mine), line.is_head(mine)), (False, True))
         self.assertFalse(other.is_head(theirs))
 
     def test_dead_member_that_could_not_see_the_boot_id_is_passed_over_at_once(self) -> None:
-        """On a local file system, a free lock tells that a member is dead, whatever its boot."""
+        """On a local file system, a free lock shows that a member is dead, whatever boot id the
+        member could see."""
         for theirs, ours in ((None, "1"), ("1", None), ("1", "2")):
             with on_boot(theirs):
                 dead = self.line()
@@ -6270,8 +6269,8 @@ class Tickets(TicketCase):
         self.assertEqual((line.is_empty(), line.is_head(1), line.register()[0]), (True, False, 1))
 
     def test_directory_that_is_removed_before_any_system_call_is_made_again(self) -> None:
-        """RACE: another process finds no ticket in line and removes the directory, before any
-        system call of this object. The object makes the directory again."""
+        # RACE: another process finds no ticket in line and removes the directory, before any system
+        # call of this object. The object makes the directory again.
 
         def clean() -> None:
             last = self.file("line", "last")
@@ -6294,8 +6293,8 @@ class Tickets(TicketCase):
                 break
 
     def test_ticket_whose_removal_fails_is_no_longer_locked(self) -> None:
-        """If the network is cut during remove(), the ticket's lock is dropped all the same. So the
-        line passes over that ticket once the directory can be reached again."""
+        """If the network is cut during remove(), the ticket's lock is dropped all the same."""
+        # So other members pass over that ticket once the directory can be reached again.
         line = self.line()
         _, member = line.register()
         with hooked(at_call("unlink", member, raising(errno.ENOTCONN))):
@@ -6320,9 +6319,9 @@ class Tickets(TicketCase):
 
     @FORK
     def test_eight_processes_take_a_hundred_turns_each(self) -> None:
-        """The processes have turns one at a time, in the order of the tickets. Meanwhile
-        maybe_cleanup() removes the directory whenever the line is empty. Tickets then begin at 1
-        again."""
+        """The processes have turns one at a time, in the order of the tickets."""
+        # Meanwhile maybe_cleanup() removes the directory whenever the line is empty. Tickets then
+        # begin at 1 again.
         self.put("inside", b"0", "")
         line, children = self.line(), [self.child(self.take_turns) for _ in range(8)]
         has_ended = os.WEXITED | os.WNOHANG | os.WNOWAIT
@@ -6356,11 +6355,10 @@ class SharedTickets(TicketCase):
             self.assertTrue(thread.is_alive())
 
     def test_last_number_is_kept_in_a_file_name_and_the_directory_stays(self) -> None:
-        """On NFS the last number is in the name of a file, and maybe_cleanup() removes nothing.
-
-        A host may read the old content of "last" from its cache after another host has written to
-        it. If the directory were removed, a host might still hold the lock of the removed "last".
-        """
+        """On NFS the last number is in the name of a file, and maybe_cleanup() removes nothing."""
+        # A host may read the old content of "last" from its cache after another host has written to
+        # the file. If the directory were removed, a host might still hold the lock of the removed
+        # "last".
         for number in (1, 2, 3):
             line = self.line()
             ticket, member = line.register()
@@ -6428,15 +6426,15 @@ class SharedTickets(TicketCase):
         self.assertFalse(line.remove(member))
 
     def test_late_touch_does_not_renew_a_ticket(self) -> None:
-        """If the thread of turn() touches the ticket too late, is_head() returns False. The thread
-        itself reports nothing, and later touches in time do not help."""
+        """If the thread of turn() touches the ticket too late, is_head() returns False."""
+        # The thread itself reports nothing, and later touches in time do not help.
         clock, touches = self.clock(), threading.Semaphore(0)
         clock.stand_still()
         line = self.line(stale_timeout=0.04)
         with hooked(at_call("utime", None, touches.release), after=True), line.turn() as ticket:
             clock.advance(0.032)
-            # Touches: by is_head(); by the thread, perhaps just before the clock was advanced; too
-            # late; and once more.
+            # Four touches: one by is_head(); one by the thread, perhaps just before the clock was
+            # advanced; one that is too late; and one more.
             for _ in range(4):
                 self.assertTrue(touches.acquire(timeout=PATIENCE_S))
             self.assertFalse(line.is_head(ticket))
@@ -6444,8 +6442,9 @@ class SharedTickets(TicketCase):
     def test_member_that_is_late_in_its_turn_is_told_and_keeps_its_ticket_until_it_stops(
         self,
     ) -> None:
-        """For such a member, is_head() returns False. The ticket stays in line, touched, and so no
+        """If a member touches its ticket too late in its turn, is_head() returns False, but no
         other member has a turn until the late member calls remove()."""
+        # The ticket stays in line: is_head() has touched it all the same.
         line, clock = self.line_and_clock()
         with on_boot("another host's"):
             other = self.line(stale_timeout=40)
@@ -6466,9 +6465,9 @@ class SharedTickets(TicketCase):
         self.assertTrue(other.is_head(waiting))
 
     def test_touch_counts_from_the_beginning_of_a_call_that_hangs(self) -> None:
-        """The age of a ticket counts from the beginning of the call that touched it. The call may
-        hang after the server has carried it out. If another host may have passed the ticket over
-        meanwhile, turn() raises an error."""
+        """The age of a ticket counts from the beginning of the call that touched the ticket."""
+        # The call may hang after the server has carried it out. If another host may have passed the
+        # ticket over meanwhile, turn() raises an error.
         line, clock = self.line_and_clock()
         hang = functools.partial(clock.advance, 32)
         with hooked(at_call("move", "/.", hang, times=2)):
