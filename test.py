@@ -6506,8 +6506,10 @@ class Shrinking(QueueCase):
         return [os.fstat(fd).st_nlink == 0 for fd in fds]
 
     def test_empty_directory_that_was_large_is_replaced_and_keeps_its_mode(self) -> None:
-        """The replacement is synced into data_dir. Otherwise a power loss could leave later tasks,
-        though synced themselves, in a directory that has no name."""
+        """The rename of the new directory is synced into data_dir, and the mode is that of the old
+        directory."""
+        # Without the sync, power loss could leave later tasks, though synced themselves, in a
+        # directory that has no name.
         q, clock, synced = self.queue(), self.clock(), list[bool]()
         for directory in ("pending", "scheduled"):
             os.chmod(self.file(directory), 0o751)
@@ -6528,8 +6530,8 @@ class Shrinking(QueueCase):
         self.assertEqual((task and task.data, self.names("creating")), (b"x", []))
 
     def test_replacement_keeps_the_group_and_is_not_tried_for_another_user(self) -> None:
-        """Another user's directory can't be made again with the same owner. An attempt at each look
-        would write to the disk ten times a second, even if the queue is empty."""
+        # A directory of another user can't be made again with the same owner. An attempt at each
+        # look would write to the disk ten times a second, even if the queue is empty.
         q, clock, place, made = self.queue(), self.clock(), self.file("pending"), list[str]()
         q.pop()
         with contextlib.suppress(PermissionError):  # only root may choose any group
@@ -6581,16 +6583,17 @@ class Shrinking(QueueCase):
         self.assertEqual(self.drain(q), [b"y"])
 
     def test_rename_into_a_directory_that_was_just_replaced_is_repeated(self) -> None:
-        """RACE: another worker replaces pending/ before the rename of push(), twice. The rename
-        fails with ENOENT though its source exists, and push() repeats it."""
+        # RACE: another worker replaces pending/ before the rename of push(), twice. Each time the
+        # rename fails with ENOENT, though its source exists, and push() repeats the rename.
         q = self.queue()
         with hooked(at_call("move", None, raising(errno.ENOENT), times=2)):
             q.push(b"x")
         self.assertEqual(self.drain(q), [b"x"])
 
     def test_join_does_not_miss_a_task_that_moves_while_pending_is_replaced(self) -> None:
-        """RACE: the new directory is made in the tick of the last change of pending/, and is put in
-        place later. In between, a task goes to and fro behind the looks of join()."""
+        # RACE: the new directory gets the same time of change as pending/, because it is made in
+        # the same tick of the clock, and replaces pending/ later. In between, a worker releases and
+        # pops the only task, so that no listing of join() finds the task.
         q, task = self.queue(), FemtoTask("", b"")
         fresh, pending = self.file("creating", "fresh"), self.file("pending")
 
@@ -6629,8 +6632,9 @@ class Shrinking(QueueCase):
         self.assertEqual((is_empty, step, self.states()), (False, None, {"inflight-n1": 1}))
 
     def test_directory_that_can_not_be_replaced_stays_in_use(self) -> None:
-        """The replacement fails on a full disk, or if the directory is a mount point. Even then
-        pop() of an empty queue returns None, and no file is left over."""
+        """If a directory can't be replaced, pop() of an empty queue returns None, and no file is
+        left over."""
+        # The replacement fails on a full disk, or if the directory is a mount point.
         clock = self.clock()
         for call, of in (("mkdir", ".pending"), ("fchmod", None), ("move", ".pending")):
             q, full = self.queue(), mock.Mock(side_effect=OSError(errno.ENOSPC, "full"))
@@ -6644,11 +6648,11 @@ class Shrinking(QueueCase):
 
 
 class MissingFunctions(QueueCase):
-    """The queue works where Python or the file system lacks a function. Without flock, leases end
-    by their deadlines only."""
+    """The queue works where Python or the file system lacks a function. Without flock, a lease ends
+    by its deadline only."""
 
     def test_waiting_pop_is_woken_where_poll_is_missing(self) -> None:
-        """In a program that eventlet has patched, only select.select() exists."""
+        # In a program that eventlet has patched, only select.select() exists.
         q = self.queue()
         with mock.patch.object(select, "poll", create=True):
             del select.poll
@@ -6658,7 +6662,7 @@ class MissingFunctions(QueueCase):
         self.assertEqual(task and task.data, b"x")
 
     def test_wait_times_out_where_select_refuses_a_high_descriptor(self) -> None:
-        """select.select() raises ValueError for descriptors of 1024 and more."""
+        # select.select() raises ValueError for descriptors of 1024 and more.
         q, refused = self.queue(), ValueError("filedescriptor out of range in select()")
         with (
             mock.patch.object(select, "poll", create=True),
@@ -6699,14 +6703,15 @@ class MissingFunctions(QueueCase):
         self.assertEqual(self.states(), {"done": 1, "pending": 1})
 
     def test_without_flock_leases_end_by_their_deadlines(self) -> None:
-        """Some file systems answer ENOLCK or EOPNOTSUPP to flock(); NFS may answer EBADF to an
-        exclusive lock."""
+        # On some file systems, flock() fails with ENOLCK or EOPNOTSUPP. On NFS, an exclusive
+        # flock() may fail with EBADF.
         for code in (errno.ENOLCK, errno.EOPNOTSUPP, errno.EBADF):
             self.path = self.new_dir(self.memory)
             with mock.patch("fcntl.flock", side_effect=OSError(code, os.strerror(code))):
                 self.check_lease_ends_by_deadline(femtoqueue)
                 task = leased(q := self.queue())
-            # Another worker can lock again. It must not end a lease that was made without a lock.
+            # Now flock() works again. The other worker must not end a lease that was made without a
+            # lock.
             self.assertIsNone(self.queue("n2").pop())
             q.done(task)
 
@@ -6718,8 +6723,8 @@ class MissingFunctions(QueueCase):
         self.assertEqual(self.names("creating"), [])
 
     def test_task_that_ended_before_can_end_again_where_rename_does_not_replace(self) -> None:
-        """On Windows, rename() fails if its target exists. A person may run a task again by `cp
-        done/ID pending/`, and a task may fail twice."""
+        # On Windows, rename() fails if its target exists. A person may run a task again by
+        # `cp done/ID pending/`, and a task may fail twice.
         real = os.rename
 
         def rename(source: str, target: str, **dir_fds: int) -> None:
@@ -6741,7 +6746,7 @@ class MissingFunctions(QueueCase):
 
 
 def make_queue_like_the_old_one(path: str) -> None:
-    """Do what made AN_OLD_QUEUE. The queue then has tasks in every state, of every kind."""
+    """Do the operations that made AN_OLD_QUEUE: they leave tasks in every state, of every kind."""
     dead = FemtoQueue(path, "dead")
     dead.push(b"of a dead worker")
     dead.checkpoint(_taken(dead), b"half way")
@@ -6859,7 +6864,7 @@ class Compatibility(QueueCase):
 
     def test_files_have_the_form_that_earlier_versions_read(self) -> None:
         """The operations that made AN_OLD_QUEUE still leave the same names and contents, except for
-        the parts that depend on the clock, the boot or chance."""
+        the parts that depend on the clock, the boot or random numbers."""
         make_queue_like_the_old_one(self.path)
         written: dict[str, bytes] = {}
         for directory, _, names in os.walk(self.path):
@@ -6923,8 +6928,8 @@ def hooked_poll(wait: Callable[[Poll, int], list[Any]]) -> Any:
 
 @contextlib.contextmanager
 def sleepers(polling: bool = False) -> Iterator[set[int]]:
-    """Yield a set, which gets the identifier of each thread that sleeps in a wait. If `polling`,
-    the set gets the identifier of each thread that looks at the directories."""
+    """Yield a set, to which the identifier of each thread that sleeps in a wait is added. If
+    `polling`, the identifier of each thread that looks at the directories is added."""
     found: set[int] = set()
 
     def note(poll: Poll, ms: int) -> list[Any]:
@@ -6967,8 +6972,9 @@ class Waiting(QueueCase):
 
     @unittest.skipUnless(os.path.isdir("/proc/self/fd"), "no list of descriptors")
     def test_closed_queue_holds_no_descriptor_of_its_waits(self) -> None:
-        """After close() every descriptor of a wait is closed, since a user has only 128 instances
-        of inotify by default. This also holds if close() runs while another thread wakes a wait."""
+        """After close(), every descriptor of a wait is closed, even if another thread wakes a wait
+        during close()."""
+        # By default, a user has only 128 instances of inotify.
         before = len(os.listdir("/proc/self/fd"))
         q: Any = self.queue()
         self.assertIsNone(q.pop(0.01))
@@ -6987,18 +6993,16 @@ class Waiting(QueueCase):
         self.assertEqual(len(os.listdir("/proc/self/fd")), before)
 
     def test_event_caused_by_another_worker_ends_a_wait(self) -> None:
-        """Each of these events, caused by another worker, ends a wait of pop(), take(), drain() or
-        join().
-
-        pop() returns when a task comes due, even if that task was scheduled during the wait and is
-        due before all others. pop() returns when the queue is resumed; resuming twice is no error.
-        pop() returns when a worker dies whose lease has no deadline, and when a lease ends.
-
-        take() returns when the first task of the key is pushed, or is released by another worker.
-
-        drain() and join() wait while other workers hold leases. drain() then delivers the tasks
-        that come back. Both return when all tasks have ended; join() leases no task.
-        """
+        """An event that another worker causes ends each wait: pop(), take(), drain() and join()."""
+        # pop() returns when a task comes due, even if that task was scheduled during the wait and
+        # is due before all others. pop() returns when the queue is resumed; resuming twice is no
+        # error. pop() returns when a worker dies whose lease has no deadline, and when a lease
+        # ends.
+        #
+        # take() returns when the first task of the key is pushed, or is released by another worker.
+        #
+        # drain() and join() wait while other workers hold leases. drain() then delivers the tasks
+        # that come back. Both return when all tasks have ended; join() leases no task.
         self.hasten("base interval", 0.05)
 
         def schedule(other: Any, at_s: float = 4e9) -> None:
@@ -7061,8 +7065,8 @@ class Waiting(QueueCase):
                 self.assertRaises(KeyboardInterrupt, q.pop, None)
 
     def test_close_ends_all_waits_and_the_object_can_be_used_again(self) -> None:
-        """close() ends every kind of wait, even one that has just looked. Afterwards no wait makes
-        the lease directory again or leases a task."""
+        """close() ends every kind of wait, even one that has just looked for a task."""
+        # Afterwards no wait makes the lease directory again or leases a task.
         if not self.polling:  # the sleep must end by the event of close(), not by its timeout
             self.patched(hooked_poll(lambda poll, ms: poll(2 * PATIENCE_S * 1000)))
         q, namesake, got = self.queue(), self.queue(), list[str]()
@@ -7123,9 +7127,9 @@ class WaitingWithInotify(QueueCase):
     def replace(self, directory: str, fresh: str = "fresh", old: str | None = "old") -> None:
         """Replace a directory of the queue by an empty one.
 
-        fresh: where the new directory is made. old: where the replaced directory goes, as when a
-        person replaces it. None: the directory must be empty, and the rename replaces it, as the
-        queue itself does.
+        The new directory is made at the path `fresh`. The replaced directory is moved to the path
+        `old`, as a person does it. If `old` is None, the replaced directory must be empty, and the
+        rename of the new one removes it, as the queue does it.
         """
         os.mkdir(self.file(fresh))
         if old:
@@ -7137,14 +7141,14 @@ class WaitingWithInotify(QueueCase):
             return int(file.read())
 
     def test_push_between_the_last_look_and_the_sleep_ends_the_sleep(self) -> None:
-        """This also holds if a new directory has just replaced the watched one."""
+        # This also holds if a new directory has just replaced the watched one.
 
         def push(other: FemtoQueue) -> None:
             other.push(b"x")
 
         def push_and_replace(other: FemtoQueue) -> None:
-            # One read() returns the events of both steps. The watch of the old directory would get
-            # no event of a later push.
+            # One read() returns the events of the push and of the replacement. The watch of the old
+            # directory would report no later push.
             other.push(b"old")
             self.replace("pending")
 
@@ -7159,8 +7163,8 @@ class WaitingWithInotify(QueueCase):
             (),
             (push_and_replace,),
             (lambda other: self.replace("pending", "creating/fresh", None),),
-            # The waiting pop() may list scheduled/ later, to limit its cost; but the event of the
-            # new directory must end the sleep.
+            # pop() may delay its listing of scheduled/, to limit the cost of the wait; but the
+            # event of the new directory must end the sleep.
             (lambda other: self.replace("scheduled"), lambda other: other.schedule(b"due", 0)),
         ]
         if self.max_queued_events() <= 50_000:
@@ -7170,9 +7174,9 @@ class WaitingWithInotify(QueueCase):
             self.assertIn(self.popped_after(*before, push), (b"x", b"due"))
 
     def test_push_into_a_new_directory_before_it_is_watched_ends_the_wait(self) -> None:
-        """RACE: a person replaces pending/, which ends a sleep, and pop() looks again. Another
-        worker pushes into the new directory after that look, but before pop() watches the new
-        directory. pop() must look once more instead of sleeping."""
+        # RACE: a person replaces pending/, which ends a sleep, and pop() looks again. Another
+        # worker pushes into the new directory after that look, but before pop() watches the new
+        # directory. pop() must look once more instead of sleeping.
         pushes: list[Callable[[bytes], str]] = []
 
         def replace(other: FemtoQueue) -> None:
@@ -7208,18 +7212,18 @@ class WaitingWithInotify(QueueCase):
 
 class Coroutines(QueueCase, unittest.IsolatedAsyncioTestCase):
     """Coroutines wait without blocking the event loop. If the wait of a coroutine has ended, a task
-    found for it goes back."""
+    that was found for the wait goes back."""
 
     async def asyncSetUp(self) -> None:
-        """Let a test that hangs fail: after PATIENCE_S, everything it awaits is cancelled."""
+        """Let a test that hangs fail: after PATIENCE_S, cancel everything that the test awaits."""
         loop = asyncio.get_running_loop()
         loop.set_debug(False)  # the default outside of tests
         loop.call_later(PATIENCE_S, lambda: [it.cancel() for it in asyncio.all_tasks(loop)])
 
     async def test_close_just_before_a_wait_is_in_line_ends_it(self) -> None:
-        """RACE: another thread closes the queue after pop_async() has begun, but before its request
-        is in line. The wait must end: otherwise it would lease a task and give it back for
-        ever."""
+        # RACE: another thread closes the queue after pop_async() has begun, but before its request
+        # is in line. The wait must end: otherwise it would lease a task and give the task back,
+        # again and again.
         q, loop = self.queue(), asyncio.get_running_loop()
         q.push(b"x")
         call_later = loop.call_later
@@ -7235,8 +7239,9 @@ class Coroutines(QueueCase, unittest.IsolatedAsyncioTestCase):
         self.assertEqual(self.states(), {"pending": 1})
 
     async def test_wait_that_begins_while_the_thread_ends_is_served_by_one_thread(self) -> None:
-        """RACE: the thread that serves coroutines is ending because none waits, and a new wait
-        begins. Exactly one thread must serve it: two threads would end each other's service."""
+        # RACE: the thread that serves coroutines is ending because no coroutine waits, and a new
+        # wait begins. Exactly one thread must serve the new wait: two threads would end each
+        # other's service.
         q, clock = self.queue(), self.clock()
         monotonic, before = clock.monotonic, threading.enumerate()
         is_ending, go = threading.Event(), threading.Event()
@@ -7263,8 +7268,9 @@ class Coroutines(QueueCase, unittest.IsolatedAsyncioTestCase):
         self.assertIsNotNone(await waiter)
 
     async def test_each_of_fifty_waits_gets_a_task_while_fifty_others_are_cancelled(self) -> None:
-        """Each wait that is not cancelled gets one of 1000 tasks; the other 950 stay in pending/.
-        No task is leased to a cancelled wait, and no delivery to a cancelled wait is counted."""
+        """Each wait that is not cancelled gets one of 1000 tasks, and the other 950 stay in
+        pending/."""
+        # No task stays leased to a cancelled wait, and no delivery to a cancelled wait is counted.
         q, other = self.queue(), self.queue("n2")
         waiters = [asyncio.ensure_future(q.pop_async()) for _ in range(100)]
         await asyncio.sleep(0.01)
@@ -7286,8 +7292,8 @@ class Coroutines(QueueCase, unittest.IsolatedAsyncioTestCase):
 
     @FORK
     async def test_forked_child_does_not_give_back_the_task_of_its_parents_wait(self) -> None:
-        """RACE: the process forks when a task was found for a wait but not yet returned. The child
-        cancels its copy of the wait as it ends; the parent keeps the lease."""
+        # RACE: the process forks when a task was found for a wait, but not yet returned. The child
+        # cancels its copy of the wait when the child ends. The parent keeps the lease.
         q, answered, loop = self.queue(), threading.Event(), asyncio.get_running_loop()
         q.push(b"x")
         tell = loop.call_soon_threadsafe
@@ -7327,12 +7333,11 @@ class Coroutines(QueueCase, unittest.IsolatedAsyncioTestCase):
         self.assertGreater(number, 1)
 
     async def test_task_found_for_a_wait_that_has_ended_goes_back_to_its_place(self) -> None:
-        """The task goes back to the place where it waited, uncounted. A task of scheduled/ must not
-        be delivered before its time, and a task of pending/ must not overtake others.
-
-        The wait has ended by cancellation or by close(). The event loop runs on while the look at
-        the directories takes long.
-        """
+        """A task that was found for a wait that has ended goes back to the place where the task
+        waited, and the delivery is not counted."""
+        # A task of scheduled/ must not be delivered before its time, and a task of pending/ must
+        # not overtake others. The wait ends by cancellation or by close(), while the thread that
+        # found the task is still reading the file. The event loop runs on meanwhile.
         q = self.queue()
         retried, later = q.push(b"old"), q.schedule(b"later", time.time() * 1e6 + 3.6e9)
         q.fail(self.pop(q))
@@ -7362,8 +7367,8 @@ class Coroutines(QueueCase, unittest.IsolatedAsyncioTestCase):
                 go.set()
                 await asyncio.wait([waiter])
                 self.assertEqual(waiter.cancelled(), is_cancelled)
-                # close() may have moved the task back while a look was reading it. That look may
-                # claim the task once more, and then puts it back itself.
+                # close() may have moved the task back while the other thread was reading the file.
+                # The other thread may then claim the task once more, and puts it back itself.
                 await asyncio.to_thread(until, lambda: waiting() == before)
         self.assertEqual(self.pop(q).attempts, 1)
 
@@ -7393,8 +7398,8 @@ class Coroutines(QueueCase, unittest.IsolatedAsyncioTestCase):
         self.assertIsNotNone(await q.pop_async())
 
     async def test_wait_that_was_never_first_in_line_times_out_after_a_look(self) -> None:
-        """Each wait looks at least once before its timeout, so that a task that is there is found
-        even with a timeout of 0."""
+        """Each wait looks at least once before its timeout, so that even with a timeout of 0 it
+        finds a task that is there."""
         q = self.queue()
         first = asyncio.create_task(q.pop_async())
         await asyncio.sleep(0)
