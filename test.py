@@ -5704,7 +5704,7 @@ class ForeignFiles(QueueCase):
 class ManyUsers(QueueCase):
     """The files of one user neither exclude nor block the other users of a queue."""
 
-    def test_a_lock_that_may_not_be_made_is_told_as_that(self) -> None:
+    def test_push_raises_why_a_lock_file_can_not_be_created(self) -> None:
         """If a lock file can't be created, push() raises the error of that attempt, not that of the
         second attempt, which opens the missing file for reading."""
         q = self.queue()
@@ -7706,7 +7706,7 @@ class Processing(QueueCase):
 
 
 class Work(QueueCase):
-    def test_it_counts_what_became_of_each_and_goes_on_after_a_failure(self) -> None:
+    def test_work_counts_the_outcomes_and_goes_on_after_a_failure(self) -> None:
         """Whatever the handler raised: also what can't be told. A lost lease is no failure."""
         q = self.queue(max_attempts=2, retry_delay_s=0)
         other, clock = self.queue("n2"), self.clock()
@@ -7731,7 +7731,7 @@ class Work(QueueCase):
         self.assertRegex(logs.output[1], r"(?s)dead letter.*Traceback.*Unspeakable")
         self.assertEqual(self.states(), {"done": 3, "failed": 1})
 
-    def test_drain_waits_for_what_comes_later_and_for_others(self) -> None:
+    def test_work_with_drain_waits_for_scheduled_tasks_and_for_leases_of_others(self) -> None:
         """For longer than it waits for a task at a time."""
         self.hasten("base interval", 0.02)
         q, other = self.queue(), self.queue("n2", timeout_stale_ms=100)
@@ -7742,7 +7742,7 @@ class Work(QueueCase):
             counts += [q.work(lambda _: None, concurrency=concurrency, drain=True)]
             self.assertEqual([it.done for it in counts], [1, 1])
 
-    def test_what_ends_it_is_heard_before_it_takes_more(self) -> None:
+    def test_work_takes_no_more_tasks_after_anything_that_ends_it(self) -> None:
         """What runs is finished. What was not begun goes back uncounted, and so does the task of a
         handler that exits; one that can't be ended would be a dead letter in the end."""
         clock, stop = self.clock(), threading.Event()
@@ -7775,7 +7775,7 @@ class Work(QueueCase):
             failed = len(handled) if error in (OSError, KeyboardInterrupt) else 0
             self.assertEqual(again, Counter({1: 9 - done - failed, 2: failed}))
 
-    def test_disk_trouble_of_pop_ends_it_when_what_runs_is_finished(self) -> None:
+    def test_work_raises_a_disk_error_of_pop_when_running_tasks_are_finished(self) -> None:
         """Unless a signal does, as it waits for that: a caller that goes on after an OSError would
         never hear it."""
         for number, is_signal in enumerate((False, True), 1):
@@ -7796,7 +7796,7 @@ class Work(QueueCase):
                 counts = q.work(handle, concurrency=2)
             self.assertEqual((counts is not None, self.states()), (is_signal, {"done": number}))
 
-    def test_an_idle_worker_leaves_but_not_while_it_runs_a_task(self) -> None:
+    def test_work_returns_when_idle_but_not_while_it_runs_a_task(self) -> None:
         """And whatever others have in flight."""
         q, other, second = self.queue(), self.queue("n2"), threading.Event()
         q.push_many([b"theirs", b"first"])
@@ -7822,7 +7822,7 @@ class Work(QueueCase):
             self.assertEqual(q.work(handle, concurrency=2, idle_timeout_s=0).done, 2)
             self.assertEqual(q.work(handle, idle_timeout_s=0).done, 0)
 
-    def test_a_handler_of_signals_is_what_it_was_before(self) -> None:
+    def test_work_restores_the_signal_handlers(self) -> None:
         """And what is ignored, as by nohup, is ignored meanwhile, too."""
         q, numbers = self.queue(), (signal.SIGINT, signal.SIGTERM)
         q.push_many([b"x", b"x"])
@@ -7833,7 +7833,7 @@ class Work(QueueCase):
         self.assertEqual((counts.done, after), (2, before))
 
     @FORK
-    def test_children_of_a_handler_are_ended_by_a_signal_as_ever(self) -> None:
+    def test_signal_ends_a_child_process_that_a_handler_forked(self) -> None:
         def terminate(_: Child) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(PATIENCE_S)
@@ -7843,7 +7843,9 @@ class Work(QueueCase):
         counts = q.work(lambda _: ends.append(self.child(terminate).finish()[1]), drain=True)
         self.assertEqual((ends, counts.done), ([-signal.SIGTERM], 1))
 
-    def test_a_signal_finishes_what_runs_and_a_second_one_gives_it_back(self) -> None:
+    def test_running_tasks_are_finished_after_a_signal_and_given_back_after_a_second_one(
+        self,
+    ) -> None:
         """To its place, and uncounted; no more is taken. Two at once are one, as timeout(1) sends
         them, to a process and to its group. (CommandLine has the signals of another process.) As
         many run at a time as were asked for: they meet at a barrier."""
@@ -8693,7 +8695,7 @@ class CommandLine(QueueCase):
             self.assertLessEqual(len(line), 80, line)
         self.assertEqual(self.output_of("--version"), f"femtoqueue {femtoqueue.__version__}\n")
 
-    def test_release_gives_back_what_is_renewed_as_it_looks(self) -> None:
+    def test_release_all_gives_back_a_task_that_is_renewed_meanwhile(self) -> None:
         q = self.queue(detached=True)
         q.push_many([b"1", b"2"])
         self.pop(q), self.pop(q)
@@ -8714,7 +8716,7 @@ class CommandLine(QueueCase):
             self.assertEqual(femtoqueue.main(["pop", self.path]), 128 + signal.SIGINT)
         self.assertEqual(self.pop(self.queue()).attempts, 1)
 
-    def test_top_draws_what_fits_on_its_terminal_anew_until_ctrl_c(self) -> None:
+    def test_top_redraws_what_fits_on_the_terminal_until_ctrl_c(self) -> None:
         """In whatever size that has now, to the last line and column."""
         q, terminal = self.queue(), io.BytesIO()
         sizes = deque(map(os.terminal_size, [(100, 24), (12, 7), (60, 30)]))
@@ -8764,7 +8766,7 @@ class CommandLine(QueueCase):
         self.assertIn(("0", "1", "2"), {match and match.groups()[:3] for match in said})
         self.assertNotIn(None, said)
 
-    def test_trouble_of_the_worker_is_no_failed_try_of_its_task(self) -> None:
+    def test_error_of_the_worker_is_no_failed_try_of_its_task(self) -> None:
         """Its Python is removed while it works; or a user's random.py is where it was started."""
         code = "import tempfile; make = tempfile.TemporaryFile; calls = iter([make])\n"
         code += "tempfile.TemporaryFile = lambda: next(calls)()\n"
@@ -8807,7 +8809,7 @@ class CommandLine(QueueCase):
         self.assertEqual((status, out), (1, "begin\nend\n" * 2))
         self.assertIn("its command can't be killed", err)
 
-    def test_a_time_limit_is_kept_though_nobody_reads_what_jobs_write(self) -> None:
+    def test_time_limit_is_kept_even_if_nobody_reads_the_output_of_jobs(self) -> None:
         self.hasten("grace", 0.3)
         self.queue().push_many([b"x"] * 2)
         limits = "--task-timeout", "300ms", "--max-attempts", "1"
@@ -8816,7 +8818,7 @@ class CommandLine(QueueCase):
         self.assertEqual(self.states(), {"failed": 2})
 
     @unittest.skipUnless(sys.platform == "linux", "pipes have a size on Linux")
-    def test_what_is_in_a_large_pipe_when_a_job_ends_is_passed_on(self) -> None:
+    def test_output_left_in_a_large_pipe_when_a_job_ends_is_passed_on(self) -> None:
         self.queue().push(b"x")
         code = "import fcntl, os; fcntl.fcntl(1, 1031, 1 << 20); os.write(1, bytes(1000000))"
         command = *self.program(), "work", "jobs", "-q", "--drain", "--", sys.executable, "-c", code
@@ -8826,7 +8828,7 @@ class CommandLine(QueueCase):
         self.assertEqual(self.states(), {"done": 1})
 
     @unittest.skipUnless(sys.platform == "linux", "pipes have a size on Linux")
-    def test_a_slow_reader_gets_all_output_also_when_the_time_limit_is_over(self) -> None:
+    def test_slow_reader_gets_all_output_even_after_the_time_limit(self) -> None:
         """One that reads nothing for the time of grace has stalled."""
         self.hasten("grace", 1)
         self.queue().push(b"x")
@@ -8875,7 +8877,7 @@ class CommandLine(QueueCase):
         self.assertEqual({it.pid for it in members([process.pid])}, {process.pid})
 
     @unittest.skipUnless(os.path.exists("/proc/self/stat"), "needs /proc")
-    def test_proc_of_another_pid_namespace_does_not_tell_what_belongs_to_a_job(self) -> None:
+    def test_proc_of_another_pid_namespace_is_not_used_to_find_processes_of_a_job(self) -> None:
         """There the pid of a job is a process of the host, such as a thread of the kernel: its
         process group 0 would stand for the worker's own group."""
         process = subprocess.Popen(["sleep", "1000"], start_new_session=True)
@@ -8893,7 +8895,7 @@ class CommandLine(QueueCase):
         text: str = progress.pace_text()
         return text
 
-    def test_the_rate_is_the_queues_and_the_time_left_is_right_with_many_workers(self) -> None:
+    def test_rate_and_time_left_are_those_of_the_whole_queue(self) -> None:
         others_work = [(s, 50_000 - 500 * s, 10 * s) for s in range(31)]
         grows = [(s, 1000 + 90 * s, 10 * s) for s in range(31)]
         as_fast = [(s, 14 + s % 2, 13 * s) for s in range(31)]
@@ -8912,7 +8914,7 @@ class CommandLine(QueueCase):
         ):
             self.assertEqual(self.pace_text(*samples), text)
 
-    def test_progress_counts_what_waits_for_its_time_and_looks_seldom_if_that_is_long(self) -> None:
+    def test_progress_counts_scheduled_tasks_and_looks_seldom_if_a_look_takes_long(self) -> None:
         """At most a hundredth of the time."""
         q, clock = self.queue(), self.clock()
         q.push_many([b"x"] * 3)
@@ -8954,7 +8956,7 @@ class CommandLine(QueueCase):
         return said.decode()
 
     @unittest.skipUnless(sys.platform == "linux", "needs a terminal of Linux")
-    def test_a_terminal_has_one_line_of_progress_that_is_cleared_before_others(self) -> None:
+    def test_line_of_progress_on_a_terminal_is_cleared_before_other_output(self) -> None:
         command = "work", "jobs", "--drain", "--max-attempts", "1", "--", "sh", "-c"
         script = "read x; test $x = bad && exit 1; sleep 1.2; echo word"
         cases: tuple[tuple[int, dict[str, Any], str], ...] = (
@@ -8980,7 +8982,7 @@ class CommandLine(QueueCase):
             self.assertEqual(rest, "")
 
     @unittest.skipUnless(sys.platform == "linux", "needs a terminal of Linux")
-    def test_the_line_of_progress_is_cleared_before_trouble_with_the_queue_is_told(self) -> None:
+    def test_line_of_progress_is_cleared_before_an_error_of_the_queue_is_printed(self) -> None:
         self.queue().push(b"x")
         script = "sleep 1.2; rmdir jobs/done; touch jobs/done"
         said = self.run_on_terminal(80, "work", "jobs", "--drain", "--", "sh", "-c", script)
@@ -9036,7 +9038,7 @@ class CommandLine(QueueCase):
         for name in self.names("done"):
             os.unlink(self.file("done", name))
 
-    def test_a_stop_that_no_wait_hears_of_is_known_before_what_it_ended_is_judged(self) -> None:
+    def test_signal_just_before_a_wait_is_noticed_before_an_ended_command_is_judged(self) -> None:
         """A signal that comes just before a wait does not end that."""
         code = "from signal import *; from threading import Thread; join = Thread.join\n"
         code += "def deaf_join(thread, timeout):\n    old = pthread_sigmask(SIG_BLOCK, {SIGINT})\n"
@@ -9048,7 +9050,9 @@ class CommandLine(QueueCase):
         self.assertEqual(run_guarded(*words, code + main, *script, env=self.env)[0], 0)
         self.check_and_finish({"pending": 1})
 
-    def test_what_ends_of_the_second_signal_is_given_back_when_all_of_it_has_ended(self) -> None:
+    def test_task_that_a_second_signal_ends_is_given_back_when_its_whole_job_has_ended(
+        self,
+    ) -> None:
         """It goes to each command's group. Not when a shell has ended is its task given back, but
         when its program has; and what ended well is done."""
         self.hasten("one signal", 0.05)
@@ -9071,7 +9075,7 @@ class CommandLine(QueueCase):
             self.check_and_finish({"pending": count - well} | ({"done": well} if well else {}))
         self.assertEqual(os.path.getsize("seen"), 0)
 
-    def test_a_stop_finishes_what_runs_and_a_try_that_it_ended_is_no_failure(self) -> None:
+    def test_stop_finishes_running_commands_and_a_try_that_it_ends_is_no_failure(self) -> None:
         """And no more is taken. A scheduler signals the worker and CMD, in either order. A CMD that
         does not die of it has then heard of the stop; one that ends well has done its task. If a
         program outlives its shell, to save its state, the task is not another's until it ends."""
@@ -9117,7 +9121,7 @@ class CommandLine(QueueCase):
         self.assertEqual(os.path.getsize("seen"), 0)
 
     @unittest.skipUnless(os.path.exists("/proc/thread-self/children"), "needs /proc")
-    def test_a_worker_whose_watchdog_is_killed_finishes_what_runs_and_leaves(self) -> None:
+    def test_worker_whose_watchdog_is_killed_finishes_its_commands_and_ends(self) -> None:
         """A signal to all processes of a job does not end the watchdog."""
         self.queue().push_many([b"x"] * 4)
         os.mkfifo("fifo")
@@ -9137,7 +9141,7 @@ class CommandLine(QueueCase):
         self.assertIn(b"watchdog", err)
         self.check_and_finish({"done": 1, "failed": 2, "pending": 1})
 
-    def test_signals_end_work_though_nobody_reads_what_it_says(self) -> None:
+    def test_signals_end_work_even_if_nobody_reads_its_output(self) -> None:
         """They find output that is stuck; and if it is standard error, a log line that is, too."""
         self.hasten("one signal", 0.1)
         self.hasten("grace", 0.3)
@@ -9160,7 +9164,7 @@ class CommandLine(QueueCase):
             self.queue().purge(0, "failed")
 
     @unittest.skipUnless(os.path.exists("/proc/self/stat"), "needs /proc")
-    def test_a_worker_that_is_killed_as_a_job_ends_leaves_no_program_of_it(self) -> None:
+    def test_worker_that_is_killed_while_a_job_ends_leaves_no_process_of_the_job(self) -> None:
         """Its shell has ended by then: by the time limit, by a scheduler, or by a second signal."""
         for words, signals in ((("--task-timeout", "1s"), 0), ((), 1), ((), 2)):
             with self.subTest(signals=signals):
@@ -9196,7 +9200,7 @@ class CommandLine(QueueCase):
             process.kill()
             until_gone(child)
 
-    def test_a_killed_worker_leaves_no_command_and_its_tasks_are_anothers_at_once(self) -> None:
+    def test_killed_worker_leaves_no_command_and_others_get_its_tasks_at_once(self) -> None:
         """Whatever it had told the watchdog by then: each command tells of itself first."""
         self.queue().push_many([b"x"] * 30)
         for begun in (1, 5, 20):
@@ -9264,7 +9268,7 @@ class Documents(QueueCase):
         code = "\n".join(line[4:] for line in match[1].splitlines())
         self.assertIn("resize 42.png", self.run_python(code))
 
-    def test_each_program_of_the_readme_prints_what_it_says(self) -> None:
+    def test_each_program_of_the_readme_prints_what_the_readme_says(self) -> None:
         """What stands in the block of text after it, or in comments behind its print()s. One whose
         first line is the name of a file is part of a service, which has a test of its own."""
         blocks, count = [*self.blocks(), ("", "")], 0
@@ -9322,14 +9326,14 @@ class Documents(QueueCase):
                 )
 
     @FORK
-    def test_the_script_of_files_works_on_each_name(self) -> None:
+    def test_script_of_the_readme_for_files_works_on_each_file(self) -> None:
         said = self.sh(self.block("photos", "sh"))
         for text in ("photos/a b.jpg", "photos/c.jpg", '"pending": 0, "scheduled": 0, "inflight"'):
             self.assertIn(text, said)
         self.assertNotIn("waits too long", said)
 
     @FORK
-    def test_the_web_service_takes_tasks_that_the_worker_beside_it_does(self) -> None:
+    def test_web_service_of_the_readme_takes_tasks_and_its_worker_does_them(self) -> None:
         """It says what its transcript says. Its port is another one, which is free."""
         import http.client
         import socket
@@ -9369,7 +9373,7 @@ class Documents(QueueCase):
         wanted = [*self.without_variable_parts("\n".join(shown)), '{"state": null}']
         self.assertEqual(self.without_variable_parts("".join(said)), wanted)
 
-    def test_the_long_work_resumes_where_a_killed_worker_stopped(self) -> None:
+    def test_long_task_of_the_readme_resumes_where_a_killed_worker_stopped(self) -> None:
         """Its worker is killed after seven rows; the next one saves the last three only."""
         work = self.block('q.push(b"10 rows")')
         dying = f"import os\n{work}\n            if row == 6: os.kill(os.getpid(), 9)\n"
@@ -9378,7 +9382,7 @@ class Documents(QueueCase):
         again = re.sub(r'q\.push\(b"10 rows"\).*\n', "", work) + "\n            print(row, end=' ')"
         self.assertEqual(self.run_python(again), "7 8 9 ")
 
-    def test_a_second_delivery_changes_nothing(self) -> None:
+    def test_second_delivery_to_the_database_of_the_readme_changes_nothing(self) -> None:
         """As after a death between the commit of the database and done()."""
         import sqlite3
 
@@ -9391,7 +9395,7 @@ class Documents(QueueCase):
         self.assertEqual(rows, [(b"invoice 7",)] * 2)  # of three deliveries
 
     @FORK
-    def test_the_nightly_job_is_there_once_after_two_starts(self) -> None:
+    def test_nightly_job_of_the_readme_is_scheduled_once_after_two_starts(self) -> None:
         nightly = self.block("if not q.contains")
         due = "at_s = q.peek(key='backup').until.timestamp(); "
         due += "print(q.stats().scheduled, at_s % 86400, 0 < at_s - time.time() <= 86400)"
@@ -9410,7 +9414,7 @@ class Documents(QueueCase):
         self.assertEqual((sorted(said.split()), settings["Restart"]), (["a", "b"], "always"))
 
     @FORK
-    def test_the_commands_of_cron_and_of_the_image_work_on_what_is_pushed(self) -> None:
+    def test_commands_of_the_crontab_and_of_the_image_run_the_pushed_tasks(self) -> None:
         """A job of yesterday that was not done does not wait twice; the last is that of PID 1."""
         push, work = (it.split(None, 5)[5] for it in self.block("--key", "crontab").splitlines())
         words = json.loads(self.block("CMD", "dockerfile").partition("CMD ")[2])
@@ -9446,7 +9450,7 @@ class Documents(QueueCase):
         task = FemtoQueue("jobs").pop()
         self.assertEqual(task and (task.data, task.attempts), (b"x", 1))
 
-    def test_the_idea_of_it_works_on_bare_system_calls(self) -> None:
+    def test_idea_of_the_queue_works_with_bare_system_calls(self) -> None:
         """In at most 25 lines, and from a second process as from the first."""
         code = self.block("import os, time")
         self.assertLessEqual(len(code.splitlines()), 25)
@@ -9468,7 +9472,7 @@ class Documents(QueueCase):
         content = b"\1" + bytes(7) + (digest or hashlib.md5(payload).digest()) + payload
         return self.put(name, content, f"old/{state}")
 
-    def test_what_waits_or_was_in_progress_comes_over_in_its_order_and_at_its_time(self) -> None:
+    def test_unfinished_tasks_of_0_4_2_come_over_in_their_order_and_at_their_time(self) -> None:
         """What is corrupt or finished stays, and a second run adds nothing."""
         now_us = int(time.time() * 1e6)
         due_us = now_us + 3600 * 10**6
