@@ -7449,8 +7449,8 @@ class Processing(QueueCase):
         return {*threading.enumerate()} - self.threads
 
     def test_block_that_is_collected_after_its_queue_settles_nothing(self) -> None:
-        """A block of processing() may be in a generator that is never finished. The garbage
-        collector may then finalize the queue before the block."""
+        # A block of processing() may be in a generator that is never finished. The garbage
+        # collector may then finalize the queue before the block.
         q = FemtoQueue(self.path)
         with q.processing(leased(q)):
             q.__del__()
@@ -7458,12 +7458,11 @@ class Processing(QueueCase):
         self.assertEqual(self.states(), {"pending": 1})
 
     def test_task_is_settled_by_the_way_its_block_ends(self) -> None:
-        """A normal end of the block finishes the task. An exception puts the task back for later,
-        or makes a dead letter of it at max_attempts.
-
-        KeyboardInterrupt, SystemExit and CancelledError put the task back to its place, uncounted,
-        even at max_attempts. LeaseLost of another task counts as an ordinary exception.
-        """
+        """A block that ends normally finishes its task. An exception puts the task back, or makes a
+        dead letter of it at max_attempts."""
+        # KeyboardInterrupt, SystemExit and CancelledError put the task back to its place,
+        # uncounted, even at max_attempts. Other exceptions put the task back for later. LeaseLost
+        # of another task counts as an ordinary exception.
         for error, max_attempts, state in (
             (None, 1, "done"),
             (ValueError("no such image"), 2, "scheduled"),
@@ -7495,8 +7494,8 @@ class Processing(QueueCase):
             q.done(self.pop(q))
 
     def test_task_is_tried_again_after_a_random_delay_that_doubles(self) -> None:
-        """The delay doubles with each attempt, up to an hour. A random part of up to half of it is
-        subtracted."""
+        # The longest delay doubles with each attempt, up to an hour. A random part of up to half of
+        # the longest delay is subtracted.
         q, clock = self.queue(retry_delay_s=100), self.clock()
         clock.stand_still()
         for attempts, longest_s in ((1, 100), (2, 200), (5, 1600), (7, 3600), (99_999, 3600)):
@@ -7543,11 +7542,9 @@ class Processing(QueueCase):
         self.assertEqual(self.states(), {"done": 1})
 
     def test_one_thread_renews_all_leases_and_ends_with_the_last_block(self) -> None:
-        """A lease without a deadline needs no thread. An extend() in a block gives the lease at
-        least its own length, and the thread goes on to renew it.
-
-        (Class Model shows that no renewal shortens a lease.)
-        """
+        # A lease without a deadline needs no thread. If a block calls extend() with a short time,
+        # the lease still gets its usual length, and the thread goes on to renew the lease. (Class
+        # Model shows that no renewal shortens a lease.)
         q, endless = self.renewing_queue(), self.queue("n2", timeout_stale_ms=None)
         with endless.processing(leased(endless)):
             self.assertEqual(self.new_threads(), set())
@@ -7562,8 +7559,8 @@ class Processing(QueueCase):
             self.until_renewed(task)
 
     def test_dropped_object_gives_up_its_lease_directory_at_once_and_leaves_no_thread(self) -> None:
-        """This also holds for an object that leased no task, and only renewed the lease of another
-        object through attach()."""
+        # This also holds for an object that leased no task, and only renewed the lease of another
+        # object through attach().
         holder = self.queue("n2")
         for is_attached in (False, True):
             q = FemtoQueue(self.path, "gone", timeout_stale_ms=3_600_000)
@@ -7576,8 +7573,8 @@ class Processing(QueueCase):
             until(lambda: not self.new_threads())
 
     def test_lease_with_its_own_length_is_renewed_for_that_length(self) -> None:
-        """A short lease is renewed in time even if the thread already renews longer ones at longer
-        intervals. A lease that has almost ended is renewed when its block begins."""
+        # A short lease is renewed in time even if the thread already renews longer leases at longer
+        # intervals. A lease that has almost ended is renewed when its block begins.
         q, clock = self.queue(timeout_stale_ms=60_000), self.clock()
         q.push_many([b"old", b"long", b"short"])
         old = self.pop(q)
@@ -7592,8 +7589,8 @@ class Processing(QueueCase):
         self.assertEqual(self.states(), {"done": 3})
 
     def test_renewal_that_fails_is_tried_again_and_does_not_stop_other_renewals(self) -> None:
-        """A renewal may fail because of a disk error, or because a stopped process holds the lock
-        of the key. It is tried again even if the warning can't be logged."""
+        # A renewal may fail because of a disk error, or because a stopped process holds the lock of
+        # the key. The renewal is tried again even if the warning can't be logged.
         q, handler = self.renewing_queue(), logging.Handler()
         LOG.disabled = False
         LOG.addHandler(handler)
@@ -7613,11 +7610,10 @@ class Processing(QueueCase):
         self.assertEqual(self.states(), {"done": 3})
 
     def test_block_that_fails_to_begin_leaves_no_lease_that_is_renewed(self) -> None:
-        """If a block does not begin, no thread goes on to renew its lease, and a later block works.
-
-        __enter__() raises if its thread can't be started, or if Ctrl-C comes. Ctrl-C may also come
-        when __enter__() has returned, but before the `with` statement has noted that.
-        """
+        """If a block does not begin, no thread goes on to renew its lease, and the next block
+        works."""
+        # __enter__() raises if its thread can't be started, or if Ctrl-C comes. Ctrl-C may also
+        # come when __enter__() has returned, but before the `with` statement has noted that.
         q = self.renewing_queue()
         task, start = leased(q), threading.Thread.start
 
@@ -7642,11 +7638,9 @@ class Processing(QueueCase):
     # Lost leases
 
     def test_lost_lease_raises_at_either_end_of_the_block_and_changes_nothing(self) -> None:
-        """LeaseLost is raised when a block begins or ends without a valid lease.
-
-        An exception of the block is the cause of LeaseLost; but SystemExit is raised as it is. A
-        block with a task that was never leased raises LeaseLost as well.
-        """
+        """LeaseLost is raised when a block begins or ends without a valid lease."""
+        # An exception of the block is the cause of LeaseLost; but SystemExit is raised as it is. A
+        # block with a task that was never leased raises LeaseLost as well.
         for cause in (None, ValueError("the cause"), SystemExit("told")):
             q, other, clock = self.queue(), self.queue("n2"), self.clock()
             task = leased(q)
@@ -7689,7 +7683,7 @@ class Processing(QueueCase):
         self.assertIsNone(self.pop(q).checkpoint)
 
     def test_checkpoint_without_a_live_task_is_deleted_after_an_hour(self) -> None:
-        """A person has removed the task. The checkpoint of a task that waits stays."""
+        # Here a person has removed the task. The checkpoint of a task that waits stays.
         q, clock = self.queue(), self.clock()
         gone, kept = leased(q), leased(q)
         for task in (gone, kept):
@@ -7706,8 +7700,11 @@ class Processing(QueueCase):
 
 
 class Work(QueueCase):
+    """work() calls a handler for each task, until something ends it, and returns the counts."""
+
     def test_work_counts_the_outcomes_and_goes_on_after_a_failure(self) -> None:
-        """Whatever the handler raised: also what can't be told. A lost lease is no failure."""
+        """work() goes on whatever exception the handler raises, even one whose str() raises."""
+        # A lost lease does not count as a failure.
         q = self.queue(max_attempts=2, retry_delay_s=0)
         other, clock = self.queue("n2"), self.clock()
         q.push_many([b"lost", b"good", b"bad", b"good"])
@@ -7732,7 +7729,7 @@ class Work(QueueCase):
         self.assertEqual(self.states(), {"done": 3, "failed": 1})
 
     def test_work_with_drain_waits_for_scheduled_tasks_and_for_leases_of_others(self) -> None:
-        """For longer than it waits for a task at a time."""
+        # The tasks come later than the timeout of a single drain() in work(), the base interval.
         self.hasten("base interval", 0.02)
         q, other = self.queue(), self.queue("n2", timeout_stale_ms=100)
         for concurrency in (1, 3):
@@ -7743,8 +7740,11 @@ class Work(QueueCase):
             self.assertEqual([it.done for it in counts], [1, 1])
 
     def test_work_takes_no_more_tasks_after_anything_that_ends_it(self) -> None:
-        """What runs is finished. What was not begun goes back uncounted, and so does the task of a
-        handler that exits; one that can't be ended would be a dead letter in the end."""
+        """When work() is stopped, reaches its time limit or meets an error, it finishes the running
+        tasks and takes no more."""
+        # A task whose handler was not begun goes back uncounted. So does the task of a handler that
+        # raises SystemExit. If done() fails or is interrupted, the delivery counts, so that the
+        # task becomes a dead letter after max_attempts.
         clock, stop = self.clock(), threading.Event()
         as_usual, claimed, ends = contextlib.nullcontext, "inflight-n1/", "/done/"
         rows: tuple[tuple[Callable[[], object], Callable[[], Any], Any, bool], ...] = (
@@ -7776,8 +7776,8 @@ class Work(QueueCase):
             self.assertEqual(again, Counter({1: 9 - done - failed, 2: failed}))
 
     def test_work_raises_a_disk_error_of_pop_when_running_tasks_are_finished(self) -> None:
-        """Unless a signal does, as it waits for that: a caller that goes on after an OSError would
-        never hear it."""
+        # But if a signal comes while work() waits for the running tasks, work() returns: a caller
+        # that goes on after an OSError would never learn of the signal.
         for number, is_signal in enumerate((False, True), 1):
             q, broken, counts = self.queue(), threading.Event(), None
             q.push(b"x")
@@ -7797,7 +7797,8 @@ class Work(QueueCase):
             self.assertEqual((counts is not None, self.states()), (is_signal, {"done": number}))
 
     def test_work_returns_when_idle_but_not_while_it_runs_a_task(self) -> None:
-        """And whatever others have in flight."""
+        """An idle work() returns even if other workers hold leases, but not while a task of its own
+        runs."""
         q, other, second = self.queue(), self.queue("n2"), threading.Event()
         q.push_many([b"theirs", b"first"])
         self.assertEqual(self.pop(other).data, b"theirs")
@@ -7823,7 +7824,8 @@ class Work(QueueCase):
             self.assertEqual(q.work(handle, idle_timeout_s=0).done, 0)
 
     def test_work_restores_the_signal_handlers(self) -> None:
-        """And what is ignored, as by nohup, is ignored meanwhile, too."""
+        """work() restores the handlers of signals, and goes on to ignore a signal that was ignored,
+        as under nohup."""
         q, numbers = self.queue(), (signal.SIGINT, signal.SIGTERM)
         q.push_many([b"x", b"x"])
         self.addCleanup(signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, signal.SIG_IGN))
@@ -7846,9 +7848,11 @@ class Work(QueueCase):
     def test_running_tasks_are_finished_after_a_signal_and_given_back_after_a_second_one(
         self,
     ) -> None:
-        """To its place, and uncounted; no more is taken. Two at once are one, as timeout(1) sends
-        them, to a process and to its group. (CommandLine has the signals of another process.) As
-        many run at a time as were asked for: they meet at a barrier."""
+        """After a signal, work() takes no more tasks, and after a second one it gives back the
+        running tasks to their places, uncounted."""
+        # Two signals at once count as one: timeout(1) signals a process and its process group. As
+        # many handlers run at a time as `concurrency` says, because they meet at a barrier. (Class
+        # CommandLine tests signals from another process.)
         for concurrency, end, one_signal_s in (
             (1, "done", PATIENCE_S),
             (1, "released", 0),
@@ -7879,8 +7883,8 @@ class Checking(QueueCase):
         return [(it.kind, it.path, it.repaired) for it in q.check(repair)]
 
     def test_repair_mends_safe_findings_and_only_reports_the_rest(self) -> None:
-        """check(repair=True) mends each finding that is safe to mend, which the next check() no
-        longer reports. It reports the other findings, and changes nothing about them."""
+        """check(repair=True) mends each finding that is safe to mend, and only reports the rest."""
+        # The next check() no longer reports a finding that was mended.
         q, clock, dead = self.queue(), self.clock(), self.queue("dead")
         self.foreign = ("notes.txt", "x.tmp")
         order = q.push(b"x")[:20]
@@ -7917,8 +7921,8 @@ class Checking(QueueCase):
         self.assertEqual(self.states(), {"pending": 2, "failed": 1})
 
     def test_lease_directories_made_or_removed_during_a_check_are_no_findings(self) -> None:
-        """RACE: after any system call of check(), one worker makes a lease directory and another
-        worker removes one."""
+        # RACE: after any system call of check(), one worker makes a lease directory and another
+        # worker removes one.
         q, gone, fresh = self.queue(), self.file("inflight-gone"), self.file("inflight-fresh")
 
         def come_and_go() -> None:
@@ -7950,8 +7954,8 @@ class Checking(QueueCase):
                 os.unlink(self.file("failed", name))
 
     def test_exception_of_a_signal_handler_ends_the_check(self) -> None:
-        """A TimeoutError of a signal handler is an OSError without an errno. check() raises it, and
-        does not take it for an unreadable file."""
+        # A TimeoutError of a signal handler is an OSError without an errno. check() raises it, and
+        # does not take it for the error of an unreadable file.
         q = self.queue()
         q.push(b"x")
         for event, of in (("open", "/pending/"), ("list", "/failed")):
@@ -7978,15 +7982,15 @@ class Checking(QueueCase):
         self.assertIn("3600 s ahead", found[1].text)
 
 
-# Transcripts of shell sessions. Each begins with "# " and the claim that it shows.
+# Transcripts of shell sessions. Each begins with "# " and the claim that the transcript shows.
 #
 # A line that begins with "$ " is a command, which goes on in the next line after a "\" at the end.
 # The expected output follows: after " -> " in the same line, or in lines of its own. Standard
 # output comes first. Standard error follows, each line of it after a "! ". The exit status comes
 # last, in brackets, unless it is 0.
 #
-# After " -> ", any white space counts as one space. In lines of output, a run of spaces does.
-# "..." stands for any text; alone in a line, for any lines. <name> stands for an id, and
+# After " -> ", any white space counts as one space. In lines of output, a run of spaces counts as
+# one space. "..." stands for any text; alone in a line, for any lines. <name> stands for an id, and
 # <lease...> for the path of a lease. Where such a name occurs again in the transcript, it stands
 # for the same value, and so does $name in a command. Two names never have the same value.
 #
