@@ -8440,22 +8440,24 @@ class Command(subprocess.Popen[bytes]):
     stderr: Any
 
     def __exit__(self, *error: Any) -> None:
-        """Wait until it ends, unless the block failed: it may never do so then."""
+        """Wait until the process ends. If the block failed, kill the process first, because it
+        might never end."""
         if error[0] is not None:
             self.kill()
         super().__exit__(*error)
 
     def first_lines(self, count: int) -> list[str]:
-        """Return the first lines of that many commands."""
+        """Read `count` lines: the first line of output of each of so many commands."""
         return [self.stdout.readline().decode().strip() for _ in range(count)]
 
     def send_signals(self, number: int, second: int | None = None) -> None:
-        """Signal it, and, when it has heard of that, by a second signal, once more."""
+        """Send a signal, and wait until the process reports it. Then send the second signal, if one
+        is given, and wait until the process ends."""
         self.send_signal(number)
         heard = self.stderr.readline(), self.stderr.readline()
         demand(b"finishing what runs" in heard[1], f"it said {heard}")
         if second is not None:
-            time.sleep(2 * constant("one signal"))  # what comes too soon is no second one
+            time.sleep(2 * constant("one signal"))  # two signals at once count as one
             self.send_signal(second)
             self.communicate(timeout=120)
 
@@ -8486,16 +8488,17 @@ def run_guarded(*words: str, env: Mapping[str, str], path: str = ".") -> tuple[i
             out, err = process.communicate(timeout=PATIENCE_S)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGABRT)
-            # A process that left the group may keep the pipes open: so this has a timeout, too.
+            # A process that left the group may keep the pipes open. So this call has a timeout,
+            # too.
             out, err = process.communicate(timeout=PATIENCE_S)
     return process.returncode, out, err
 
 
 class CommandLine(QueueCase):
-    """Each command through main(). In this process, unless the test is about processes: those run
-    what the compiler makes of femtoqueue.py, in a directory that holds nothing else."""
+    """The commands of the command line. Most of them run in this process, through main(). Those
+    that start processes run femtoqueue.pyc, the compiled femtoqueue.py, without its source."""
 
-    bin: str  # a directory that holds femtoqueue.pyc, and the command
+    bin: str  # a directory that holds femtoqueue.pyc, and a script `femtoqueue` that runs it
 
     @classmethod
     def setUpClass(cls) -> None:
@@ -8510,7 +8513,7 @@ class CommandLine(QueueCase):
 
     @classmethod
     def program_with(cls, waits: dict[str, float]) -> list[str]:
-        """Return the words that run femtoqueue.pyc, with some of CONSTANTS."""
+        """Return the words that run femtoqueue.pyc with other values of some of CONSTANTS."""
         constants = {CONSTANTS[name]: seconds for name, seconds in waits.items()}
         code = f"import sys; sys.path[0] = {cls.bin!r}; import femtoqueue; "
         code += f"vars(femtoqueue).update({constants}); sys.exit(femtoqueue.main())"
@@ -8521,17 +8524,19 @@ class CommandLine(QueueCase):
         self.addCleanup(os.chdir, os.getcwd())
         os.chdir(self.path)
         self.path = os.path.join(self.path, "jobs")
-        others = "FEMTOQUEUE_DIR", "PYTHONUNBUFFERED"  # users have it buffered
+        others = "FEMTOQUEUE_DIR", "PYTHONUNBUFFERED"  # the output of users is buffered
         ours = {name: it for name, it in os.environ.items() if name not in others}
         ours |= {"PATH": f"{self.bin}:{ours['PATH']}", "PYTHONDONTWRITEBYTECODE": "1"}
         self.env = {**ours, "COLUMNS": "80"}
 
     def program(self) -> list[str]:
-        """Return the words that run femtoqueue.pyc, which waits for as long as we would."""
+        """Return the words that run femtoqueue.pyc with the durations of this process, which a test
+        may have changed by hasten()."""
         return self.program_with({it: constant(it) for it in ("one signal", "grace")})
 
     def run_command(self, *words: str) -> tuple[int, str, str]:
-        """Run a command in this process; what may start others, alone."""
+        """Run a command; return its exit status, standard output and standard error. The command
+        runs in this process, but `work` runs in a process of its own, because it starts others."""
         if words[:1] == ("work",) and "--" in words and hasattr(vars(femtoqueue)["os"], "fork"):
             return run_guarded(*self.program(), *words, env=self.env)
         outputs = io.BytesIO(), io.BytesIO()
@@ -8550,13 +8555,14 @@ class CommandLine(QueueCase):
         return status, outputs[0].getvalue().decode(), outputs[1].getvalue().decode()
 
     def output_of(self, *words: str) -> str:
-        """Run it, and return what it prints: nothing went wrong."""
+        """Run a command, which must succeed without a message, and return its output."""
         status, out, err = self.run_command(*words)
         self.assertEqual((status, err), (0, ""), words)
         return out
 
     def test_transcripts(self) -> None:
-        """Each of TRANSCRIPTS comes out as it stands there, in a directory of its own."""
+        """Each command in TRANSCRIPTS prints what stands there."""
+        # Each transcript begins in an empty directory of its own.
         for transcript in TRANSCRIPTS.split("\n# ")[1:]:
             claim, *steps = transcript.rstrip().split("\n$ ")
             with self.subTest(claim):
@@ -8566,8 +8572,8 @@ class CommandLine(QueueCase):
                     self.check_step(step, names)
 
     def check_step(self, step: str, names: dict[str, str]) -> None:
-        """Run the command of a step; what it says must be as wanted. names: what stands for what,
-        from now on with those of this step."""
+        """Run the command of a step, and fail unless it prints the expected output. `names` has the
+        value of each name such as <lease>. The names that first occur in this step are added."""
         parts = re.fullmatch(r"((?:.*\\\n)*.*?)(?: -> (.*)|\n((?s:.*))|)", step)
         assert parts is not None
         said = self.transcript_of(re.sub(r"\$(\w+)", lambda it: names.get(it[1], it[0]), parts[1]))
@@ -8583,7 +8589,7 @@ class CommandLine(QueueCase):
         self.assertEqual(len({*names.values()}), len(names), names)
 
     def pattern(self, text: str, names: dict[str, str]) -> str:
-        """Return the regular expression of what is wanted."""
+        """Return the regular expression of an expected output."""
 
         def named(name: re.Match[str]) -> str:
             form = LEASE if name[1].startswith("lease") else ID
@@ -8592,8 +8598,11 @@ class CommandLine(QueueCase):
         return re.sub(r"<(\w+)>", named, re.escape(text).replace(r"\.\.\.", ".*"))
 
     def transcript_of(self, command: str) -> str:
-        """Return what a command says, and its status. One of femtoqueue that needs no shell runs in
-        this process, and so does one whose output is a part of a command."""
+        """Run a command, and return its output and exit status in the form of a transcript.
+
+        A command of femtoqueue that needs no shell runs in this process. So does a command of
+        femtoqueue in $(...), whose output becomes a part of the command around it.
+        """
         part = r"\$\((femtoqueue [^()]*)\)"
         command = re.sub(part, lambda it: self.output_of(*shlex.split(it[1])[1:]).strip(), command)
         words = shlex.split(command)
@@ -8621,7 +8630,7 @@ class CommandLine(QueueCase):
             synced = calls_of("fsync", push)
             self.assertEqual(bool(synced), bool(words))
 
-    # A part of what is said, and what is typed, TASK being a task's id.
+    # A row: a part of the error message, and the wrong uses that cause it. TASK stands for an id.
     WRONG_USES: tuple[tuple[str, ...], ...] = (
         ("required: COMMAND; see femtoqueue --help", ""),
         ("no command 'nonsense'; the command comes first, as in: push DIR", "nonsense"),
@@ -8666,7 +8675,7 @@ class CommandLine(QueueCase):
     )
 
     def test_wrong_use_is_one_line_that_says_what_to_type(self) -> None:
-        """With status 2, and nothing is made or changed."""
+        """A wrong use ends with exit status 2 and a message of one line, and changes nothing."""
         for text, *lines in self.WRONG_USES:
             for line in lines:
                 self.check_wrong(line.replace("TASK", f"{1:020d}-0000aaaa"), text)
@@ -8721,7 +8730,7 @@ class CommandLine(QueueCase):
         self.assertEqual(self.pop(self.queue()).attempts, 1)
 
     def test_top_redraws_what_fits_on_the_terminal_until_ctrl_c(self) -> None:
-        """In whatever size that has now, to the last line and column."""
+        # Each time, the output has the present size of the terminal, to the last line and column.
         q, terminal = self.queue(), io.BytesIO()
         sizes = deque(map(os.terminal_size, [(100, 24), (12, 7), (60, 30)]))
         task = leased(q, key="user:42")
@@ -8758,7 +8767,7 @@ class CommandLine(QueueCase):
     # work
 
     def test_work_reports_its_progress_now_and_then_and_at_the_end(self) -> None:
-        """Elsewhere than on a terminal, by a plain line; TRANSCRIPTS have -q."""
+        # Without a terminal, the progress is a plain line. (TRANSCRIPTS shows -q: no progress.)
         self.queue(None).push_many([b"x"] * 3)
         program = self.program_with({"report": 0.05})
         words = "work", "jobs", "--drain", "--", "sleep", "0.3"
@@ -8771,7 +8780,10 @@ class CommandLine(QueueCase):
         self.assertNotIn(None, said)
 
     def test_error_of_the_worker_is_no_failed_try_of_its_task(self) -> None:
-        """Its Python is removed while it works; or a user's random.py is where it was started."""
+        """If the worker itself meets an error, the attempt of its task is not counted."""
+        # The first worker can make no temporary file for a payload, as if its Python had been
+        # removed meanwhile. The second worker is started in a directory that has a random.py of the
+        # user, which must not take the place of Python's.
         code = "import tempfile; make = tempfile.TemporaryFile; calls = iter([make])\n"
         code += "tempfile.TemporaryFile = lambda: next(calls)()\n"
         *words, main = self.program()
@@ -8800,7 +8812,7 @@ class CommandLine(QueueCase):
         self.check_and_finish({"pending": 1})
 
     def test_a_command_that_cannot_be_killed_does_not_run_beside_its_next_try(self) -> None:
-        """It has become another user's, as sudo does."""
+        # The processes of the command belong to another user, for example after sudo.
         code = (
             "import os\ndef killpg(group, number):\n    raise PermissionError\nos.killpg = killpg\n"
         )
@@ -8827,13 +8839,13 @@ class CommandLine(QueueCase):
         code = "import fcntl, os; fcntl.fcntl(1, 1031, 1 << 20); os.write(1, bytes(1000000))"
         command = *self.program(), "work", "jobs", "-q", "--drain", "--", sys.executable, "-c", code
         with Command(command, env=self.env, stdout=subprocess.PIPE) as process:
-            time.sleep(0.5)  # the pipe to us is full by then
+            time.sleep(0.5)  # by then the pipe from the worker to this process is full
             self.assertEqual(len(process.stdout.read()), 1000000)
         self.assertEqual(self.states(), {"done": 1})
 
     @unittest.skipUnless(sys.platform == "linux", "pipes have a size on Linux")
     def test_slow_reader_gets_all_output_even_after_the_time_limit(self) -> None:
-        """One that reads nothing for the time of grace has stalled."""
+        # The worker gives up only a reader that reads nothing for the time of grace.
         self.hasten("grace", 1)
         self.queue().push(b"x")
         code = "import fcntl, os; fcntl.fcntl(1, 1031, 1 << 20); os.write(1, bytes(1000000))"
@@ -8858,7 +8870,7 @@ class CommandLine(QueueCase):
 
     @unittest.skipUnless(os.path.exists("/proc/self/stat"), "needs /proc")
     def test_a_zombie_does_not_keep_a_job_alive(self) -> None:
-        """The first process of a container may never reap it."""
+        # The first process of a container may never reap a zombie.
         process = subprocess.Popen(["sleep", "1000"], start_new_session=True)
         self.addCleanup(process.wait)
         members = through_seam("members of jobs")
@@ -8869,21 +8881,22 @@ class CommandLine(QueueCase):
 
     @unittest.skipUnless(os.path.exists("/proc/self/stat"), "needs /proc")
     def test_a_process_whose_first_thread_has_ended_is_not_taken_for_a_zombie(self) -> None:
-        """Its state is that of a zombie."""
+        # In /proc, the state of such a process is that of a zombie.
         code = "import ctypes, threading, time\n"
         code += "threading.Thread(target=time.sleep, args=(1000,)).start()\n"
         code += "ctypes.CDLL(None).pthread_exit(None)"
         process = subprocess.Popen([sys.executable, "-S", "-c", code], start_new_session=True)
         self.addCleanup(process.wait)
         self.addCleanup(process.kill)
-        until_gone(process.pid)  # so it seems
+        until_gone(process.pid)  # returns when the state is that of a zombie
         members = through_seam("members of jobs")
         self.assertEqual({it.pid for it in members([process.pid])}, {process.pid})
 
     @unittest.skipUnless(os.path.exists("/proc/self/stat"), "needs /proc")
     def test_proc_of_another_pid_namespace_is_not_used_to_find_processes_of_a_job(self) -> None:
-        """There the pid of a job is a process of the host, such as a thread of the kernel: its
-        process group 0 would stand for the worker's own group."""
+        # In such a /proc, the pid of a job belongs to a process of the host, for example to a
+        # thread of the kernel. The process group of the thread is 0, and would stand for the
+        # worker's own group.
         process = subprocess.Popen(["sleep", "1000"], start_new_session=True)
         self.addCleanup(process.wait)
         self.addCleanup(process.kill)
@@ -8892,7 +8905,8 @@ class CommandLine(QueueCase):
             self.assertEqual([*members([process.pid])], [(0, process.pid, process.pid)])
 
     def pace_text(self, *samples: tuple[float, int, int]) -> str:
-        """Return what is said of the pace, from samples: seconds, tasks left, ended by us."""
+        """Return the text that shows the rate and the time left. A sample has three parts: a time
+        in seconds, the number of tasks left, and the number of tasks that this worker has ended."""
         progress = through_seam("progress")(self.path)
         for sample in samples:
             progress.note(*sample)
@@ -8919,7 +8933,7 @@ class CommandLine(QueueCase):
             self.assertEqual(self.pace_text(*samples), text)
 
     def test_progress_counts_scheduled_tasks_and_looks_seldom_if_a_look_takes_long(self) -> None:
-        """At most a hundredth of the time."""
+        # The looks take at most a hundredth of the time.
         q, clock = self.queue(), self.clock()
         q.push_many([b"x"] * 3)
         q.schedule(b"x", (time.time() + 60) * 1e6)
@@ -8943,7 +8957,7 @@ class CommandLine(QueueCase):
                 self.assertEqual(progress.waiting, waiting)
 
     def run_on_terminal(self, columns: int, *words: str, typed: bytes = b"", **env: str) -> str:
-        """Return what a command prints to a terminal, which has that many columns."""
+        """Return what a command prints to a terminal with so many columns. `typed` is its input."""
         master, slave = os.openpty()
         with open(master, "r+b", buffering=0) as terminal:
             fcntl.ioctl(master, 0x5414, struct.pack("HHHH", 24, columns, 0, 0))  # TIOCSWINSZ
@@ -8954,7 +8968,7 @@ class CommandLine(QueueCase):
                 os.close(slave)
                 terminal.write(typed)
                 said = bytearray()
-                with contextlib.suppress(OSError):  # EIO: nobody has it any longer
+                with contextlib.suppress(OSError):  # EIO: no process has the terminal any longer
                     while data := terminal.read(1 << 16):
                         said += data
         return said.decode()
@@ -9018,7 +9032,7 @@ class CommandLine(QueueCase):
             self.assertEqual(termios.tcgetattr(slave), before)
 
     def start_work(self, script: str, *words: str) -> Command:
-        """Work by a shell's script, in a process of its own."""
+        """Start a process of `femtoqueue work`, which runs a shell script for each task."""
         command = [*self.program(), "work", "jobs", "-q", *words, "--", "sh", "-c", script]
         pipe = subprocess.PIPE
         process = Command(command, env=self.env, stdin=pipe, stdout=pipe, stderr=pipe)
@@ -9027,13 +9041,15 @@ class CommandLine(QueueCase):
         return process
 
     def unblock(self, process: Command, count: int = 1) -> tuple[bytes, bytes]:
-        """Let as many commands go on that read the fifo; return what the process then says."""
+        """Let `count` commands go on that wait for a line of the fifo. Wait until the worker ends,
+        and return its standard output and standard error."""
         with open("fifo", "wb", buffering=0) as fifo:
             fifo.write(b"\n" * count)
             return process.communicate(timeout=120)
 
     def check_and_finish(self, states: dict[str, int]) -> None:
-        """Check the states, and that no try was counted of what waits; end that."""
+        """Fail unless the tasks are in these states, and no attempt of a waiting task was counted.
+        Then finish the waiting tasks, and remove all finished tasks."""
         self.assertEqual(self.states(), states)
         q = self.queue()
         for task in iter(q.pop, None):
@@ -9043,7 +9059,8 @@ class CommandLine(QueueCase):
             os.unlink(self.file("done", name))
 
     def test_signal_just_before_a_wait_is_noticed_before_an_ended_command_is_judged(self) -> None:
-        """A signal that comes just before a wait does not end that."""
+        # RACE: a signal comes just before a wait, and so does not end the wait. Here each join()
+        # blocks the signal.
         code = "from signal import *; from threading import Thread; join = Thread.join\n"
         code += "def deaf_join(thread, timeout):\n    old = pthread_sigmask(SIG_BLOCK, {SIGINT})\n"
         code += "    join(thread, timeout), pthread_sigmask(SIG_SETMASK, old)\n"
@@ -9057,8 +9074,11 @@ class CommandLine(QueueCase):
     def test_task_that_a_second_signal_ends_is_given_back_when_its_whole_job_has_ended(
         self,
     ) -> None:
-        """It goes to each command's group. Not when a shell has ended is its task given back, but
-        when its program has; and what ended well is done."""
+        """The second signal ends all commands, and a task is given back when all processes of its
+        command have ended."""
+        # The signal goes to the process group of each command. The end of a shell is not enough:
+        # the program that the shell started must have ended, too. If a command exits with status 0,
+        # its task is done.
         self.hasten("one signal", 0.05)
         self.hasten("grace", 0.3)
         see = "while sleep 0.01; do ls jobs/pending | grep $FEMTOQUEUE_ID >> seen; done"
@@ -9080,13 +9100,16 @@ class CommandLine(QueueCase):
         self.assertEqual(os.path.getsize("seen"), 0)
 
     def test_stop_finishes_running_commands_and_a_try_that_it_ends_is_no_failure(self) -> None:
-        """And no more is taken. A scheduler signals the worker and CMD, in either order. A CMD that
-        does not die of it has then heard of the stop; one that ends well has done its task. If a
-        program outlives its shell, to save its state, the task is not another's until it ends."""
+        """After a signal, the worker finishes its commands and takes no more tasks, and no attempt
+        counts that the signal ended."""
+        # A scheduler signals the worker and CMD, in either order. CMD may handle the signal. If CMD
+        # then exits with a status other than 0, the attempt does not count; if it exits with 0, its
+        # task is done. If a program outlives its shell, to save its state, no other worker gets the
+        # task until the program ends.
         waits, dies = "echo $$; read x < fifo", "echo $$; exec sleep 1000"
         saves = "(read x < fifo; ls jobs/pending | grep $FEMTOQUEUE_ID >> seen) & echo $$; wait"
         exits = "trap 'exit %d' TERM HUP USR1; echo $$; while sleep 0.01; do :; done"
-        orders = (  # what CMD does, which signal, who hears it first, and what becomes of the task
+        orders = (  # what CMD does; the signal; who gets it first; the state of the task afterwards
             (waits, signal.SIGTERM, "worker", "done"),
             (dies, signal.SIGTERM, "worker", "pending"),
             (dies, signal.SIGTERM, "CMD", "pending"),
@@ -9100,7 +9123,9 @@ class CommandLine(QueueCase):
             (saves, signal.SIGTERM, "worker", "pending"),
             (saves, signal.SIGTERM, "CMD", "pending"),
         )
-        self.hasten("one signal", 60)  # CMD's end is slow to be seen, and so is a worker's signal
+        # After the end of CMD, the worker waits so long for its own signal. On a slow machine, both
+        # may be noticed late.
+        self.hasten("one signal", 60)
         os.mkfifo("fifo")
         for jobs, (script, number, first, state) in zip((2, 1) * 6, orders, strict=True):
             with self.subTest(script, number=number, first=first):
@@ -9126,7 +9151,8 @@ class CommandLine(QueueCase):
 
     @unittest.skipUnless(os.path.exists("/proc/thread-self/children"), "needs /proc")
     def test_worker_whose_watchdog_is_killed_finishes_its_commands_and_ends(self) -> None:
-        """A signal to all processes of a job does not end the watchdog."""
+        # A scheduler may signal all processes of its job. SIGUSR1 and SIGTERM do not end the
+        # watchdog, which then still kills the command of a worker that was killed.
         self.queue().push_many([b"x"] * 4)
         os.mkfifo("fifo")
         for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGKILL):
@@ -9146,7 +9172,8 @@ class CommandLine(QueueCase):
         self.check_and_finish({"done": 1, "failed": 2, "pending": 1})
 
     def test_signals_end_work_even_if_nobody_reads_its_output(self) -> None:
-        """They find output that is stuck; and if it is standard error, a log line that is, too."""
+        # The signals come while the output of a command is stuck. If this output is standard error,
+        # a line of the log is stuck, too.
         self.hasten("one signal", 0.1)
         self.hasten("grace", 0.3)
         for output, to in (("stdout", ""), ("stderr", ">&2")):
@@ -9155,10 +9182,10 @@ class CommandLine(QueueCase):
             words = ("-j", "2", "--max-attempts", "1")
             with self.subTest(output), self.start_work(script, *words) as process:
                 select.select([getattr(process, output)], [], [], 120)
-                until(lambda: len(self.names("failed")) == 2)  # it is full by then
+                until(lambda: len(self.names("failed")) == 2)  # by then the pipe is full
                 process.send_signal(signal.SIGTERM)
                 time.sleep(2 * constant("one signal"))
-                for _ in range(6):  # two may be heard as one
+                for _ in range(6):  # two of these signals may count as one
                     process.send_signal(signal.SIGTERM)
                     with contextlib.suppress(subprocess.TimeoutExpired):
                         process.wait(20)
@@ -9169,7 +9196,8 @@ class CommandLine(QueueCase):
 
     @unittest.skipUnless(os.path.exists("/proc/self/stat"), "needs /proc")
     def test_worker_that_is_killed_while_a_job_ends_leaves_no_process_of_the_job(self) -> None:
-        """Its shell has ended by then: by the time limit, by a scheduler, or by a second signal."""
+        # The shell of the job has ended by then: by the time limit, by a scheduler's signal, or by
+        # a second signal.
         for words, signals in ((("--task-timeout", "1s"), 0), ((), 1), ((), 2)):
             with self.subTest(signals=signals):
                 self.queue().push(b"x")
@@ -9192,6 +9220,12 @@ class CommandLine(QueueCase):
         self.check_and_finish({"pending": 1})
 
     def kill_as_a_job_ends(self, signals: int, *words: str) -> None:
+        """Kill a worker when the shell of its job has ended, and wait until the program ends that
+        the shell has started.
+
+        signals: 0: the time limit ends the shell. 1: a signal to the worker and to the shell ends
+        it. 2: a second signal to the worker ends it.
+        """
         program = "trap '' TERM; echo $$; while sleep 0.01 && test -d jobs; do :; done"
         with self.start_work(f"echo $$; sh -c {shlex.quote(program)} & wait", *words) as process:
             shell, child = map(int, process.first_lines(2))
@@ -9205,14 +9239,15 @@ class CommandLine(QueueCase):
             until_gone(child)
 
     def test_killed_worker_leaves_no_command_and_others_get_its_tasks_at_once(self) -> None:
-        """Whatever it had told the watchdog by then: each command tells of itself first."""
+        # This holds however many commands the worker has started: each command tells the watchdog
+        # its pid before it begins.
         self.queue().push_many([b"x"] * 30)
         for begun in (1, 5, 20):
             words = ("-j", "30", "--max-attempts", "9", "--timeout", "1000s")
             with self.start_work("echo $$; exec sleep 1000", *words) as process:
                 pids = process.first_lines(begun)
                 process.kill()
-                pids += process.stdout.read().decode().split()  # until nobody has it any more
+                pids += process.stdout.read().decode().split()  # ends when all commands have ended
             until_gone(*pids)
         self.assertEqual(len(self.drain(self.queue(None))), 30)
 
@@ -9221,8 +9256,8 @@ class CommandLine(QueueCase):
 
 
 class Documents(QueueCase):
-    """What the README and the docstring say runs as it stands, in a directory that holds
-    femtoqueue.py and nothing else. (.ci/lint.py has what reads their text.)"""
+    """The programs and commands of the README and of the module's docstring run as they are
+    printed, in a directory that holds nothing but femtoqueue.py. (.ci/lint.py checks the text.)"""
 
     def setUp(self) -> None:
         super().setUp()
@@ -9230,12 +9265,12 @@ class Documents(QueueCase):
         self.go_to(self.path)
 
     def go_to(self, path: str) -> None:
-        """Work in a directory from here on, beside a copy of femtoqueue.py."""
+        """Make a directory the current one, and copy femtoqueue.py into it."""
         os.chdir(path)
         shutil.copy(os.path.join(HERE, "femtoqueue.py"), ".")
 
     def run_command(self, *command: str) -> str:
-        """Run a command, and return what it prints: nothing goes wrong."""
+        """Run a command, which must succeed without a message, and return its output."""
         status, out, err = run_guarded(*command, env=os.environ)
         self.assertEqual((status, err), (0, ""), command[-1])
         return out
@@ -9244,7 +9279,8 @@ class Documents(QueueCase):
         return self.run_command(sys.executable, "-S", "-W", "error", "-c", code)
 
     def blocks(self, language: str = "") -> list[tuple[str, str]]:
-        """Return the README's blocks of code, each with its language; or those of one language."""
+        """Return the language and the text of each code block of the README. With `language`, only
+        blocks in this language are returned."""
         with open(os.path.join(HERE, "README.md"), encoding="utf-8") as file:
             found = re.findall(r"(?ms)^```(\w+)\n(.*?)^```$", file.read())
         return [it for it in found if language in ("", it[0])]
@@ -9255,7 +9291,8 @@ class Documents(QueueCase):
         return found
 
     def without_variable_parts(self, text: str) -> list[str]:
-        """Return lines without what differs each time: ids, deadlines, times, and widths."""
+        """Return the lines of a text, with placeholders for the parts that differ in each run: ids,
+        deadlines, times and the widths of columns."""
         for pattern, plain in (
             (r"\d{20}~(?=\d+~)", "DEADLINE~"),
             (r"\d{20}-[0-9a-f]{8}", "ID"),
@@ -9273,8 +9310,10 @@ class Documents(QueueCase):
         self.assertIn("resize 42.png", self.run_python(code))
 
     def test_each_program_of_the_readme_prints_what_the_readme_says(self) -> None:
-        """What stands in the block of text after it, or in comments behind its print()s. One whose
-        first line is the name of a file is part of a service, which has a test of its own."""
+        """Each program prints what stands in the text block after it, or in the comments behind its
+        print()s."""
+        # Three kinds of programs have tests of their own: the parts of a service, whose first line
+        # is the name of a file; the idea of the queue; and the way from femtoqueue 0.4.2.
         blocks, count = [*self.blocks(), ("", "")], 0
         for (language, code), (next_language, text) in itertools.pairwise(blocks):
             if language != "python" or re.match(r"# \w+\.py\n|import os, time|.*\bhashlib", code):
@@ -9288,7 +9327,7 @@ class Documents(QueueCase):
         self.assertGreater(count, 10)
 
     def test_an_old_python_is_told_which_one_is_needed(self) -> None:
-        """The import raises ImportError. The command line ends with one line."""
+        """With an old Python, the import raises ImportError, and a command prints one line."""
         old = "import sys; sys.version_info, sys.version = (3, 9, 18), '3.9.18 (main)'; "
         wanted = "femtoqueue needs Python 3.10 or later, not 3.9.18\n"
         for code, error in (
@@ -9309,7 +9348,7 @@ class Documents(QueueCase):
         self.assertEqual(self.run_python(code).strip(), "set()")
 
     def sh(self, script: str) -> str:
-        """Run a script, in which `femtoqueue` is the command; return all that it prints."""
+        """Run a shell script, in which `femtoqueue` is a command. Return all that is printed."""
         python = f"{sys.executable} -W error"
         begin = f'python3() {{ {python} "$@"; }}; femtoqueue() {{ python3 -m femtoqueue "$@"; }}'
         env = {**os.environ, "LC_ALL": "C"}
@@ -9317,7 +9356,7 @@ class Documents(QueueCase):
 
     @FORK
     def test_each_transcript_shows_what_its_commands_print(self) -> None:
-        """But ids, times and the widths of columns."""
+        # Ids, times and the widths of columns may differ.
         transcripts = [text for _, text in self.blocks("console") if "curl" not in text]
         self.assertGreater(len(transcripts), 3)
         for text in transcripts:
@@ -9338,7 +9377,9 @@ class Documents(QueueCase):
 
     @FORK
     def test_web_service_of_the_readme_takes_tasks_and_its_worker_does_them(self) -> None:
-        """It says what its transcript says. Its port is another one, which is free."""
+        """The web service gives the answers of the README's transcript, and its worker does the
+        tasks."""
+        # The service uses a free port, in place of port 8000.
         import http.client
         import socket
 
@@ -9353,7 +9394,7 @@ class Documents(QueueCase):
             process = subprocess.Popen(worker, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
             self.addCleanup(process.communicate)
             self.addCleanup(process.kill)
-        worked = process.stdout  # of worker.py, the last of them
+        worked = process.stdout  # the output of worker.py, the last part of the service
 
         def ask(method: str, path: str, body: str | None = None) -> str:
             connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
@@ -9378,7 +9419,7 @@ class Documents(QueueCase):
         self.assertEqual(self.without_variable_parts("".join(said)), wanted)
 
     def test_long_task_of_the_readme_resumes_where_a_killed_worker_stopped(self) -> None:
-        """Its worker is killed after seven rows; the next one saves the last three only."""
+        """If a worker is killed after seven of ten rows, the next worker saves only three rows."""
         work = self.block('q.push(b"10 rows")')
         dying = f"import os\n{work}\n            if row == 6: os.kill(os.getpid(), 9)\n"
         died = subprocess.run([sys.executable, "-c", dying], check=False)
@@ -9387,7 +9428,7 @@ class Documents(QueueCase):
         self.assertEqual(self.run_python(again), "7 8 9 ")
 
     def test_second_delivery_to_the_database_of_the_readme_changes_nothing(self) -> None:
-        """As after a death between the commit of the database and done()."""
+        # A worker that dies between the commit of the database and done() causes a second delivery.
         import sqlite3
 
         for _ in range(2):
@@ -9396,7 +9437,7 @@ class Documents(QueueCase):
                 os.rename(f"jobs/done/{name}", f"jobs/pending/{name}")
         with contextlib.closing(sqlite3.connect("app.db")) as db:
             rows = db.execute("SELECT data FROM invoices").fetchall()
-        self.assertEqual(rows, [(b"invoice 7",)] * 2)  # of three deliveries
+        self.assertEqual(rows, [(b"invoice 7",)] * 2)  # two tasks, of which one came twice
 
     @FORK
     def test_nightly_job_of_the_readme_is_scheduled_once_after_two_starts(self) -> None:
@@ -9419,7 +9460,8 @@ class Documents(QueueCase):
 
     @FORK
     def test_commands_of_the_crontab_and_of_the_image_run_the_pushed_tasks(self) -> None:
-        """A job of yesterday that was not done does not wait twice; the last is that of PID 1."""
+        # The second push adds no task, because the job of yesterday still waits. The last job is
+        # done by the command of the image, which runs as PID 1 there.
         push, work = (it.split(None, 5)[5] for it in self.block("--key", "crontab").splitlines())
         words = json.loads(self.block("CMD", "dockerfile").partition("CMD ")[2])
         self.assertEqual(words.pop(0), "python")
@@ -9436,7 +9478,9 @@ class Documents(QueueCase):
 
     @FORK
     def test_an_element_of_the_slurm_array_gives_back_what_it_can_not_finish(self) -> None:
-        """And one with nothing to do leaves. The scheduler signals the shell only."""
+        """An element of the array gives back a task that it can't finish, and ends if there is
+        nothing to do."""
+        # The scheduler signals only the shell.
         script = self.block("#SBATCH", "bash")
         for here, there in (("sleep 45", "sleep 1"), ("5m", "0s"), ("python3", sys.executable)):
             self.assertIn(here, script)
@@ -9455,7 +9499,7 @@ class Documents(QueueCase):
         self.assertEqual(task and (task.data, task.attempts), (b"x", 1))
 
     def test_idea_of_the_queue_works_with_bare_system_calls(self) -> None:
-        """In at most 25 lines, and from a second process as from the first."""
+        """The program of at most 25 lines handles a task in each of two processes."""
         code = self.block("import os, time")
         self.assertLessEqual(len(code.splitlines()), 25)
         for state in ("creating", "pending", "inflight", "done"):
@@ -9469,15 +9513,19 @@ class Documents(QueueCase):
     def write_old(
         self, state: str, time_us: int, payload: bytes, digest: bytes | None = None
     ) -> str:
-        """Write a task as 0.4.2 does: a version, 7 zero bytes, the md5 of the payload, and it. Its
-        name is the time in microseconds, and the text of a method that it forgets to call."""
+        """Write the file of a task as femtoqueue 0.4.2 did, and return its path.
+
+        The file has a version byte, 7 zero bytes, the md5 of the payload, and the payload. The name
+        has the time in microseconds, and the repr() of a method, which 0.4.2 forgot to call.
+        """
         name = f"{time_us}_<built-in method hex of bytes object at 0x7f{time_us % 997:010x}>"
         os.makedirs(os.path.join("old", state), exist_ok=True)
         content = b"\1" + bytes(7) + (digest or hashlib.md5(payload).digest()) + payload
         return self.put(name, content, f"old/{state}")
 
     def test_unfinished_tasks_of_0_4_2_come_over_in_their_order_and_at_their_time(self) -> None:
-        """What is corrupt or finished stays, and a second run adds nothing."""
+        """Tasks that waited or were in progress come over, in order, and a second run adds none."""
+        # Corrupt and finished tasks stay in the old queue.
         now_us = int(time.time() * 1e6)
         due_us = now_us + 3600 * 10**6
         payloads = [b"0", b"1", b"2", b"3", b""]
@@ -9507,9 +9555,10 @@ class Races(QueueCase):
     system call do not reach."""
 
     def test_two_tasks_pushed_during_a_listing_are_delivered_in_order(self) -> None:
-        """RACE: another worker pushes tasks while pop() lists pending/. The listing has already
-        passed the place of the oldest one, and returns only the younger ones. The oldest is still
-        delivered first. This also holds if most of the listed names are foreign."""
+        # RACE: another worker pushes tasks while pop() lists pending/. The listing has already
+        # passed the place of the oldest new task, and returns only the younger ones. The oldest new
+        # task is still delivered before them. This also holds if most of the listed names are
+        # foreign.
         for before, foreign, meanwhile in ((0, 0, 300), (300, 0, 300), (0, 300, 2)):
             q, pushed = self.anew(), list[str]()
             self.assertIsNone(q.pop())
@@ -9539,8 +9588,8 @@ class Races(QueueCase):
         self.assertEqual(len(self.names("pending")), len(ids))
 
     def test_claim_that_loses_a_race_does_not_disturb_the_winner_in_another_thread(self) -> None:
-        """RACE: a thread has claimed a task by take() and is reading the payload. In another thread
-        of the same object, pop() fails to claim the same task. It must deliver the next task."""
+        # RACE: a thread has claimed a task by take() and is reading the payload. In another thread
+        # of the same object, pop() fails to claim the same task. pop() must deliver the next task.
         q, got = self.queue(), list[FemtoTask | None]()
         _, wanted, last = q.push_many([b"1", b"2", b"3"])
         self.pop(q)
@@ -9559,8 +9608,8 @@ class Races(QueueCase):
 
     @FORK
     def test_mount_that_hangs_does_not_block_a_queue_on_another_mount(self) -> None:
-        """A thread hangs while it opens or closes a lock file. Meanwhile push() to a queue on
-        another mount does not wait, and a fork waits only for a moment."""
+        """While a thread hangs in the open or close of a lock file, push() to a queue on another
+        mount does not wait, and a fork waits only for a moment."""
         for event in ("open", "close"):
             with self.subTest(event):
                 self.check_push_and_fork_while_hanging(event)
@@ -9596,8 +9645,8 @@ class Races(QueueCase):
 
     @FORK
     def test_fork_while_another_thread_opens_a_lock_gives_the_child_no_copy(self) -> None:
-        """RACE: a thread forks just after another thread has opened its lease directory. If the
-        child had a copy of that descriptor, it would hold the lock when the worker is dead."""
+        # RACE: a thread forks just after another thread has opened its lease directory. If the
+        # child had a copy of that descriptor, it would hold the lock when the worker is dead.
         q, children = self.queue(), list[Child]()
 
         def work(child: Child) -> None:
@@ -9619,7 +9668,7 @@ class Races(QueueCase):
 
     @FORK
     def test_lease_is_renewed_although_its_key_is_pushed_all_the_time(self) -> None:
-        """The lock of the key is free only for moments: here in one of 40 tries to get it."""
+        # The lock of the key is free only for moments: here for one of 40 attempts to get it.
         q, tries, flock = self.queue(timeout_stale_ms=1500), itertools.count(), fcntl.flock
         task = leased(q, key="k")
         assert task.until is not None
@@ -9660,8 +9709,8 @@ class Races(QueueCase):
 
     @FORK
     def test_coroutine_that_finds_its_key_locked_looks_again_soon(self) -> None:
-        """RACE: a push still holds the lock of the key when its event has woken the coroutine. No
-        other event comes when the push has released the lock, so that the coroutine must poll."""
+        # RACE: a push still holds the lock of the key when its event has woken the coroutine. No
+        # other event comes when the push has released the lock, so that the coroutine must poll.
         q, pauses_ms = self.queue(), list[int]()
 
         def note(poll: Poll, ms: int) -> list[Any]:
@@ -9682,15 +9731,14 @@ class Races(QueueCase):
 
     @FORK
     def test_close_in_another_thread_while_pop_reads_a_task_leaves_no_lease(self) -> None:
-        """RACE: another thread closes the queue while pop() reads the task that it has claimed.
-
-        If the key of the task is locked, close() can't end the lease. Then pop() puts the task
-        back, uncounted, and returns None.
-
-        If the task can't be read, pop() puts it back and raises, and the delivery counts. This
-        holds even where close() leaves the lease alone: the queue is detached, or another object
-        with its node_id lives.
-        """
+        """If another thread closes the queue while pop() reads a task, pop() puts the task back."""
+        # RACE: the other thread calls close() after pop() has claimed the task. If the key of the
+        # task is locked, close() can't end the lease. Then pop() puts the task back, uncounted, and
+        # returns None.
+        #
+        # If the task can't be read, pop() puts it back and raises, and the delivery counts. This
+        # holds even where close() leaves the lease alone: the queue is detached, or another object
+        # with its node_id lives.
         for key, is_detached in (("k", False), (None, True), (None, False)):
             q = self.anew(timeout_stale_ms=None, max_attempts=2, detached=is_detached)
             namesake = None if key else self.queue(timeout_stale_ms=None)
@@ -9715,8 +9763,7 @@ class Races(QueueCase):
 # Classes side by side
 
 
-# The classes that take longest. They start first, so that no long one is left to run alone at the
-# end.
+# The classes that take longest. They start first, so that none of them runs alone at the end.
 LONGEST = (
     *("CommandLine", "KeyedInterrupted", "KeyedInterruptedOnSharedFileSystem"),
     *("KeyedInterruptedByRename", "Faults"),
@@ -9758,8 +9805,8 @@ def print_result(name: str, output: Any, status: int, is_verbose: bool) -> None:
 
 
 def run_side_by_side(names: list[str], switches: list[str], processes: int) -> list[str]:
-    """Run each class in a process, so many processes at a time; return the names of the classes
-    that failed. With -f, the first failure ends the run.
+    """Run each class in a process of its own, at most `processes` at a time. Return the names of
+    the classes that failed. With -f, the first failure ends the run.
 
     The process group of a class is killed when its process has ended. When the run ends, by Ctrl-C
     or SIGTERM too, the groups of all running classes are killed.
@@ -9816,7 +9863,8 @@ def main() -> int:
     affinity = getattr(os, "sched_getaffinity", None)
     processes = 1 + (len(affinity(0)) if affinity else os.cpu_count() or 1)
     began_s = time.monotonic()
-    # A killed test leaves directories behind. All of them are in these two, which are removed.
+    # A killed test leaves directories behind. They are all inside the two directories that are made
+    # here, and removed at the end.
     made = functools.partial(
         tempfile.TemporaryDirectory, prefix="femtoqueue-tests-", ignore_cleanup_errors=True
     )
