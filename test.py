@@ -6636,12 +6636,15 @@ class Shrinking(QueueCase):
         left over."""
         # The replacement fails on a full disk, or if the directory is a mount point.
         clock = self.clock()
+        clock.stand_still()
         for call, of in (("mkdir", ".pending"), ("fchmod", None), ("move", ".pending")):
             q, full = self.queue(), mock.Mock(side_effect=OSError(errno.ENOSPC, "full"))
             q.pop()  # makes its lease directory
             clock.advance(1)
+            before = self.opened("pending", "scheduled")
             self.assertIsNone(self.pop_as_if_large(q, at_call(call, of, full)))
-            self.assertEqual((full.call_count > 0, self.names("creating")), (True, []))
+            self.assertEqual((full.call_count, self.names("creating")), (2, []))
+            self.assertEqual(self.are_replaced(before), [False, False])
 
 
 # Functions that a system may lack
