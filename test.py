@@ -4551,12 +4551,6 @@ class ModelTask:
     def order_ns(self) -> int:
         return int(self.id[:20])
 
-    @property
-    def is_new(self) -> bool:
-        """Whether the name of its file is its id. Such a name sorts before every other name that
-        begins with the same number."""
-        return (self.at_ns, self.attempts) == (self.order_ns, 0)
-
 
 # The place of a file: the directory, the number in front of the name, the attempts, and whether the
 # whole name is an id.
@@ -4606,7 +4600,8 @@ class QueueModel:
         give the same operations in every run.
         """
         known = [task for task in self.tasks.values() if task.state in states]
-        return sorted(known, key=lambda it: (it.at_ns, not it.is_new, it.attempts, it.id))
+        # An id sorts before every other name that begins with the same number.
+        return sorted(known, key=lambda it: (it.at_ns, not it.is_bare, it.attempts, it.id))
 
     # Moves
 
