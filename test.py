@@ -6362,61 +6362,68 @@ class SharedTickets(TicketCase):
         self.assertEqual(self.names("line"), ["SHARED", "last", f"last~{3:020d}"])
         self.assertEqual(os.stat(self.file("line", "last")).st_size, 0)
 
-    def test_register_draws_again_if_another_host_interferes(self) -> None:
-        """register() takes a new ticket if another host has interfered with its first one.
+    def check_registered(self, line: TicketQueue, hook: Hook, number: int) -> None:
+        """Fail unless register() takes the ticket of this number, while the hook interferes, and
+        the ticket is the only one in line. Then remove the ticket."""
+        with self.subTest(number=number), hooked(hook):
+            ticket, member = line.register()
+            self.assertEqual((ticket, self.members()), (number, [member]))
+            self.assertTrue(line.is_head(ticket))
+            self.assertTrue(line.remove(member))
 
-        RACE: this host was cut off and has lost the lock of "last". Another host draws a number
-        just before this host notes one, or just before the ticket of this host is in line. This
-        host must draw again: the lower number would put the ticket in front of the other host.
-
-        RACE: another host takes the new file for that of a dead process, and removes it. This host
-        makes another ticket. On NFS, flock() of the removed file raises EBADF.
-
-        GlusterFS may list a name but not find the file, perhaps for minutes, until it has healed.
-        Then register() tries again a few times, and at last raises the error.
-        """
+    def test_register_draws_again_if_another_host_draws_meanwhile(self) -> None:
+        # RACE: this host was cut off and has lost the lock of "last". Another host draws a number
+        # just before this host notes one, or just before the ticket of this host is in line. This
+        # host must draw again: the lower number would put its ticket in front of the other host's.
         line = self.line()
 
-        def draw(theirs: int) -> None:
+        def draw(number: int) -> None:
             for name in self.names("line"):
                 if name.startswith("last~"):
                     os.unlink(self.file("line", name))
-            self.put(f"last~{theirs:020d}", b"", "line")
+            self.put(f"last~{number:020d}", b"", "line")
 
-        def sweep() -> None:
+        for call, part, theirs in (("open", "/last~", 1), ("move", "/last~", 5), ("move", "/.", 8)):
+            hook = at_call(call, part, functools.partial(draw, theirs), times=1)
+            self.check_registered(line, hook, theirs + 1)
+
+    def test_register_draws_again_if_another_host_removes_the_new_file(self) -> None:
+        # RACE: another host takes the new file, which is not in line yet, for that of a dead
+        # process, and removes it. On NFS, flock() of the removed file raises EBADF.
+        line, removed = self.line(), list[bool]()
+
+        def remove_new_file() -> None:
             (name,) = (name for name in self.names("line") if name.startswith("."))
             os.unlink(self.file("line", name))
 
-        def sweep_open_file() -> None:
-            # Do nothing while "last" is locked: then the file of the new member does not exist.
-            if not swept and any(name.startswith(".") for name in self.names("line")):
-                swept.append(True)
-                sweep()
+        def remove_open_file() -> None:
+            # Do nothing while "last" is locked: then the new file does not exist yet.
+            if not removed and any(name.startswith(".") for name in self.names("line")):
+                removed.append(True)
+                remove_new_file()
                 fail_with(errno.EBADF)
 
-        swept: list[bool] = []
-        missing, stale = raising(errno.ENOENT), raising(errno.ESTALE)
-        for call, part, happens, times, ours in (
-            ("open", "/last~", lambda: draw(1), 1, 2),
-            ("move", "/last~", lambda: draw(5), 1, 6),
-            ("move", "/.", lambda: draw(8), 1, 9),
-            ("move", "/.", sweep, 1, 11),
-            ("move", "/last~", missing, 2, 12),
-            ("move", "/last~", stale, 2, 13),
-            ("lock", None, sweep_open_file, 10**9, 15),
-        ):
-            with self.subTest(ours=ours), hooked(at_call(call, part, happens, times)):
-                ticket, member = line.register()
-                self.assertEqual((ticket, self.members()), (ours, [member]))
-                self.assertTrue(line.is_head(ticket))
-                self.assertTrue(line.remove(member))
-        for error in (missing, stale):
-            with hooked(at_call("move", "/last~", error)):
+        self.check_registered(line, at_call("move", "/.", remove_new_file, times=1), 2)
+        self.check_registered(line, at_call("lock", None, remove_open_file), 4)
+
+    def test_register_tries_again_until_the_file_of_the_last_number_is_found(self) -> None:
+        # GlusterFS may list a name but not find the file, perhaps for minutes, until it has healed.
+        # register() tries again a few times, and at last raises the error.
+        line = self.line()
+        line.remove(line.register()[1])
+        for number, code in enumerate((errno.ENOENT, errno.ESTALE), 2):
+            missing = at_call("move", "/last~", raising(code), times=2)
+            self.check_registered(line, missing, number)
+        for code in (errno.ENOENT, errno.ESTALE):
+            with hooked(at_call("move", "/last~", raising(code))):
                 self.assertRaises(OSError, line.turn(60).__enter__)
             self.assertTrue(line.is_empty())
-        ticket, member = line.register()
+
+    def test_ticket_that_another_host_removed_is_not_at_the_head(self) -> None:
         # ESTALE: the ticket was removed, though the cached list of names may still have it.
-        with hooked(at_call("utime", None, stale)):
+        line = self.line()
+        ticket, member = line.register()
+        with hooked(at_call("utime", None, raising(errno.ESTALE))):
             self.assertFalse(line.is_head(ticket))
         self.assertFalse(line.remove(member))
 
