@@ -6997,60 +6997,82 @@ class Waiting(QueueCase):
         self.assertIsNone(self.result_of_wait(lambda: q.pop(60), q.close))
         self.assertEqual(len(os.listdir("/proc/self/fd")), before)
 
-    def test_event_caused_by_another_worker_ends_a_wait(self) -> None:
-        """An event that another worker causes ends each wait: pop(), take(), drain() and join()."""
-        # pop() returns when a task comes due, even if that task was scheduled during the wait and
-        # is due before all others. pop() returns when the queue is resumed; resuming twice is no
-        # error. pop() returns when a worker dies whose lease has no deadline, and when a lease
-        # ends.
-        #
-        # take() returns when the first task of the key is pushed, or is released by another worker.
-        #
-        # drain() and join() wait while other workers hold leases. drain() then delivers the tasks
-        # that come back. Both return when all tasks have ended; join() leases no task.
+    def two_workers(self) -> tuple[FemtoQueue, FemtoQueue]:
+        """Return two queue objects on a new queue. Their housekeeping is frequent. The leases of
+        the second object have no deadline."""
         self.hasten("base interval", 0.05)
+        return self.anew(), self.queue("n2", timeout_stale_ms=None)
 
-        def schedule(other: Any, at_s: float = 4e9) -> None:
-            other.schedule(b"x", at_s * 1e6)
+    def check_ended(
+        self,
+        wait: Callable[..., Any],
+        event: Callable[[], object],
+        result: object,
+        *,
+        may_lease: bool = True,
+    ) -> None:
+        """Fail unless a wait of the first worker ends by an event, and not before. `result` is what
+        the wait must return, or the payload of the task that it must return. The worker has a lease
+        directory afterwards, unless the wait may lease no task."""
+        self.assertFalse(wait(timeout=0.01))
+        got = self.result_of_wait(functools.partial(wait, timeout=None), event)
+        self.assertEqual(getattr(got, "data", got), result)
+        self.assertEqual("inflight-n1" in os.listdir(self.path), may_lease)
 
-        def pause(other: Any) -> None:
-            other.push(b"x")
-            other.pause()
+    def test_pop_ends_when_a_task_comes_due_or_the_queue_is_resumed(self) -> None:
+        q, other = self.two_workers()
+        other.schedule(b"later", 4e15)
+        self.check_ended(q.pop, lambda: other.schedule(b"x", (time.time() + 0.05) * 1e6), b"x")
 
-        def resume(other: Any, _: object) -> None:
+        def resume() -> None:
             other.resume()
-            other.resume()
+            other.resume()  # no error
 
-        def drain(q: FemtoQueue, timeout: float | None) -> FemtoTask | None:
+        q, other = self.two_workers()
+        other.push(b"x")
+        other.pause()
+        self.check_ended(q.pop, resume, b"x")
+
+    def test_pop_ends_when_a_worker_dies_or_its_lease_ends(self) -> None:
+        q, other = self.two_workers()
+        leased(other)
+        self.check_ended(q.pop, lambda: dies(other), b"x")
+        q, other = self.two_workers()
+        task = leased(other)
+        self.check_ended(q.pop, lambda: other.extend(task, 50), b"x")
+
+    def test_take_ends_when_another_worker_pushes_or_releases_a_task_of_the_key(self) -> None:
+        q, other = self.two_workers()
+        leased(other, key="other key")
+        take = functools.partial(q.take, "k")
+        self.check_ended(take, lambda: other.push(b"x", key="k"), b"x")
+        q, other = self.two_workers()
+        task = leased(other, key="k")
+        take = functools.partial(q.take, "k")
+        self.check_ended(take, lambda: other.release(task), b"x")
+
+    def test_drain_waits_for_the_leases_of_others_and_delivers_what_comes_back(self) -> None:
+        def drain(timeout: float | None) -> FemtoTask | None:
             return next(q.drain(timeout), None)
 
-        def finish(other: Any, held: Any) -> None:
-            other.push(b"behind", key="k")
-            other.done(held)
+        q, other = self.two_workers()
+        task = leased(other)
+        self.check_ended(drain, lambda: other.release(task, delay_s=0.05), b"x")
+        q, other = self.two_workers()
+        task = leased(other)
+        self.check_ended(drain, lambda: other.done(task), None)
+
+    def test_join_ends_when_all_tasks_have_ended_and_leases_none(self) -> None:
+        q, other = self.two_workers()
+        task = leased(other, key="k")
+
+        def finish() -> None:
+            other.push(b"buffered", key="k")
+            other.done(task)
             self.assertFalse(other.join(0))
             other.done(_taken(other))
 
-        pop, join = FemtoQueue.pop, FemtoQueue.join
-        take, keyed = (functools.partial(it, key="k") for it in (FemtoQueue.take, leased))
-        rows: tuple[tuple[Any, Any, Callable[[Any, Any], Any], object], ...] = (
-            (schedule, pop, lambda other, _: schedule(other, time.time() + 0.05), b"x"),
-            (pause, pop, resume, b"x"),
-            (lambda it: leased(it, key="y"), take, lambda it, _: it.push(b"x", key="k"), b"x"),
-            (keyed, take, FemtoQueue.release, b"x"),
-            (leased, pop, lambda other, _: dies(other), b"x"),
-            (leased, pop, lambda other, held: other.extend(held, 50), b"x"),
-            (leased, drain, lambda other, held: other.release(held, delay_s=0.05), b"x"),
-            (leased, drain, FemtoQueue.done, None),
-            (keyed, join, finish, True),
-        )
-        for before, wait, event, result in rows:
-            q, other = self.anew(), self.queue("n2", timeout_stale_ms=None)
-            it = before(other)
-            self.assertFalse(wait(q, timeout=0.01))
-            event_now = functools.partial(event, other, it)
-            got = self.result_of_wait(functools.partial(wait, q, timeout=None), event_now)
-            self.assertEqual(getattr(got, "data", got), result)
-            self.assertEqual("inflight-n1" in os.listdir(self.path), wait != join)
+        self.check_ended(q.join, finish, True, may_lease=False)
 
     def test_wait_ends_at_its_timeout_and_not_before(self) -> None:
         q = self.queue()
