@@ -8756,24 +8756,14 @@ class CommandLine(QueueCase):
             self.assertEqual(femtoqueue.main(["pop", self.path]), 128 + signal.SIGINT)
         self.assertEqual(self.pop(self.queue()).attempts, 1)
 
-    def test_top_redraws_what_fits_on_the_terminal_until_ctrl_c(self) -> None:
-        # Each time, the output has the present size of the terminal, to the last line and column.
-        q, terminal = self.queue(), io.BytesIO()
-        sizes = deque(map(os.terminal_size, [(100, 24), (12, 7), (60, 30)]))
-        task = leased(q, key="user:42")
-
-        def sleep(_: object) -> None:
-            sizes.popleft()
-            if len(sizes) == 1:
-                q.done(task)
-                q.push(b"y")
-            elif not sizes:
-                interrupt()
-
+    def looks_of_top(self, sizes: deque[os.terminal_size], after: Callable[[], object]) -> Any:
+        """Run `top` until Ctrl-C, on a terminal that has the first of `sizes`. Call after() when a
+        look has been drawn. Return the lines of each look."""
+        terminal = io.BytesIO()
         with (
             mock.patch.dict(os.environ, COLUMNS="80", LINES="24"),  # as the terminal began
             mock.patch("os.get_terminal_size", side_effect=lambda _: sizes[0]),
-            mock.patch("time.sleep", sleep),
+            mock.patch("time.sleep", lambda _: after()),
             mock.patch.dict(sys.modules, termios=None),  # as on Windows
             mock.patch.object(sys, "stdout", io.TextIOWrapper(terminal, "utf-8")) as out,
             mock.patch.object(out, "isatty", return_value=True),
@@ -8781,7 +8771,22 @@ class CommandLine(QueueCase):
             self.assertEqual(femtoqueue.main(["top", "jobs"]), 128 + signal.SIGINT)
         drawn = re.sub(r"\x1b\[([KJ]|\?7[lh])", "", terminal.getvalue().decode())
         _, *looks = drawn.split("\x1b[H")
-        large, small, later = (look.splitlines() for look in looks)
+        return [look.splitlines() for look in looks]
+
+    def test_top_redraws_what_fits_on_the_terminal_until_ctrl_c(self) -> None:
+        # Each look has the present size of the terminal, to the last line and column.
+        q, sizes = self.queue(), deque(map(os.terminal_size, [(100, 24), (12, 7), (60, 30)]))
+        task = leased(q, key="user:42")
+
+        def change() -> None:
+            sizes.popleft()
+            if len(sizes) == 1:
+                q.done(task)
+                q.push(b"y")
+            elif not sizes:
+                interrupt()
+
+        large, small, later = self.looks_of_top(sizes, change)
         self.assertEqual([large[1].split()[1], large[3].split()], ["0", ["inflight", "1"]])
         self.assertRegex("\n".join(large), r"\Ajobs (?s:.*)\nworkers_alive +1\n")
         (row,) = [line for line in large if task.id in line]
@@ -9402,6 +9407,20 @@ class Documents(QueueCase):
             self.assertIn(text, said)
         self.assertNotIn("waits too long", said)
 
+    def start_service(self, port: int) -> Any:
+        """Start the programs of the README's web service. Return the output of the last program,
+        worker.py."""
+        process: Any = None
+        parts = [code for _, code in self.blocks("python") if re.match(r"# \w+\.py\n", code)]
+        for code in parts:
+            name = code[2 : code.index("\n")]
+            self.put(name, code.replace("8000", str(port)).encode(), "")
+            pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
+            process = subprocess.Popen([sys.executable, name], stdout=pipe, stderr=nowhere)
+            self.addCleanup(process.communicate)
+            self.addCleanup(process.kill)
+        return process.stdout
+
     @FORK
     def test_web_service_of_the_readme_takes_tasks_and_its_worker_does_them(self) -> None:
         """The web service gives the answers of the README's transcript, and its worker does the
@@ -9413,15 +9432,7 @@ class Documents(QueueCase):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        process: Any = None
-        parts = [code for _, code in self.blocks("python") if re.match(r"# \w+\.py\n", code)]
-        for code in parts:
-            self.put(code[2 : code.index("\n")], code.replace("8000", str(port)).encode(), "")
-            worker = [sys.executable, code[2 : code.index("\n")]]
-            process = subprocess.Popen(worker, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-            self.addCleanup(process.communicate)
-            self.addCleanup(process.kill)
-        worked = process.stdout  # the output of worker.py, the last part of the service
+        worked = self.start_service(port)
 
         def ask(method: str, path: str, body: str | None = None) -> str:
             connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
