@@ -6148,9 +6148,9 @@ class Tickets(TicketCase):
         # multiprocessing gives such a copy to a process that it spawns.
         line = self.line(7.5)
         ticket, _ = line.register()
-        twin = pickle.loads(pickle.dumps(line))
-        self.assertEqual((twin.is_head(ticket), twin.stale_timeout), (True, 7.5))
-        del twin
+        copy = pickle.loads(pickle.dumps(line))
+        self.assertEqual((copy.is_head(ticket), copy.stale_timeout), (True, 7.5))
+        del copy
         self.assertTrue(line.is_head(ticket))
 
     def test_register_raises_if_its_directory_can_not_be_made_again(self) -> None:
@@ -7772,28 +7772,29 @@ class Work(QueueCase):
         # A task whose handler was not begun goes back uncounted. So does the task of a handler that
         # raises SystemExit. If done() fails or is interrupted, the delivery counts, so that the
         # task becomes a dead letter after max_attempts.
-        clock, stop = self.clock(), threading.Event()
-        as_usual, claimed, ends = contextlib.nullcontext, "inflight-n1/", "/done/"
+        clock, stop, unpatched = self.clock(), threading.Event(), contextlib.nullcontext
+        # A row: what each handler does; a patch while work() runs; the error that work() raises;
+        # whether the handled tasks are done.
         rows: tuple[tuple[Callable[[], object], Callable[[], Any], Any, bool], ...] = (
-            (stop.set, as_usual, None, True),
-            (lambda: clock.advance(61), as_usual, None, True),
-            (sys.exit, as_usual, SystemExit, False),
-            (int, lambda: hooked(at_call("open", claimed, stop.set)), None, False),
-            (int, lambda: hooked(at_call("move", ends, raising(errno.EIO))), OSError, False),
-            (int, lambda: hooked(at_call("move", ends, interrupt)), KeyboardInterrupt, False),
+            (stop.set, unpatched, None, True),
+            (lambda: clock.advance(61), unpatched, None, True),
+            (sys.exit, unpatched, SystemExit, False),
+            (int, lambda: hooked(at_call("open", "inflight-n1/", stop.set)), None, False),
+            (int, lambda: hooked(at_call("move", "/done/", raising(errno.EIO))), OSError, False),
+            (int, lambda: hooked(at_call("move", "/done/", interrupt)), KeyboardInterrupt, False),
             (int, no_more_threads, RuntimeError, False),
         )
-        for concurrency, (happens, broken, error, is_done) in itertools.product((1, 2), rows):
+        for concurrency, (work, patch, error, is_done) in itertools.product((1, 2), rows):
             q, handled = self.anew(max_attempts=2), list[object]()
             q.push_many([b"x"] * 9)
             stop.clear()
 
-            def handle(task: FemtoTask, handled: Any = handled, happens: Any = happens) -> None:
+            def handle(task: FemtoTask, handled: Any = handled, work: Any = work) -> None:
                 handled.append(task)
-                happens()
+                work()
 
             raises = self.assertRaises(error) if error else contextlib.nullcontext()
-            with self.subTest(error, concurrency=concurrency, is_done=is_done), raises, broken():
+            with self.subTest(error, concurrency=concurrency, is_done=is_done), raises, patch():
                 q.work(handle, concurrency=concurrency, drain=True, stop=stop, time_limit_s=60)
             self.assertLessEqual(len(handled), concurrency)
             done = self.states()["done"]
@@ -7829,24 +7830,24 @@ class Work(QueueCase):
         q, other, second = self.queue(), self.queue("n2"), threading.Event()
         q.push_many([b"theirs", b"first"])
         self.assertEqual(self.pop(other).data, b"theirs")
-        vain, pop = threading.Semaphore(0), FemtoQueue.pop
+        found_nothing, pop = threading.Semaphore(0), FemtoQueue.pop
 
-        def listened(q: FemtoQueue, timeout: float) -> FemtoTask | None:
+        def noting_pop(q: FemtoQueue, timeout: float) -> FemtoTask | None:
             task = pop(q, timeout)
             if task is None:
-                vain.release()
+                found_nothing.release()
             return task
 
         def handle(task: FemtoTask) -> None:
             if task.data == b"first":
-                for _ in range(2):  # the other thread finds nothing, and has not left
-                    self.assertTrue(vain.acquire(timeout=30))
+                for _ in range(2):  # the other thread finds no task, and goes on to wait
+                    self.assertTrue(found_nothing.acquire(timeout=30))
                 q.push(b"second")
                 self.assertTrue(second.wait(60))
             else:
                 second.set()
 
-        with mock.patch.object(FemtoQueue, "pop", listened):
+        with mock.patch.object(FemtoQueue, "pop", noting_pop):
             self.assertEqual(q.work(handle, concurrency=2, idle_timeout_s=0).done, 2)
             self.assertEqual(q.work(handle, idle_timeout_s=0).done, 0)
 
@@ -8763,7 +8764,7 @@ class CommandLine(QueueCase):
         with (
             mock.patch.dict(os.environ, COLUMNS="80", LINES="24"),  # as the terminal began
             mock.patch("os.get_terminal_size", side_effect=lambda _: sizes[0]),
-            mock.patch("time.sleep", lambda _: after()),
+            mock.patch("time.sleep", side_effect=lambda _: after()),
             mock.patch.dict(sys.modules, termios=None),  # as on Windows
             mock.patch.object(sys, "stdout", io.TextIOWrapper(terminal, "utf-8")) as out,
             mock.patch.object(out, "isatty", return_value=True),
@@ -9131,6 +9132,46 @@ class CommandLine(QueueCase):
             self.check_and_finish({"pending": count - well} | ({"done": well} if well else {}))
         self.assertEqual(os.path.getsize("seen"), 0)
 
+    def stop_at_work(self, script: str, jobs: int, number: int, first: str) -> None:
+        """Let a worker run `jobs` commands, and send a signal to the worker and the commands. The
+        worker must end with status 0. `first` says who gets the signal first: "CMD", "worker", or
+        "worker alone" if the commands get none."""
+        with self.start_work(script, "-j", str(jobs), "--max-attempts", "1") as process:
+            pids = [int(pid) for pid in process.first_lines(jobs)]
+            if first != "CMD":
+                process.send_signals(number)
+            for pid in pids if first != "worker alone" else ():
+                os.kill(pid, number)
+            if first == "CMD":
+                until_gone(*pids)
+                process.send_signal(number)
+            if script == self.SAVES:
+                self.assertRaises(subprocess.TimeoutExpired, process.wait, 0.2)
+            if "fifo" in script:
+                self.unblock(process, jobs)
+            process.wait(PATIENCE_S)
+        self.assertEqual(process.returncode, 0)
+
+    # Commands that print the pid of their first process. SAVES: the shell starts a program that
+    # outlives it, and that notes whether its task waits already.
+    WAITS, DIES = "echo $$; read x < fifo", "echo $$; exec sleep 1000"
+    EXITS = "trap 'exit %d' TERM HUP USR1; echo $$; while sleep 0.01; do :; done"
+    SAVES = "(read x < fifo; ls jobs/pending | grep $FEMTOQUEUE_ID >> seen) & echo $$; wait"
+    STOPS = (  # the command; the signal; who gets it first; the state of the task afterwards
+        (WAITS, "SIGTERM", "worker alone", "done"),
+        (DIES, "SIGTERM", "worker", "pending"),
+        (DIES, "SIGTERM", "CMD", "pending"),
+        (DIES, "SIGUSR1", "worker", "pending"),
+        (DIES, "SIGHUP", "CMD", "pending"),
+        (EXITS % 143, "SIGTERM", "CMD", "pending"),
+        (EXITS % 143, "SIGHUP", "worker", "pending"),
+        (EXITS % 1, "SIGTERM", "worker", "pending"),
+        (EXITS % 1, "SIGTERM", "CMD", "pending"),
+        (EXITS % 0, "SIGTERM", "worker", "done"),
+        (SAVES, "SIGTERM", "worker", "pending"),
+        (SAVES, "SIGTERM", "CMD", "pending"),
+    )
+
     def test_stop_finishes_running_commands_and_a_try_that_it_ends_is_no_failure(self) -> None:
         """After a signal, the worker finishes its commands and takes no more tasks, and no attempt
         counts that the signal ended."""
@@ -9138,46 +9179,16 @@ class CommandLine(QueueCase):
         # then exits with a status other than 0, the attempt does not count; if it exits with 0, its
         # task is done. If a program outlives its shell, to save its state, no other worker gets the
         # task until the program ends.
-        waits, dies = "echo $$; read x < fifo", "echo $$; exec sleep 1000"
-        saves = "(read x < fifo; ls jobs/pending | grep $FEMTOQUEUE_ID >> seen) & echo $$; wait"
-        exits = "trap 'exit %d' TERM HUP USR1; echo $$; while sleep 0.01; do :; done"
-        orders = (  # what CMD does; the signal; who gets it first; the state of the task afterwards
-            (waits, signal.SIGTERM, "worker", "done"),
-            (dies, signal.SIGTERM, "worker", "pending"),
-            (dies, signal.SIGTERM, "CMD", "pending"),
-            (dies, signal.SIGUSR1, "worker", "pending"),
-            (dies, signal.SIGHUP, "CMD", "pending"),
-            (exits % 143, signal.SIGTERM, "CMD", "pending"),
-            (exits % 143, signal.SIGHUP, "worker", "pending"),
-            (exits % 1, signal.SIGTERM, "worker", "pending"),
-            (exits % 1, signal.SIGTERM, "CMD", "pending"),
-            (exits % 0, signal.SIGTERM, "worker", "done"),
-            (saves, signal.SIGTERM, "worker", "pending"),
-            (saves, signal.SIGTERM, "CMD", "pending"),
-        )
+        #
         # After the end of CMD, the worker waits so long for its own signal. On a slow machine, both
         # may be noticed late.
         self.hasten("one signal", 60)
         os.mkfifo("fifo")
-        for jobs, (script, number, first, state) in zip((2, 1) * 6, orders, strict=True):
-            with self.subTest(script, number=number, first=first):
-                more = 2 if first == "worker" else 0
-                self.queue().push_many([b"x"] * (jobs + more))
-                with self.start_work(script, "-j", str(jobs), "--max-attempts", "1") as process:
-                    pids = [int(pid) for pid in process.first_lines(jobs)]
-                    if first == "worker":
-                        process.send_signals(number)
-                    for pid in pids if script != waits else ():
-                        os.kill(pid, number)
-                    if first == "CMD":
-                        until_gone(*pids)
-                        process.send_signal(number)
-                    if script == saves:
-                        self.assertRaises(subprocess.TimeoutExpired, process.wait, 0.2)
-                    if "fifo" in script:
-                        self.unblock(process, jobs)
-                    process.wait(PATIENCE_S)
-                self.assertEqual(process.returncode, 0)
+        for jobs, (script, name, first, state) in zip((2, 1) * 6, self.STOPS, strict=True):
+            more = 0 if first == "CMD" else 2
+            self.queue().push_many([b"x"] * (jobs + more))
+            with self.subTest(script, name=name, first=first):
+                self.stop_at_work(script, jobs, signal.Signals[name], first)
                 self.check_and_finish(Counter({state: jobs}) + Counter(pending=more))
         self.assertEqual(os.path.getsize("seen"), 0)
 
