@@ -8055,7 +8055,7 @@ $ TZ=EET-2 femtoqueue push jobs local --at 2050-12-01T08:00 -> <local>
 $ TZ=EET-2 femtoqueue push jobs utc --at 2050-12-01T08:00:00Z -> <utc>
 $ ls jobs/scheduled -> ...~0~<later> 02553487200000000000~0~<local> 02553494400000000000~0~<utc>
 $ femtoqueue ls jobs scheduled -> ... scheduled <later> ...s 0 5 ...m - - ...
-# FEMTOQUEUE_DIR stands for DIR, and then no argument is DIR
+# if FEMTOQUEUE_DIR is set, it is DIR, and no argument is DIR
 $ FEMTOQUEUE_DIR=jobs femtoqueue push hello -> <a>
 $ FEMTOQUEUE_DIR=jobs femtoqueue push jobs -> <b>
 $ payloads pending -> hello, jobs
@@ -8260,7 +8260,7 @@ $ femtoqueue push jobs x -> ...
 $ femtoqueue work jobs -q --drain --max-attempts 1 -- \
  sh -c 'echo femtoqueue: no queue >&2; exit 127' -> ! ... [1]
 $ states -> failed 2
-# after a signal, work finishes its commands, though the terminal is gone or the disk is full
+# after a signal, work finishes its commands, even if the terminal is gone or the disk is full
 $ femtoqueue push jobs x -> ...
 $ femtoqueue work jobs -- sh -c 'kill -HUP $PPID' 2> /dev/full
 $ states -> done 1
@@ -8280,7 +8280,7 @@ $ head -c 100000 /dev/zero | femtoqueue push jobs -> <large>
 $ femtoqueue push jobs y -> <y>
 $ ulimit -f 60; femtoqueue work jobs -q -- true -> ! ... File too large [2]
 $ femtoqueue ls jobs -> ... <y> ... <large> ...
-# processes that a command leaves running do not hold up work, though they write to its pipes
+# processes that a command leaves running do not hold up work, even if they write to its pipes
 $ femtoqueue push jobs x y -> ...
 $ femtoqueue work jobs -q --drain -- sh -c '(sleep 1000) & echo $!' > pids
 $ kill $(cat pids)
@@ -8323,7 +8323,7 @@ $ femtoqueue work link/../jobs --drain -- true
 [1]
 $ femtoqueue push jobs 'touch jobs/failed/.note.swp' -> ...
 $ femtoqueue work jobs -q --drain -- sh -c {}
-# a command gets all of the environment, also what a shell can't name
+# a command gets the whole environment, even variables that a shell can't name
 $ femtoqueue push jobs x -> ...
 $ env 'BASH_FUNC_f%%=() { echo called; }' a.b=1 BASH_ENV=/no-such-file femtoqueue work jobs -q \
  --drain -- env | grep -e ^a.b= -e ^BASH_FUNC_f | sort -> BASH_FUNC_f%%=() { echo called; } a.b=1
@@ -8342,7 +8342,7 @@ $ { femtoqueue work jobs --max-attempts 1 -- sh more-than-a-pipe-holds {}; echo 
 $ cat status -> 2
 $ states -> done ..., pending ...
 $ femtoqueue release jobs --all -> released 0
-# what a job writes as its time is over comes out, and it can clean up, also if it was stopped
+# at its time limit a job, even a stopped one, can clean up, and its last output is passed on
 $ femtoqueue push jobs x -> ...
 $ femtoqueue work jobs -q --drain --max-attempts 1 --task-timeout 300ms -- sh -c \
  'trap "head -c 200000 /dev/zero; echo > cleaned; exit" TERM; kill -STOP $$; sleep 1000' > out
@@ -8363,7 +8363,7 @@ $ femtoqueue push jobs x -> ...
 $ femtoqueue work jobs -q --drain --task-timeout 0 -- sleep 0.01
 $ femtoqueue push jobs x -> ...
 $ femtoqueue work jobs -q --drain --task-timeout 999999d -- sleep 0.01
-# with --output-dir the files are the job's: it may write to them later, and to no more than it may
+# with --output-dir a job writes to its files itself: even later, and up to its own size limit
 $ femtoqueue push jobs x -> ...
 $ femtoqueue work jobs -q --drain --output-dir logs -- sh -c '(sleep 0.5; echo late) &'
 $ until grep late logs/*.out; do :; done -> late
@@ -8378,14 +8378,14 @@ $ femtoqueue work jobs -q --drain --max-attempts 1 --output-dir logs -- true
 ! ... <x>: try 1 failed, a dead letter: its output can't be written: ...
 [1]
 $ states -> done 1, failed 1
-# a job has three descriptors, and no watchdog's; one that the kernel refuses has too long a payload
+# a command has descriptors 0, 1 and 2 only; if exec() finds its arguments too long, its task fails
 $ femtoqueue push jobs x -> <x>
 $ femtoqueue work jobs -q --drain -- sh -c 'ls /proc/$$/fd; :' -> 0 1 2
 $ femtoqueue push jobs x -> ...
 $ femtoqueue work jobs -q --drain -- sh -c \
  'echo "femtoqueue work: 1: exec: ./x: Argument list too long" >&2; exit 126' - {} -> ! ... [1]
 $ states -> done 1, failed 1
-# a pipe may be non-blocking: all goes through it
+# all input and output goes through a pipe that is non-blocking
 $ printf 'import os, sys; os.set_blocking(int(sys.argv[1]), False)' > set
 $ { sleep 0.3; echo half; sleep 0.3; echo other; } | { python3 set 0; femtoqueue push jobs; } -> <x>
 $ femtoqueue show jobs $x --payload -> half other
@@ -8400,13 +8400,13 @@ $ femtoqueue push jobs y -> ...
 $ { python3 set 1; femtoqueue work jobs -q --drain -- head -c 300000 /dev/zero; } | \
  { sleep 0.3; wc -c; } -> 600000
 $ states -> done 2
-# push that fails says how many tasks it has pushed
+# if push fails, it says how many tasks it has pushed
 $ ulimit -f 60; { echo small; head -c 100000 /dev/zero; } | femtoqueue push limited --lines
 <small>
 ! femtoqueue: the first 1 tasks are pushed, the others are not
 ! femtoqueue: [Errno 27] File too large
 [2]
-# what is pushed is not pushed again because its id can't be printed; letters are escaped
+# if an id can't be printed, push says that its task is pushed; unprintable letters are escaped
 $ femtoqueue push jobs x > /dev/full -> ! femtoqueue: all 1 tasks are pushed, but ...
 $ femtoqueue pop jobs -> <lease>
 $ femtoqueue extend jobs $lease > /dev/full -> ! femtoqueue: renewed, but ... new path: <lease2>
@@ -8415,7 +8415,7 @@ $ PYTHONIOENCODING=ascii femtoqueue show jobs $(ls jobs/failed | head -n 1) | ta
 reason \xfcber
 
 x
-# join waits until no work is left; a command that is misspelt is told the right one
+# join waits until no work is left; for a misspelt command, the right one is suggested
 $ femtoqueue push jobs x -> ...
 $ femtoqueue join jobs --timeout 10ms -> [1]
 $ { sleep 0.3; femtoqueue work jobs -q --drain -- true; } & femtoqueue join jobs --timeout 60s
@@ -8423,7 +8423,7 @@ $ femtoqueue joni jobs -> ! femtoqueue: there is no command 'joni'; did you mean
 $ femtoqueue work new --drain -- true
 ! femtoqueue: new: there was no queue; an empty one is made
 ! femtoqueue 0 done | 0 running 0 waiting
-# a line that is too long to be kept is not mixed with another job's, nor with standard error
+# a line that is too long to be kept is mixed neither with another job's nor with standard error
 $ femtoqueue push jobs a b -> ...
 $ echo 'for i in 1 2 3; do head -c 70000 /dev/zero | tr "\\0" $1; sleep 0.1; done; echo' > long
 $ femtoqueue work jobs -q --drain -j 2 -- sh long {} > out
@@ -8434,13 +8434,13 @@ $ sed 's/sleep/echo >\&2; sleep/' long > also-to-stderr
 $ femtoqueue work jobs -q --drain -j 2 -- sh also-to-stderr {} > out 2>&1
 $ grep -c -e '^aa*$' -e '^bb*$' out -> 2
 $ wc -c < out -> 420008
-# the directory that work was started in may go
+# the directory in which work was started may be removed
 $ mkdir here
 $ femtoqueue push jobs x y -> ...
 $ cd here; femtoqueue work ../jobs -q --drain -- sh -c 'rmdir ../here 2>&-; exit 0'
 ! ...
 $ states -> done 2
-# what the worker says stands in lines of its own, though a command's last line has no end
+# messages of the worker are lines of their own, even after a command's last line without newline
 $ femtoqueue push jobs x -> <x>
 $ femtoqueue work jobs --drain --max-attempts 1 -- sh -c 'printf half >&2; exit 1'
 ! half
