@@ -6625,7 +6625,7 @@ class Shrinking(QueueCase):
         def hook(name: str, args: tuple[Any, ...]) -> None:
             nonlocal step
             if step and name == step[0] and str(args[0]).endswith(step[1]):
-                (_, _, happen), step = step, None  # its own calls are no steps
+                (_, _, happen), step = step, None  # the calls of happen() are no steps
                 happen()
                 step = next(steps, None)
 
@@ -6645,6 +6645,7 @@ class Shrinking(QueueCase):
             clock.advance(1)
             before = self.opened("pending", "scheduled")
             self.assertIsNone(self.pop_as_if_large(q, at_call(call, of, full)))
+            # pending/ and scheduled/ are tried once each.
             self.assertEqual((full.call_count, self.names("creating")), (2, []))
             self.assertEqual(self.are_replaced(before), [False, False])
 
@@ -9295,7 +9296,7 @@ class CommandLine(QueueCase):
         self.assertEqual(len(self.drain(self.queue(None))), 30)
 
 
-# Words and weight
+# What the README and the docstring of the module say
 
 
 class Documents(QueueCase):
@@ -9328,9 +9329,9 @@ class Documents(QueueCase):
             found = re.findall(r"(?ms)^```(\w+)\n(.*?)^```$", file.read())
         return [it for it in found if language in ("", it[0])]
 
-    def block(self, start: str, language: str = "python") -> str:
-        """Return the only block that has this text."""
-        (found,) = (code for _, code in self.blocks(language) if start in code)
+    def block(self, text: str, language: str = "python") -> str:
+        """Return the only block that contains this text."""
+        (found,) = (code for _, code in self.blocks(language) if text in code)
         return found
 
     def without_variable_parts(self, text: str) -> list[str]:
@@ -9356,7 +9357,8 @@ class Documents(QueueCase):
         """Each program prints what stands in the text block after it, or in the comments behind its
         print()s."""
         # Three kinds of programs have tests of their own: the parts of a service, whose first line
-        # is the name of a file; the idea of the queue; and the way from femtoqueue 0.4.2.
+        # is the name of a file; the idea of the queue; and the program that drains a queue of
+        # femtoqueue 0.4.2.
         blocks, count = [*self.blocks(), ("", "")], 0
         for (language, code), (next_language, text) in itertools.pairwise(blocks):
             if language != "python" or re.match(r"# \w+\.py\n|import os, time|.*\bhashlib", code):
@@ -9518,8 +9520,8 @@ class Documents(QueueCase):
         for name in ("report", "resize"):
             os.chmod(self.put(name, b"#!/bin/sh\ncat; echo\n", ""), 0o755)
         script = "\n".join((push, push, work.replace("10s", "0s"), push, image))
-        for place, here in (("/usr/local/bin/femtoqueue", "femtoqueue"), ("/usr/local/bin", ".")):
-            script = script.replace(place, here)
+        for old, new in (("/usr/local/bin/femtoqueue", "femtoqueue"), ("/usr/local/bin", ".")):
+            script = script.replace(old, new)
         said = self.sh(re.sub("(/srv)?/jobs", "jobs", script)).splitlines()
         self.assertEqual((said[0], said[2]), (said[1], "nightly report"))
         self.assertNotEqual(said[0], said[3])
@@ -9531,9 +9533,9 @@ class Documents(QueueCase):
         nothing to do."""
         # The scheduler signals only the shell.
         script = self.block("#SBATCH", "bash")
-        for here, there in (("sleep 45", "sleep 1"), ("5m", "0s"), ("python3", sys.executable)):
-            self.assertIn(here, script)
-            script = script.replace(here, there)
+        for old, new in (("sleep 45", "sleep 1"), ("5m", "0s"), ("python3", sys.executable)):
+            self.assertIn(old, script)
+            script = script.replace(old, new)
         self.put("element", script.encode(), "")
         os.chmod(self.put("task.sh", b"#!/bin/sh\necho begun\nexec sleep 1000\n", ""), 0o755)
         said = self.run_command(
@@ -9626,7 +9628,7 @@ class Races(QueueCase):
             self.assertEqual(ids, sorted(ids))
 
     def test_push_of_a_signal_handler_while_an_id_is_made_gets_another_id(self) -> None:
-        """The signal may come before any line of new_id()."""
+        # The signal may come before any line of new_id().
         q, ids = self.queue(), list[str]()
         for number in itertools.count():
             with at_line(number, lambda: ids.append(q.push(b"handler")), ("new_id",)) as came:
