@@ -32,7 +32,7 @@ The <boot> 00000000 marks a detached lease. Every name of a task begins with 20 
 the names of a directory puts the tasks in order. A task's file begins with one line:
 `FQ1 <crc32> <length>`, and the key if the task has a key. The payload follows as given.
 
-Each step is one system call, and takes effect when the call returns:
+Each step takes effect by one system call, the one in the last column:
 
     step       room and method                from              to                       by
     publish    _Files.publish                 creating/<id>     pending/, scheduled/     rename
@@ -114,8 +114,8 @@ lease of another host ends by its deadline only. Where there is no flock or no b
 every lease ends by its deadline only.
 
 Rooms: the parts of this file. The core is rooms 1 to 11, and each room of it uses only those above.
-Room 12 is the public interface. The annexes are rooms 13 to 21; other rooms enter an annex by one
-door, which is named below.
+Room 12 is the public interface. The annexes are rooms 13 to 21; other rooms enter an annex by the
+door that is named below.
 
      1. System              constants and system calls that Python lacks
      2. Names               of tasks, directories and keys
@@ -148,6 +148,7 @@ one comment each, which tells the whole. To find this comment, search for "TOPIC
     a new state                     the places that it touches (room 2)
     a new field                     in the name of a lease: the places that it touches (2)
     a torn file                     from the read to failed/ (4)
+    fork()                          what a forked child has (5)
     locks                           what each lock guards, and the order of the locks (5)
     syncs                           what is synced before a call returns (6)
     which clock                     is used for what, and what follows if the date is set (7)
@@ -531,9 +532,10 @@ def _backoff_s(longest_s: float) -> Iterator[float]:
 # _stamp_of(), _attempts_of() and _id_of() rely on this order.
 #
 # - Here, _FORMS["inflight"]. Also _TASK_NAME, because a person may move a lease elsewhere and keep
-#   the name. In front of the id, _parse_key_state accepts only hex digits and "~". The three groups
-#   of each form become the fields of _Entry, by _parse(). The constant _LEASE_BYTES includes the
-#   length of the name.
+#   the name. _parse_key_state matches the path of a lease, and accepts only hex digits and "~" in
+#   front of the id. _parse() unpacks three groups (attempts, boot and id) from the form of each
+#   task's name. So if the new field is a group, each of these forms needs the group. The constant
+#   _LEASE_BYTES includes the length of the name.
 # - Room 6: _Files.move() looks for "~1~", the mark of a first delivery. No other field may be 1.
 # - Room 9: _LeaseDir.claim() is the only function that writes the whole name.
 # - Room 10: _Worker.renew() replaces the deadline, and keeps all other fields. Every move of a task
@@ -545,9 +547,9 @@ def _backoff_s(longest_s: float) -> Iterator[float]:
 STATES = ("pending", "scheduled", "inflight", "done", "failed")
 _ENDED = ("done", "failed")
 # The states of a task that has not ended, in the order of a search. The search looks at the leases
-# first and again at the end. A claim and the undoing of a claim take no lock, so either may move a
-# task during the search. A task that makes one of these two moves is still found. A task that makes
-# both moves may be missed.
+# first and again at the end. A claim by pop() and the undoing of a claim do not take the lock of a
+# key, so either may move a task during the search. A task that makes one of these two moves is
+# still found. A task that makes both moves may be missed.
 _LIVE = ("inflight", "scheduled", "pending", "inflight")
 _WAITING_DIRS = ("pending", "scheduled")
 _STATE_DIRS = ("creating", *_WAITING_DIRS, *_ENDED)  # made when the queue is opened
@@ -755,9 +757,9 @@ class LeaseLost(FemtoQueueError):
     """The lease of the task is not held by this delivery. Nothing was changed.
 
     id:  the id of the task.
-    expired:  True if the deadline of the lease has passed; another worker may have the task now.
-        False otherwise: the delivery had ended, or a person had moved the file, or close() had
-        given up the lease. Also False for a task that never had a lease.
+    expired:  True if the deadline of the lease has passed: another worker may have the task now.
+        False if the deadline has not passed: the delivery had ended, or a person had moved the
+        file, or close() had given up the lease. Also False for a task that never had a lease.
     why:  the reason, as text.
 
     A lease past its deadline stays valid until a worker takes the task back. Only then is the lease
@@ -1201,6 +1203,20 @@ def _finish_read(fd: int, head: bytes, ident: str) -> _Record:
 #    A forked child never keeps a lock.
 # ==================================================================================================
 
+# TOPIC: fork(), and what a forked child has.
+#
+# - The locks of the parent end in the child. _after_fork_in_child() closes the child's copies of
+#   all descriptors in _open_lock_fds. The parent keeps its locks.
+# - A queue object in the child is another worker. FemtoQueue._after_fork() (12) makes a new
+#   _Worker, with new locks of threads, an empty batch, and a new tag for ids. The node_id is new,
+#   too, unless the program has given one. No thread of the parent runs in the child. The threads
+#   that serve coroutines and renew leases start when they are needed.
+# - A task that the parent has leased stays the parent's. In the child, the end of a block of
+#   processing() does nothing (16), and a wait does not put a task back (15).
+# - A watcher closes its descriptors in the child (15). A TicketQueue has no tickets in the child
+#   (19).
+# - In a child of a handler of work(), a signal is handled as before work() (17).
+#
 # TOPIC: locks, and their order. A thread that holds a lock takes only locks further down in this
 # list. The number after a lock is the number of its room.
 #
@@ -1213,7 +1229,7 @@ def _finish_read(fd: int, head: bytes, ident: str) -> _Record:
 #   signal handler of the program uses the queue.
 # - _Worker.lock (10) is held while a task is claimed, renewed, settled or reclaimed, and while a
 #   job runs. _LeaseDir, _Backlog, _Housekeeper and _LeaseRenewer have the same lock as `_lock`. A
-#   thread that holds this lock already only tries to take locks/NN.
+#   thread that holds this lock may try to take locks/NN, but does not wait for it.
 # - inflight-<node>/ (9) is locked by its worker, with a shared lock, as long as the worker lives.
 #   Another process tries to take the exclusive lock, to find out whether the worker is dead. If the
 #   worker is dead, the process holds the lock while it reclaims the leases. Only a worker that
@@ -1351,8 +1367,9 @@ class _FileLock:
         return False
 
     def close(self) -> None:
-        """Unlock and close the file. Closing alone is not enough: a child that was forked meanwhile
-        has a copy of the descriptor, and the copy would keep the lock."""
+        """Unlock and close the file. Closing alone is not enough: a child that was forked while the
+        file was open has a copy of the descriptor. The copy would keep the lock until the child
+        closes it (_after_fork_in_child)."""
         fd = self.fd
         if fd < 0:
             return
@@ -1360,7 +1377,8 @@ class _FileLock:
             fcntl.flock(fd, fcntl.LOCK_UN)
         with _no_fork():
             _open_lock_fds.discard(fd)  # before close(): another file may get the number at once
-            self.fd = -1  # not earlier: if Ctrl-C ends this call, __del__() closes the descriptor
+            # Not earlier: if Ctrl-C ends close() before this line, __del__() closes the descriptor.
+            self.fd = -1
             try:
                 os.close(fd)
             except OSError as error:  # the work under the lock is done, so ignore a disk error
@@ -1837,10 +1855,14 @@ class _Files:
             _sync_dir(self.root + directory)
 
     def shrink(self, directory: str, new_name: str) -> None:
-        """Replace an empty directory that was once large, because ext4 never shrinks a directory.
-        Do nothing if the directory is missing. The rename() succeeds only if the directory is
-        empty. RACE: another process renames a file into the directory at the same time, and gets
-        ENOENT. Its _retry_rename() repeats that rename."""
+        """Replace a directory of more than 1 MiB by a new one, if it is empty: ext4 never shrinks a
+        directory. Do nothing if the directory is missing.
+
+        The callers are the listing of pending/ and of scheduled/ that finds no task, the job that
+        purges done/, purge(), and remove_stale_files() for keys/ and checkpoints/. No task is lost,
+        because rename() refuses to replace a directory that is not empty. RACE: another process
+        renames a file into the directory at the same time, and gets ENOENT. Its _retry_rename()
+        repeats that rename."""
         path = self.root + directory
         try:
             old = os.lstat(path)
@@ -1870,8 +1892,10 @@ class _Files:
 
 # ==================================================================================================
 # 7. Queue clock: the source of orders and deadlines. The queue clock is the monotonic clock plus an
-#    anchor, which all processes of one boot share. Invariant: the orders of one object strictly
-#    increase. Setting the date does not change the queue clock.
+#    anchor. All processes of one boot read the anchor from the file clock-<boot>. If several
+#    processes make this file at once, the first link(2) wins, and the others take its anchor.
+#    Invariant: the orders of one object strictly increase. Setting the date does not change the
+#    queue clock.
 # ==================================================================================================
 
 # TOPIC: which clock is used for what.
@@ -1965,6 +1989,8 @@ class _QueueClock:
                 if anchor_ns is not None and self._went_back(anchor_ns):
                     self.made_anew = "was of an earlier start of this machine, under its boot id"
                     _log().warning("%s %s: made anew", self._name, self.made_anew)
+                    # RACE: another process makes the file anew at the same moment. Then the anchors
+                    # of the two processes may differ by some microseconds.
                     _unlink_if_exists(self._files.root + self._name)
                     anchor_ns = None
                 if anchor_ns is None:
@@ -2316,7 +2342,9 @@ class _LeaseDir:
         claimed the task first, or if the directory is not open or no longer exists.
 
         Call this with the worker's lock held. `lease.path` is set before the rename. If this
-        raises, the rename may have been done, and the caller must call undo_claim()."""
+        raises, the rename may have been done, and the caller must call undo_claim(). CRASH: if the
+        process dies after the rename, only the lease is on disk, and its name counts the attempt.
+        Room 11 says who takes the task back (TOPIC: how a lease ends)."""
         attempts = min(_attempts_of(source) + 1, _MAX_ATTEMPTS) if "~" in source else 1
         boot = _DETACHED if self._worker.detached else self._clock.boot
         deadline_ns = int(time.monotonic() * 1e9) + self._clock.anchor_ns + lease.length_ns
@@ -2499,7 +2527,7 @@ class _Worker:
 
         On a full disk, done/ may have no room for another name. Then the task is removed instead.
         Otherwise the task would run again and again, until a person purges done/. To keep a record
-        of finished tasks is the weaker promise."""
+        of finished tasks is a weaker promise than not to deliver a finished task again."""
         lease = _lease_of(task)
         if self.keep_done:
             try:
@@ -3098,7 +3126,7 @@ class _Housekeeper:
         now_s, is_paused = time.monotonic(), False
         if not self._last_look_s <= now_s < self._next_look_s:
             if now_s < self._last_look_s:
-                # The program has replaced the clock, and the new clock is behind.
+                # The program has replaced time.monotonic(), as tests do. The new one is behind.
                 self._begin_anew()
             self._lease_dir.ensure_open()
             is_paused = self._files.exists("PAUSED")
@@ -3114,8 +3142,8 @@ class _Housekeeper:
             self._backlog.relist(now_s)
 
     def _begin_anew(self) -> None:
-        """Run all jobs now, and set their times by the new clock, which is far behind the old
-        times."""
+        """Run all jobs now. This also sets the times of their next runs by the new clock. The old
+        times may be far in the future of the new clock."""
         for job in self._jobs:
             job.reset()
             job.run()
@@ -3657,11 +3685,12 @@ class FemtoQueue:
         key:  the key of the task. None is returned if the key has no task, or if the task is in
             flight or not yet due, or if the queue is paused. The search for the task costs the same
             whatever the number of waiting tasks is, except on file systems that other hosts write
-            to. But take() also runs the housekeeping jobs of pop().
+            to. take() also runs the housekeeping jobs of pop(), whose cost does depend on the
+            queue.
         timeout:  the seconds to wait for the task, as in pop().
         id:  the id of the task. The task may be in pending/ or in scheduled/, due or not; else None
-            is returned. To cancel the task, call done() then. If the task is given back or
-            reclaimed instead, its old due time no longer counts.
+            is returned. To cancel a waiting task, take it by its id and call done(). If the task is
+            given back or reclaimed instead, its old due time no longer counts.
         lease_ms:  the length of the lease in milliseconds, as in pop().
 
         Raises TypeError unless exactly one of `key` and `id` is given. Raises ValueError if the key
@@ -4470,7 +4499,8 @@ class _KeyStates:
 #     creating/<new id>. K is the new payload's file in keys/. L is the lease. T, U and P are paths
 #     of a task that waits. After a kill, keys/<hash> may name an older path of a task:
 #     find_or_repair() then finds the task by the id. A stale file in creating/ is removed after an
-#     hour.
+#     hour. There are tables for a push onto a waiting task, a push of a key without a task, a push
+#     behind a leased task, take along, release, end, and retry.
 #
 #     Push onto the waiting task T: put(), _replace()
 #
@@ -5107,7 +5137,8 @@ class _Request:
     """The wait of one coroutine.
 
     look: The look to repeat.
-    line: The name of a line. Requests of one line are served in the order of their arrival.
+    line: "", or the key or id to take. Requests with the same text are served in the order of their
+        arrival.
     close_count: The number of times that the queue had been closed when the wait began.
     answer: The future that gets the task, None or an exception."""
 
@@ -5245,9 +5276,9 @@ class _Waits:
     async def wait_for_async(
         self, look: _Look[FemtoTask], end_s: float, line: str
     ) -> FemtoTask | None:
-        """Wait as wait_for() does, without blocking the event loop. Requests of one line are served
-        in the order of their arrival. A long look delays the other waiting coroutines of this queue
-        object, but no event loop."""
+        """Wait as wait_for() does, without blocking the event loop. Requests with the same
+        `line` are served in the order of their arrival. A long look delays the other waiting
+        coroutines of this queue object, but no event loop."""
         import asyncio
 
         request = _Request(look, line, self._lease_dir.close_count)
@@ -5257,9 +5288,9 @@ class _Waits:
         timer = request.loop.call_later(left_s, self._time_out, request)
         try:
             with self._lock:
-                self._requests[id(request)] = request  # from now on, the thread looks for it
+                self._requests[id(request)] = request  # from now on, the thread looks on its behalf
                 if self._is_serving:
-                    self._wake()  # if the thread does not sleep, it looks before it sleeps
+                    self._wake()  # if the thread does not sleep, its next sleep ends at once
                 else:
                     threading.Thread(target=self._serve, daemon=True).start()
                     self._is_serving = True
@@ -5278,8 +5309,9 @@ class _Waits:
         self._wake()
 
     def _serve(self) -> None:
-        """Look for all coroutines, until no coroutine waits. This method runs in a thread of its
-        own. An exception ends the thread. Then each coroutine that waits gets the exception."""
+        """Look for tasks on behalf of all waiting coroutines, until no coroutine waits. This method
+        runs in a thread of its own. An exception ends the thread. Then each coroutine that waits
+        gets the exception."""
         try:
             while True:
                 self.wait_for(self._look_for_all, time.monotonic() + _SERVER_LINGER_S)
@@ -5344,6 +5376,9 @@ class _Waits:
 
 # ==================================================================================================
 # 16. Processing: the block of processing(), which keeps a lease and ends the delivery; checkpoints.
+#     A lease is renewed when a third of its length is over. If the lock of the task's key is busy,
+#     or the renewal fails, the next attempt comes after a tenth of that time. If the deadline
+#     passes meanwhile, the lease stays valid until a worker reclaims the task.
 #     Invariant: at most one thread per queue object renews the leases of all blocks that run. A
 #     lease without a deadline starts no thread.
 # ==================================================================================================
@@ -5358,7 +5393,8 @@ def _read_checkpoint(worker: _Worker, ident: str, data: bytes) -> bytes | None:
     its file is corrupt. A checkpoint of another payload is removed: the key of the task may have
     got a newer payload since the checkpoint was saved.
 
-    The file holds the header of the payload, and then the checkpoint as it was given."""
+    The file is a record. After its own header come two parts: the header of the task's payload,
+    which tells to which payload the checkpoint belongs, and the checkpoint as it was given."""
     files, path = worker.files, f"checkpoints/{ident}"
     if not files.exists(path):
         return None
@@ -5583,7 +5619,10 @@ class _Processing:
 # The pool ends with an error if, for so many seconds, every attempt to take a task has raised an
 # error that concerns one task (task_id).
 _TROUBLE_S = 30.0
-_ONE_SIGNAL_S = 0.3  # two signals within so many seconds count as one
+# Two signals within so many seconds count as one. If a signal has ended a command, the pool waits
+# so long for a signal of its own.
+_ONE_SIGNAL_S = 0.3
+_SIGNAL_POLL_S = 0.15  # the main thread looks for signals that often while other threads work
 _AFTER_FAILURE = {
     "retried": "to be retried",
     "failed": "a dead letter",
@@ -5675,7 +5714,7 @@ class _WorkerPool:
             while thread.is_alive() and len(self.signals) < 2:
                 # RACE: a signal that comes between the test and join() does not end join(). So
                 # join() waits for a moment only.
-                thread.join(_ONE_SIGNAL_S / 2)
+                thread.join(_SIGNAL_POLL_S)
 
     def _work(self) -> None:
         """Take tasks and handle them until the pool is stopped, or the queue is drained. An
@@ -5836,8 +5875,9 @@ class _WorkerPool:
         the signal handler."""
 
     def _on_signal(self, number: int) -> None:
-        """Note a signal. The first signal stops the pool, the second aborts the handlers that
-        run. A third changes nothing."""
+        """Note a signal. The first signal stops the pool. After the second, the tasks that are
+        handled are given back: a KeyboardInterrupt ends a handler in this thread, and run() does
+        not wait for handlers in other threads. A third signal changes nothing."""
         # timeout(1), or a terminal that is closed, sends two signals: one to the process, and one
         # to its process group.
         if self.signals and time.monotonic() < self._last_signal_s + _ONE_SIGNAL_S:
@@ -5978,7 +6018,9 @@ class _Inspector:
 # ==================================================================================================
 # 19. Tickets: first come, first served, between processes.
 #     A line is a directory. A member is a participant in the line; its ticket is a file, which the
-#     member keeps locked.
+#     member keeps locked. A waiting member looks at the tickets in front of its own from time to
+#     time: TicketQueue._lives() finds out whether the member of a ticket is dead, and removes the
+#     ticket then.
 #     Invariant: a ticket's file is locked before the file gets the name of a ticket. Files get
 #     these names in the order of the numbers of the tickets. A member locks and renames its file
 #     while it holds the lock of the file "last". If the member lost that lock meanwhile, the member
@@ -6363,8 +6405,15 @@ class TicketQueue:
 # 20. Other file systems: those that other hosts write to, and systems without flock. The door is
 #     _open_files(), which chooses the classes of an object once.
 #
-#     TOPIC: what differs on other file systems. Seven facts about NFS and GlusterFS have names. The
-#     comments in this room give these names in parentheses.
+#     TOPIC: what differs on other file systems. In short: locks are polled, a file is synced before
+#     its rename, a directory is opened before its names are looked up, key states are found by
+#     listings, waits look again after short pauses, and a lease of another host ends by its
+#     deadline only. On NFS, a look tells after ENOENT whether a rename was carried out. On
+#     GlusterFS, a file that is missing is looked for several times, and names that came back are
+#     recognised.
+#
+#     Seven facts about NFS and GlusterFS have names. The comments in this room give these names in
+#     parentheses.
 #
 #       stale     A host may see an old state after a change by another host. On NFS it may see old
 #                 names and contents for 30 s, on GlusterFS old contents for a second. A listing, a
@@ -7016,8 +7065,8 @@ class _Progress:
         return {*filter(_FORMS[_state_of(directory)], os.listdir(path))}
 
     def latest_dead_letters(self, count: int = 5) -> list[str]:
-        """Return the ids of the latest dead letters, the latest first. Only the thousand youngest
-        tasks in failed/ are looked at."""
+        """Return the ids of the tasks that came to failed/ last, the last one first. To save time,
+        only the thousand youngest tasks in failed/ are looked at."""
 
         def moved_s(name: str) -> float:
             with suppress(OSError):  # RACE: another process has just retried the task
@@ -7025,7 +7074,7 @@ class _Progress:
             return 0.0
 
         youngest = sorted(self.names("failed"))[-1000:]
-        return sorted(youngest, key=moved_s)[: -count - 1 : -1]
+        return [*map(_id_of, sorted(youngest, key=moved_s)[: -count - 1 : -1])]
 
     def count_left(self, ended: int, now: bool = False) -> None:
         """Count the tasks that are left, and keep a sample. `ended`: how many tasks this worker has
@@ -7071,7 +7120,8 @@ class _Progress:
         return rate, left / shrinks if shrinks > 0 else None, grows
 
     def pace_text(self) -> str:
-        """Return the rate and the time left in words; "" if neither is known."""
+        """Return the rate, and the time left or that the queue grows, in words. Return "" if
+        nothing is known."""
         rate, left_s, grows = self.estimate()
         texts = []
         if rate > 0:
@@ -7593,8 +7643,11 @@ def _terminate(leaders: Iterable[int], number: int) -> None:
 def _start_watchdog() -> int:
     """Fork the watchdog, and return the descriptor of the pipe that the watchdog reads.
 
-    If the worker is killed, other workers get its tasks at once. The watchdog kills the worker's
-    jobs, so that no task is worked on twice.
+    If the worker is killed, the watchdog kills the worker's jobs. Otherwise these jobs would go on,
+    while other workers get their tasks and work on them, too. Both begin at the death of the
+    worker, so another worker may be first by some milliseconds. What _job_processes() does not
+    find, and processes of another user, survive. So does everything if the watchdog is killed with
+    the worker.
 
     Each new process writes its pid to the pipe before it executes CMD (see _START). The worker
     writes the negative pid when the process has ended. The pipe ends when the worker and all new
@@ -7972,9 +8025,9 @@ class _CommandPool(_WorkerPool):
         count.
 
         RACE: a scheduler signals CMD and this worker. CMD ends before the signal has come to this
-        worker. So if a signal that also stops workers has ended CMD, wait up to _ONE_SIGNAL_S for
-        the same signal to this worker. Wait also if this attempt is the last one, whose failure
-        makes a dead letter."""
+        worker. So if one of the signals that stop a worker has ended CMD, wait up to _ONE_SIGNAL_S
+        for a signal to this worker. Wait also if this attempt is the last one, whose failure makes
+        a dead letter."""
         if not status:
             return False
         may_be = not {-status, status - 128}.isdisjoint(self.stop_numbers)
@@ -8449,8 +8502,8 @@ def _push_all(push: Callable[[bytes], str], payloads: Iterable[bytes]) -> None:
 
 
 def _pieces(chunks: Iterable[bytes], end: bytes) -> Iterator[bytes]:
-    """Yield the pieces of a stream. Each piece is yielded as soon as the byte after it, `end`, has
-    come."""
+    """Yield the pieces of a stream. A piece is yielded as soon as the byte after it, `end`, has
+    come. The last piece may also end with the stream."""
     rest = bytearray()
     for chunk in chunks:
         rest += chunk
@@ -8469,16 +8522,14 @@ def _pieces(chunks: Iterable[bytes], end: bytes) -> Iterator[bytes]:
     _argument("-j --jobs N", "run N at a time", default="1"),
     _LEASE,
     _argument("--node NODE", "name of this worker (default: a fresh one)"),
-    _argument(
-        "--keep-done TIME", "delete what is done after TIME (default: keep it)", default=True
-    ),
+    _argument("--keep-done TIME", "delete finished tasks after TIME (default: keep)", default=True),
     _SYNC,
-    _argument("--drain", "exit when no task waits, due or not, or is in flight", "when to exit:"),
+    _argument("--drain", "exit when no task is in flight or waits, due or not", "when to exit:"),
     _argument("--idle-timeout TIME", "exit when this worker got nothing for TIME", "when to exit:"),
     _argument("--time-limit TIME", "take nothing more after TIME, and exit", "when to exit:"),
     _argument("--max-attempts N", "give up after N tries; 0: never", "failures:", default="3"),
     _argument(
-        "--retry-delay TIME", "longest pause before try 2; doubles", "failures:", default="1s"
+        "--retry-delay TIME", "longest pause before try 2; then doubled", "failures:", default="1s"
     ),
     _argument("--task-timeout TIME", "end CMD after TIME; 0: never (default: 0)", "failures:"),
     _argument("--output-dir DIR", "write output to DIR/ID.out and .err", "output:"),

@@ -4602,7 +4602,7 @@ def demand(holds: object, why: str) -> None:
 
 
 @dataclasses.dataclass
-class Known:
+class ModelTask:
     """A task in the model.
 
     `at_ns` is the number that begins the name of the file. In pending/ this is the order, in
@@ -4619,7 +4619,7 @@ class Known:
     node: str = ""
     boot: int = 0
     held_by: FemtoTask | None = None
-    behind: Known | None = None
+    behind: ModelTask | None = None
     due_ns: int | None = None  # of a newer payload in keys/
     step: int = 0  # the step of the last move
     since_ns: int = 0  # the time of the last move
@@ -4647,19 +4647,13 @@ class Known:
     def order_ns(self) -> int:
         return int(self.id[:20])
 
-    @property
-    def is_new(self) -> bool:
-        """Whether the name of its file is its id. Such a name sorts before every other name that
-        begins with the same number."""
-        return (self.at_ns, self.attempts) == (self.order_ns, 0)
 
-
-# Of a file: the directory, the number in front of the name, the attempts, and whether the whole
-# name is an id.
+# The place of a file: the directory, the number in front of the name, the attempts, and whether the
+# whole name is an id.
 Place = tuple[str, int, int, bool]
 
 
-class Twin:
+class QueueModel:
     """A queue in memory: the model, which says what the directory must hold after each operation.
 
     Housekeeping of pop() (due tasks, ended leases, tasks delivered too often) may be late by 0.4 s.
@@ -4669,11 +4663,11 @@ class Twin:
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
-        self.tasks: dict[str, Known] = {}
+        self.tasks: dict[str, ModelTask] = {}
         self.reasons: set[str] = set()
         self.saved: dict[str, tuple[bytes, bytes]] = {}  # by id: the payload, and its checkpoint
         self.entered: dict[tuple[int, int, str], int] = {}  # each name's first step in pending/
-        self.living: Counter[str] = Counter()  # by node: living objects that hold its directory
+        self.living: Counter[str] = Counter()  # how many living objects hold inflight-<node>/
         self.step = self.worker = self.boot = self.looked_ns = 0
         self.pushing = False
         self.start_clock()
@@ -4686,27 +4680,28 @@ class Twin:
     def now_ns(self) -> int:
         return self.clock.steady_ns() + self.anchor_ns
 
-    def task_of_key(self, key: str | None) -> Known | None:
+    def task_of_key(self, key: str | None) -> ModelTask | None:
         live = ("pending", "scheduled", "inflight")
         same = (task for task in self.tasks.values() if task.key == key and task.state in live)
         return None if key is None else next(same, None)
 
-    def task_of_lease(self, lease: FemtoTask) -> Known | None:
+    def task_of_lease(self, lease: FemtoTask) -> ModelTask | None:
         task = self.tasks.get(lease.id)
         return task if task and task.state == "inflight" and task.held_by is lease else None
 
-    def in_states(self, *states: str) -> list[Known]:
+    def in_states(self, *states: str) -> list[ModelTask]:
         """Return the tasks in these states, sorted by the names of their files.
 
         The directories do not count in that order: a node_id may be random, and the same seed must
         give the same operations in every run.
         """
         known = [task for task in self.tasks.values() if task.state in states]
-        return sorted(known, key=lambda it: (it.at_ns, not it.is_new, it.attempts, it.id))
+        # An id sorts before every other name that begins with the same number.
+        return sorted(known, key=lambda it: (it.at_ns, not it.is_bare, it.attempts, it.id))
 
     # Moves
 
-    def move(self, task: Known, state: str, at_ns: int) -> None:
+    def move(self, task: ModelTask, state: str, at_ns: int) -> None:
         task.state, task.at_ns, task.held_by, task.ready_ns = state, at_ns, None, None
         task.step, task.since_ns, task.by = self.step, self.now_ns(), self.worker
         task.known_to = set() if self.pushing else {self.worker}
@@ -4718,18 +4713,18 @@ class Twin:
 
     def add(self, ident: str, data: bytes, key: str | None, due_ns: int | None) -> None:
         demand(ident not in self.tasks, "an id was given twice")
-        task = self.tasks[ident] = Known(ident, data, key, "", 0)
+        task = self.tasks[ident] = ModelTask(ident, data, key, "", 0)
         late_ns = task.order_ns - self.now_ns()
         demand(0 <= late_ns < 10_000, f"an id's order is {late_ns} ns from its push")
         self.enqueue(task, due_ns)
 
-    def enqueue(self, task: Known, due_ns: int | None) -> None:
+    def enqueue(self, task: ModelTask, due_ns: int | None) -> None:
         if due_ns is None:
             self.move(task, "pending", task.order_ns)
         else:
             self.move(task, "scheduled", due_ns)
 
-    def replace(self, task: Known, data: bytes, due_ns: int | None) -> None:
+    def replace(self, task: ModelTask, data: bytes, due_ns: int | None) -> None:
         """Replace the payload of a task that waits, as a push with its key does. The task keeps
         its place unless the push gives a due time."""
         if not task.is_bare:
@@ -4745,12 +4740,12 @@ class Twin:
             self.entered.setdefault((task.at_ns, 0, task.id), self.step)
             task.known_to = task.known_to | {self.worker}
 
-    def first_listed_step(self, task: Known) -> int:
+    def first_listed_step(self, task: ModelTask) -> int:
         """Return the first step whose listing of pending/ can have led a worker to this task.
 
-        A new payload of a key keeps the place of its task, and its attempts begin at 0 again. So a
-        worker that listed the earlier name, with attempts, tries the new name too: for such a task
-        the listing of any of its names counts.
+        If a push replaces the payload of a task, the task keeps its place, and its attempts begin
+        at 0 again. A worker that listed the earlier name, with attempts, also tries the new name.
+        So for such a task the listing of any of its names counts.
         """
         is_new = task.key is not None and not task.attempts
         steps = [
@@ -4760,17 +4755,17 @@ class Twin:
         ]
         return min(steps, default=0)
 
-    def put_behind(self, task: Known, ident: str, data: bytes, due_ns: int | None) -> None:
+    def put_behind(self, task: ModelTask, ident: str, data: bytes, due_ns: int | None) -> None:
         newer = task.behind
         if newer is None:
-            newer = Known(ident, data, task.key, "", 0)
+            newer = ModelTask(ident, data, task.key, "", 0)
             demand(ident not in self.tasks, "an id was given twice")
             self.tasks[ident] = task.behind = newer
         demand(newer.id == ident, "there are two payloads behind one task")
         newer.data, newer.due_ns = data, due_ns
         self.move(newer, "keys", newer.order_ns if due_ns is None else due_ns)
 
-    def lease(self, task: Known, lease: FemtoTask, node: str, lasts_ns: int) -> None:
+    def lease(self, task: ModelTask, lease: FemtoTask, node: str, lasts_ns: int) -> None:
         expected = FemtoTask(task.id, task.data, task.attempts + 1, task.key)
         demand(lease == expected, f"{lease} was delivered, not {expected}")
         if not task.is_bare:
@@ -4782,7 +4777,7 @@ class Twin:
         self.move(task, "inflight", self.now_ns() + lasts_ns)
         task.held_by, task.node, task.boot = lease, node, self.boot
 
-    def end(self, task: Known, state: str, reason: bool = False) -> None:
+    def end(self, task: ModelTask, state: str, reason: bool = False) -> None:
         newer, task.behind = task.behind, None
         self.move(task, state, task.order_ns)
         if state == "failed":
@@ -4792,7 +4787,7 @@ class Twin:
         if newer is not None:
             self.enqueue(newer, newer.due_ns)
 
-    def move_back(self, task: Known, state: str, at_ns: int) -> None:
+    def move_back(self, task: ModelTask, state: str, at_ns: int) -> None:
         """Move a task that is released, reclaimed or due back to where it waits.
 
         A newer payload stays buffered behind the task. If that payload is due later, the task
@@ -4804,10 +4799,10 @@ class Twin:
                 state, at_ns = "scheduled", task.behind.at_ns
         self.move(task, state, at_ns)
 
-    def is_later(self, newer: Known) -> bool:
+    def is_later(self, newer: ModelTask) -> bool:
         return newer.due_ns is not None and newer.due_ns > self.clock.wall_ns()
 
-    def take_along(self, task: Known) -> None:
+    def take_along(self, task: ModelTask) -> None:
         """Replace the payload of a task that is being claimed by the newer payload behind it. If
         the newer payload is due later, the task is not delivered but waits for that time."""
         newer, task.behind = task.behind, None
@@ -4828,8 +4823,9 @@ class Twin:
 
     # Housekeeping
 
-    def is_over(self, task: Known) -> bool:
-        """Whether any worker may end the lease of a task: its worker is dead, or it is late."""
+    def is_over(self, task: ModelTask) -> bool:
+        """Return whether any worker may end the lease of a task: the worker of the lease is dead,
+        or the deadline has passed."""
         dead = task.boot == self.boot and not self.living[task.node]
         return dead or task.at_ns <= self.now_ns()
 
@@ -4848,7 +4844,7 @@ class Twin:
                 task.ready_ns = max(before_ns, now_ns - late_ns)
         self.looked_ns = now_ns
 
-    def do_housekeeping(self, task: Known, max_attempts: int | None) -> bool:
+    def do_housekeeping(self, task: ModelTask, max_attempts: int | None) -> bool:
         """Do one step of housekeeping with a task, as any pop() may. Return False if there was
         nothing to do."""
         if task.state == "scheduled" and task.at_ns <= self.clock.wall_ns():
@@ -4865,7 +4861,8 @@ class Twin:
         return True
 
     def catch_up(self, found: dict[str, Place], max_attempts: int | None) -> None:
-        """Do in the model the housekeeping that the directory shows the queue has done."""
+        """Repeat in the model the housekeeping by which the queue has moved tasks to their places
+        in `found`."""
         woken: list[tuple[int, str]] = []
         for task in self.in_states("inflight", "pending", "scheduled"):
             due = task.state == "scheduled" and task.step < self.step
@@ -4907,9 +4904,11 @@ Pushed = tuple[str, bytes, "str | None", "int | None"]  # id, payload, key, due 
 
 @dataclasses.dataclass
 class Held:
+    """A lease that was delivered and not yet settled. It may have been lost."""
+
     task: FemtoTask
     end_ns: int
-    lasts_ns: int  # for how long extend() renews it, whichever object calls that
+    lasts_ns: int  # extend() renews the lease for so long, whichever object calls extend()
 
 
 @dataclasses.dataclass
@@ -4939,7 +4938,7 @@ class Fuzz:
     def __init__(self, path: str, seed: int) -> None:
         self.path, self.seed, self.chance = path, seed, random.Random(seed)
         self.clock = Clock(2e9, 1000)
-        self.model = Twin(self.clock)
+        self.model = QueueModel(self.clock)
         self.said: deque[str] = deque(maxlen=12)
         self.held: list[Held] = []
         self.paths: dict[str, str] = {}  # by id: the path of each task when it was last listed
@@ -4962,7 +4961,7 @@ class Fuzz:
         ]
 
     def run(self, steps: int) -> None:
-        """Do so many random operations. Raise AssertionError, with the seed and the last
+        """Do `steps` random operations. Raise AssertionError, with the seed and the last
         operations, if the queue and the model differ."""
         with self.while_running:
             self.while_running.enter_context(mock.patch.object(femtoqueue, "time", self.clock))
@@ -4994,7 +4993,7 @@ class Fuzz:
         return call
 
     def do(self, op: Callable[[Worker], None], w: Worker) -> None:
-        self.clock.advance(1e-5)  # the orders drawn in one step are ahead by less than this
+        self.clock.advance(1e-5)  # orders drawn in a step are ahead of the clock by less than this
         model = self.model
         model.step, model.worker, model.pushing = model.step + 1, w.number, False
         model.note_ready_times()
@@ -5094,7 +5093,7 @@ class Fuzz:
         w.q = new.q  # drops the last reference to the old object, which closes it
 
     def kill(self, w: Worker) -> None:
-        """Do what SIGKILL does to a worker: its lock goes, and it does nothing more."""
+        """Do what SIGKILL does to a worker: its lock is dropped, and it does nothing more."""
         if w.lock_fd is not None:
             nowhere = os.open(os.devnull, os.O_RDONLY)
             os.dup2(nowhere, w.lock_fd, inheritable=False)
@@ -5133,7 +5132,7 @@ class Fuzz:
         self.note_lease_dir_taken(w)
         self.model_push(self.model.task_of_key(key), (ident, data, key, due_ns), policy, refused)
 
-    def model_push(self, task: Known | None, new: Pushed, policy: str, refused: bool) -> None:
+    def model_push(self, task: ModelTask | None, new: Pushed, policy: str, refused: bool) -> None:
         """Do in the model what a push did. `task` is the live task that the key had before."""
         ident, data, key, due_ns = new
         leased = task is not None and task.state == "inflight"
@@ -5172,7 +5171,7 @@ class Fuzz:
                 due = task.by == w.number and task.at_ns <= self.clock.wall_ns()
                 demand(not due, f"pop() overlooked {task}, which its object scheduled")
 
-    def call_and_lease(self, w: Worker, call: Callable[..., FemtoTask | None]) -> Known | None:
+    def call_and_lease(self, w: Worker, call: Callable[..., FemtoTask | None]) -> ModelTask | None:
         """Call pop() or take(), sometimes with a lease_ms, and lease the delivered task in the
         model. Return the task as it was before the call; None if no task was delivered."""
         lease_ms = self.chance.choice((*[None] * 9, 90_000))
@@ -5184,7 +5183,7 @@ class Fuzz:
         self.check_housekeeping(w)
         return was
 
-    def model_lease(self, w: Worker, lease: FemtoTask, lease_ms: int | None) -> Known:
+    def model_lease(self, w: Worker, lease: FemtoTask, lease_ms: int | None) -> ModelTask:
         task = self.model.tasks.get(lease.id)
         if task is None or task.state not in ("pending", "scheduled", "inflight"):
             raise AssertionError(f"{task} was delivered")
@@ -5207,12 +5206,12 @@ class Fuzz:
             ready_ns = self.model.now_ns() if task.ready_ns is None else task.ready_ns
             demand(self.model.now_ns() - ready_ns < 0.41e9, f"{task} was not brought back")
 
-    def check_order(self, w: Worker, was: Known) -> None:
+    def check_order(self, w: Worker, was: ModelTask) -> None:
         """Fail if the delivered task (`was`) overtook an older one.
 
-        A task may wait only if it came to pending/ after the listing from which the batch of the
-        worker was made. That listing is at most a second old. It contains the delivered task,
-        unless the worker put that task into pending/ itself.
+        An older task may still wait only if it came to pending/ after the listing from which the
+        batch of the worker was made. That listing is at most a second old. The listing contains the
+        delivered task, unless the worker put that task into pending/ itself.
         """
         model = self.model
         if self.paused_ns is not None:
@@ -5241,8 +5240,8 @@ class Fuzz:
             demand(task.state != "pending" and not due, f"take() overlooked {task}")
 
     def settle(self, w: Worker) -> None:
-        """End a delivery, or renew its lease, through any of the objects. That must fail exactly
-        if the lease was lost."""
+        """End a delivery, or renew its lease, through any of the objects. The call must raise
+        LeaseLost if, and only if, the lease was lost."""
         if not self.held:
             return
         held = self.held[self.chance.randrange(-min(len(self.held), 8), 0)]
@@ -5260,22 +5259,24 @@ class Fuzz:
         else:
             demand(task is not None, "a lease that was lost could be used")
 
-    def done(self, w: Worker, held: Held, task: Known | None) -> None:
+    def done(self, w: Worker, held: Held, task: ModelTask | None) -> None:
         w.q.done(held.task)
         self.model_end(held, task, "done" if w.q.keep_done else "gone")
 
-    def model_end(self, held: Held, task: Known | None, state: str, reason: bool = False) -> None:
+    def model_end(
+        self, held: Held, task: ModelTask | None, state: str, reason: bool = False
+    ) -> None:
         if held.task.checkpoint is not None:  # its file is deleted with the end of the task
             self.model.saved.pop(held.task.id, None)
         if task is not None:
             self.model.end(task, state, reason)
 
-    def fail(self, w: Worker, held: Held, task: Known | None) -> None:
+    def fail(self, w: Worker, held: Held, task: ModelTask | None) -> None:
         reason = self.chance.choice((None, "why", ValueError("why")))
         w.q.fail(held.task, reason)
         self.model_end(held, task, "failed", reason is not None)
 
-    def release(self, w: Worker, held: Held, task: Known | None) -> None:
+    def release(self, w: Worker, held: Held, task: ModelTask | None) -> None:
         front, delay_s = self.chance.choice(((False, 0), (True, 0), (False, 0.1), (False, 9.5)))
         w.q.release(held.task, front=front, delay_s=delay_s)
         if task is not None and delay_s:
@@ -5285,14 +5286,14 @@ class Fuzz:
             at_ns = task.order_ns if front else self.model.now_ns()
             self.model.move_back(task, "pending", at_ns)
 
-    def extend(self, w: Worker, held: Held, task: Known | None) -> None:
+    def extend(self, w: Worker, held: Held, task: ModelTask | None) -> None:
         ms = self.chance.choice((None, 1, 60_000))
         w.q.extend(held.task, ms)
         held.end_ns = self.model.now_ns() + (held.lasts_ns if ms is None else ms * 1_000_000)
         if task is not None:
             task.at_ns, task.ready_ns = held.end_ns, None
 
-    def checkpoint(self, w: Worker, held: Held, task: Known | None) -> None:
+    def checkpoint(self, w: Worker, held: Held, task: ModelTask | None) -> None:
         """Save a checkpoint. That also renews the lease, and never shortens it."""
         w.q.checkpoint(held.task, saved := self.payload())
         demand(held.task.checkpoint == saved, "a holder sees another checkpoint")
@@ -5318,7 +5319,7 @@ class Fuzz:
             demand(task and other is None, f"{task} retried; its key has {other}")
             self.model_retry(self.model.tasks[ident])
 
-    def model_retry(self, task: Known) -> None:
+    def model_retry(self, task: ModelTask) -> None:
         task.attempts = 0
         self.model.reasons.discard(task.id)
         self.model.move(task, "pending", self.model.now_ns())
@@ -5359,8 +5360,8 @@ class Fuzz:
         self.clock.advance(self.chance.choice((0.01, 0.01, 0.3, 1.1, 1.1, 5, 31, 700)))
 
     def set_date(self, w: Worker) -> None:
-        """Set the wall clock forward or back. Only scheduled/ depends on it; the next housekeeping
-        of each object takes the step into account."""
+        """Set the wall clock forward or back. Only the due times in scheduled/ depend on the wall
+        clock. Each object notices the change at its next housekeeping."""
         self.clock.wall_shift_s += self.chance.choice((-4000, -0.5, 0.5, 4000))
         self.date_set_ns = self.model.now_ns()
 
@@ -5433,7 +5434,7 @@ class Fuzz:
             keys = [task.key for task in known if task.key is not None]
             demand([*w.q.keys(state)] == keys, f"keys({state}) are not {keys}")
 
-    def check_fields(self, task: Known, told: FemtoTask) -> None:
+    def check_fields(self, task: ModelTask, told: FemtoTask) -> None:
         """Fail unless `told` has the state, node and deadline or due time of the task, and a reason
         exactly if the task failed with one."""
         is_leased = task.state == "inflight"
@@ -5474,8 +5475,8 @@ class Fuzz:
                 if task := self.model.task_of_lease(held.task):
                     self.done(w, held, task)
         live = self.model.in_states("pending", "scheduled", "inflight")
-        # A lease without a deadline from an earlier boot ends only when an object opens under its
-        # node_id.
+        # A lease of an earlier boot that has no deadline ends only when an object opens under the
+        # node_id of the lease.
         left = [task for task in live if task.state != "inflight" or self.model.is_over(task)]
         demand(not left, f"never delivered: {left}")
         self.look_at_tasks(w)
@@ -5483,12 +5484,10 @@ class Fuzz:
 
 class Model(QueueCase):
     def test_random_operations_of_several_objects_agree_with_a_model(self) -> None:
-        """After each random operation, the directory and the result are those of a model.
-
-        The model covers order, attempts, keys, leases, due times and dead letters. Meanwhile the
-        clock is set, objects die and are opened again, and people move files. Afterwards no
-        descriptor is left open. .ci/fuzz.py runs the same with more seeds.
-        """
+        """After each random operation, the directory and the result are those of a model."""
+        # The model covers order, attempts, keys, leases, due times and dead letters. Meanwhile the
+        # clock is set, objects die and are opened again, and people move files. Afterwards no
+        # descriptor is left open. .ci/fuzz.py runs the same with more seeds.
         before = os.listdir("/dev/fd")
         for seed in range(16):
             Fuzz(self.new_dir(self.memory), seed).run(300)
@@ -5520,11 +5519,9 @@ class Corruption(QueueCase):
     )
 
     def test_task_whose_key_is_invalid_or_of_another_id_is_a_dead_letter(self) -> None:
-        """A task becomes a dead letter if its key is invalid or does not match its id.
-
-        No push() writes such a file. The file must not make every later pop() raise, and must not
-        make a worker take the locks of two keys.
-        """
+        """A task becomes a dead letter if its key is invalid or does not match its id."""
+        # No push() writes such a file. The file must not make every later pop() raise, and must not
+        # make a worker take the locks of two keys.
         q = self.queue()
         for number, key in enumerate(("a" * 201, "%61", "a,b", "%")):
             self.put(f"{number:020d}-{key_tag(key)}", record(b"x", key.encode()))
@@ -5534,8 +5531,8 @@ class Corruption(QueueCase):
         self.assertEqual(self.states(), {"failed": 5, "done": 1})
 
     def test_payload_is_whole_when_reads_and_writes_are_partial(self) -> None:
-        """The queue repeats read() and write() until the record is whole. With FUSE, each call may
-        transfer only a part of the bytes."""
+        """The queue repeats read() and write() until the record is whole."""
+        # With FUSE, each call may transfer only a part of the bytes.
         q, read, write = self.queue(), os.read, os.write
         sizes = (50, 1), (50, 40), (20_000, 7), (20_000, 16_000)
         for (size, most), key in itertools.product(sizes, (None, "k")):
@@ -5599,8 +5596,8 @@ class TroubleOfOneTask(QueueCase):
         self.assertEqual((task.id, task.attempts), (bad, 2))
 
     def test_task_that_stays_unreadable_is_tried_again_after_pauses_of_up_to_an_hour(self) -> None:
-        """One worker tries such a task after pauses that double up to an hour. Another worker has
-        pauses of its own."""
+        """A worker tries an unreadable task again after pauses that double up to an hour."""
+        # Another worker has pauses of its own: at the end, it delivers the task at once.
         q, clock = self.queue(), self.clock()
         clock.stand_still()
         bad, pauses = q.push(b"bad"), list[float]()
@@ -5663,7 +5660,7 @@ class TroubleOfOneTask(QueueCase):
             q.work(lambda task: None, drain=True)
 
     def test_task_that_may_not_be_renamed_is_skipped_for_a_while(self) -> None:
-        """Such a task may be that of another user, in a pending/ with the sticky bit."""
+        # The task may belong to another user, and pending/ may have the sticky bit.
         q, clock = self.queue(), self.clock()
         bad, *_ = q.push_many([b"bad", b"good", b"better"])
         with hooked(at_call("move", bad, errno_raiser(errno.EPERM))):
@@ -5727,12 +5724,10 @@ class ForeignFiles(QueueCase):
 
     def test_foreign_files_are_never_delivered_moved_or_removed(self) -> None:
         """Foreign files, directories, links and names of any bytes stay where they are, and no
-        operation raises because of them.
-
-        This holds in every directory of the queue, for names that resemble a lease directory, and
-        on shared file systems. A pop() that finds no task lists pending/ only once, however many
-        foreign files there are.
-        """
+        operation raises because of them."""
+        # This holds in every directory of the queue, for names that resemble a lease directory, and
+        # on shared file systems. A pop() that finds no task lists pending/ only once, however many
+        # foreign files there are.
         clock = self.clock()
         for fs_type in (EXT4, NFS):
             self.path = self.new_dir(self.memory)
@@ -5749,7 +5744,8 @@ class ForeignFiles(QueueCase):
         states = "pending", "scheduled", "done", "failed", "inflight-n2"
         for directory in (".", "keys", "creating", *states):
             foreign |= self.litter(directory)
-        # Directories with the names of a key's states, a buffered payload and a lease directory.
+        # Directories with the names of a file of key states and of a buffered payload; and a
+        # directory whose name is almost that of a lease directory.
         for name in ("keys/80000000", "keys/" + "0" * 20 + "-80000000", "inflight-bad name"):
             os.mkdir(self.file(name))
             foreign.add(self.file(name))
@@ -5771,12 +5767,10 @@ class ForeignFiles(QueueCase):
         self.assertEqual([path for path in foreign if not os.path.lexists(path)], [])
 
     def test_links_directories_and_fifos_named_like_tasks_are_quarantined_unread(self) -> None:
-        """A link, directory or FIFO with the name of a task moves to failed/, and is not read.
-
-        Because of O_NOFOLLOW a link is not followed; because of O_NONBLOCK a FIFO does not block
-        pop(). On a file system that hosts share, such an entry is not mistaken for a file that
-        another host has replaced or claimed.
-        """
+        """A link, directory or FIFO with the name of a task moves to failed/, and is not read."""
+        # Because of O_NOFOLLOW a link is not followed; because of O_NONBLOCK a FIFO does not block
+        # pop(). On a file system that hosts share, such an entry is not mistaken for a file that
+        # another host has replaced or claimed.
         secret = self.put("secret", record(b"abc"), "")
         make: tuple[Callable[[str], object], ...] = (
             lambda path: os.symlink(secret, path),
@@ -5801,8 +5795,9 @@ class ForeignFiles(QueueCase):
 class ManyUsers(QueueCase):
     """The files of one user neither exclude nor block the other users of a queue."""
 
-    def test_a_lock_that_may_not_be_made_is_told_as_that(self) -> None:
-        """The try to open the missing file for reading does not hide why it can't be made."""
+    def test_push_raises_why_a_lock_file_can_not_be_created(self) -> None:
+        """If a lock file can't be created, push() raises the error of that attempt, not that of the
+        second attempt, which opens the missing file for reading."""
         q = self.queue()
         q.push(b"x", key="other")
         with hooked(at_call("open", "/locks/", errno_raiser(errno.EACCES), times=1)):
@@ -5819,8 +5814,9 @@ class ManyUsers(QueueCase):
         self.assertEqual(dead.error, "")
 
     def test_files_for_all_users_follow_the_rights_of_data_dir(self) -> None:
-        """Files and directories for all users have the permissions of data_dir, whatever the umask.
-        The first user of a key or a TicketQueue may be root, or have another umask."""
+        """Files and directories for all users have the permissions of data_dir, whatever the
+        umask."""
+        # The first user of a key or a TicketQueue may be root, or have another umask.
         os.chmod(self.path, 0o770)
         before = os.umask(0o077)
         try:
@@ -5841,11 +5837,9 @@ class ManyUsers(QueueCase):
             self.assertEqual(stat.S_IMODE(os.stat(path).st_mode), 0o660, path)
 
     def test_file_outside_keeps_its_mode_when_a_link_replaces_a_new_lock(self) -> None:
-        """The queue sets the mode of a new lock file through its descriptor, never by its path.
-
-        RACE: root works in a directory of another user. That user replaces the new lock file by a
-        link to a file elsewhere, before root sets the mode. The mode of the linked file stays.
-        """
+        """The queue sets the mode of a new lock file through its descriptor, never by its path."""
+        # RACE: root works in a directory of another user. That user replaces the new lock file by a
+        # link to a file elsewhere, before root sets the mode. The mode of the linked file stays.
         outside = os.path.join(self.new_dir(os.path.dirname(self.path)), "shadow")
         for link in (os.symlink, os.link):
             with open(outside, "w", encoding="ascii"):
@@ -5865,8 +5859,8 @@ class ManyUsers(QueueCase):
             self.assertEqual(stat.S_IMODE(os.stat(outside).st_mode), 0o600)
 
     def test_file_outside_keeps_its_mode_when_a_link_is_there_before_the_lock(self) -> None:
-        """RACE: another user puts a link at the path of a lock file just before the queue creates
-        it. The mode of the linked file stays."""
+        # RACE: another user puts a link at the path of a lock file just before the queue creates
+        # the lock file. The mode of the linked file stays.
         q = self.queue()
         outside = os.path.join(self.new_dir(os.path.dirname(self.path)), "shadow")
         with open(outside, "w", encoding="ascii"):
@@ -5885,7 +5879,7 @@ class ManyUsers(QueueCase):
         self.assertEqual(stat.S_IMODE(os.stat(outside).st_mode), 0o600)
 
     def test_peek_and_contains_by_key_work_on_a_read_only_queue(self) -> None:
-        """The queue may be a snapshot, and may have no locks/."""
+        # The queue may be a snapshot, and may have no locks/.
         q, opened = self.queue(), os.open
         q.push(b"x", key="k")
         shutil.rmtree(self.file("locks"))
@@ -5933,8 +5927,8 @@ class ManyUsers(QueueCase):
         self.assertEqual(stat.S_IMODE(os.stat(outside).st_mode), 0o600)
 
     def test_lock_file_without_write_permission_can_be_locked(self) -> None:
-        """A lock file may have mode 0644 and belong to root, as an earlier version made it. flock
-        needs no write permission."""
+        # A lock file may have mode 0644 and belong to root, as an earlier version made it. flock
+        # needs no write permission.
         q = self.queue()
         q.push(b"x", key="k")
         opened = os.open
@@ -5951,10 +5945,11 @@ class ManyUsers(QueueCase):
 
 @FORK
 class ByHand(QueueCase):
-    """Each shell command that the README allows on a queue in use has the effect it describes."""
+    """Each shell command that the README allows on a queue in use has the effect that the README
+    describes."""
 
-    # Before each command, task 1 is in flight; tasks 2 and 3 wait, and are already listed. A row:
-    # the command, whether the lease ends, and the tasks delivered afterwards, with attempts.
+    # Before each command, task 1 is in flight; tasks 2 and 3 wait, and worker n1 has listed them.
+    # A row: the command, whether the lease ends, and the tasks delivered afterwards, with attempts.
     COMMANDS: tuple[tuple[str, bool, dict[bytes, int]], ...] = (
         ("mv pending/$ID failed/", False, {b"3": 1}),
         ("mv pending/$ID failed/; mv failed/$ID pending/", False, {b"2": 1, b"3": 1}),
@@ -5974,8 +5969,8 @@ class ByHand(QueueCase):
         return out
 
     def test_mv_rm_and_touch_change_what_is_delivered(self) -> None:
-        """A command has the same effect on two workers. Worker n1 holds a lease without a deadline,
-        and has already listed the tasks; worker n2 has not."""
+        """A command has the same effect on a worker that has listed the tasks as on another one."""
+        # Worker n1 holds a lease without a deadline, and has listed the tasks. Worker n2 has not.
         clock = self.clock()
         for (command, is_lost, wanted), node in itertools.product(self.COMMANDS, ("n1", "n2")):
             q = self.new_queue(timeout_stale_ms=None)
@@ -5992,12 +5987,10 @@ class ByHand(QueueCase):
                 self.check_invariants()
 
     def test_task_moved_by_hand_under_any_of_its_names_is_found_by_its_id(self) -> None:
-        """A task is found by its id, even if the file was moved by hand and has kept its old name.
-
-        The name may be that of a lease in pending/, or that of a waiting task in failed/ and done/.
-        stats(), peek(), retry() and tasks() understand such names. retry_failed() lists failed/
-        only once.
-        """
+        """A task is found by its id, even if the file was moved by hand and has kept its name."""
+        # A file in pending/ may have the name of a lease. A file in failed/ or done/ may have the
+        # name of a waiting task. stats(), peek(), retry() and tasks() understand such names.
+        # retry_failed() lists failed/ only once.
         q = self.queue()
         ids = q.push_many([b"1", b"2"])
         self.pop(q), self.pop(q)
@@ -6018,8 +6011,9 @@ class ByHand(QueueCase):
         self.assertEqual((q.stats().done, q.peek(ids[1])), (2, FemtoTask(ids[1], b"2", 1)))
 
     def test_shell_tools_can_read_a_queue_and_a_copy_of_it_is_a_queue(self) -> None:
-        """The tools ls, cat, tail, grep, wc and du show the tasks. A copy of the directory is a
-        queue. A task in flight is delivered again from the copy: no worker holds its lease."""
+        """The tools ls, cat, tail, grep, wc and du show the tasks, and a copy of the directory is a
+        queue."""
+        # The copy delivers the task in flight again, because no worker holds the lease in the copy.
         q = self.queue(timeout_stale_ms=None)
         ids = q.push_many([b"one\n", b"two\n"])
         self.assertEqual(self.sh("ls pending").split(), ids)
@@ -6213,8 +6207,8 @@ class Tickets(TicketCase):
             self.assertEqual((number, line.remove(member)), (1, True))
 
     def test_new_ticket_is_locked_before_others_can_see_it(self) -> None:
-        """RACE: another process looks at the line as soon as the ticket appears. An unlocked ticket
-        would look like one of a dead process, and be removed."""
+        # RACE: another process looks at the line as soon as the ticket appears. An unlocked ticket
+        # would look like that of a dead process, and would be removed.
         line, other, swept = self.line(), self.line(), list[int]()
 
         def look() -> None:
@@ -6225,8 +6219,8 @@ class Tickets(TicketCase):
         self.assertEqual((swept, line.is_head(ticket)), ([0], True))
 
     def test_removed_ticket_has_no_turn_even_if_its_number_is_given_again(self) -> None:
-        """A person may remove the ticket of a process that is stopped. The ticket may also be
-        removed while its own is_head() runs."""
+        # A person may remove the ticket of a process that is stopped. The ticket may also be
+        # removed while the is_head() of its own process runs.
         line, other = self.line(), self.line()
         ticket, member = line.register()
         self.assertTrue(other.remove(member))
@@ -6246,17 +6240,17 @@ class Tickets(TicketCase):
         self.assertTrue(line.is_empty())
 
     def test_pickled_copy_holds_no_ticket(self) -> None:
-        """Dropping the copy removes no ticket of the original. multiprocessing gives such a copy to
-        a process that it spawns."""
+        """Dropping the copy removes no ticket of the original."""
+        # multiprocessing gives such a copy to a process that it spawns.
         line = self.line(7.5)
         ticket, _ = line.register()
-        twin = pickle.loads(pickle.dumps(line))
-        self.assertEqual((twin.is_head(ticket), twin.stale_timeout), (True, 7.5))
-        del twin
+        copy = pickle.loads(pickle.dumps(line))
+        self.assertEqual((copy.is_head(ticket), copy.stale_timeout), (True, 7.5))
+        del copy
         self.assertTrue(line.is_head(ticket))
 
     def test_register_raises_if_its_directory_can_not_be_made_again(self) -> None:
-        """Here queue_dir is a symbolic link, and the directory that it leads to was removed."""
+        # Here queue_dir is a symbolic link, and the directory that the link leads to was removed.
         os.mkdir(self.file("there"))
         os.symlink("there", self.file("line"))
         line = self.line()
@@ -6264,7 +6258,8 @@ class Tickets(TicketCase):
         self.assertRaises(FileNotFoundError, line.register)
 
     def test_ticket_of_a_dead_process_is_passed_over_at_once(self) -> None:
-        """This holds for a ticket at the head and for one further back, without stale_timeout."""
+        """The ticket of a dead process, at the head or further back, is passed over at once, even
+        without a stale_timeout."""
         lines = [self.line() for _ in range(4)]
         members = [line.register()[1] for line in lines]
         self.assertFalse(lines[1].is_head(2))
@@ -6293,12 +6288,10 @@ class Tickets(TicketCase):
         self.assertTrue(line.is_empty())
 
     def test_register_that_fails_or_is_interrupted_leaves_no_ticket(self) -> None:
-        """If register() raises, no ticket is left in line: all other members would wait behind it.
-
-        At each system call of register() the network is cut, or Ctrl-C comes before or after the
-        call. If register() returns, the ticket is in line. An error of close() does not undo that,
-        but for the file with the last number on NFS.
-        """
+        """If register() raises, it leaves no ticket in line, for which all others would wait."""
+        # At each system call of register() the network is cut, or Ctrl-C comes before or after the
+        # call. If register() returns, the ticket is in line. An error of close() makes register()
+        # fail only on NFS, where the file with the last number is closed.
         cut = errno_raiser(errno.ENOTCONN)
         ways = (Step, cut), (Step, interrupt), (Meanwhile, interrupt)
         for fs_type, (kind, action) in itertools.product((EXT4, NFS), ways):
@@ -6317,7 +6310,8 @@ class Tickets(TicketCase):
 
     def test_ticket_of_another_host_lives_until_it_is_stale(self) -> None:
         """A ticket of another host, or of an earlier boot, is passed over after stale_timeout
-        seconds without a touch. If stale_timeout is None, this never happens."""
+        seconds without a touch."""
+        # A member whose stale_timeout is None never passes such a ticket over.
         self.patched(on_file_system(NFS))
         with on_boot("another host"):
             other = self.line(stale_timeout=60)
@@ -6325,18 +6319,20 @@ class Tickets(TicketCase):
         theirs, member = other.register()
         mine, _ = line.register()
         clock.advance(40)
-        # This touches the ticket, but by the clock of the disk, which the test does not advance.
+        # is_head() touches the ticket, but by the clock of the disk, which the test does not
+        # advance.
         self.assertTrue(other.is_head(theirs))
         stats = calls_of("stat", lambda: self.assertFalse(line.is_head(mine)))
-        # The age must come from fstat() of the open ticket: a host may cache for a minute when a
-        # path was last touched.
+        # The age must come from fstat() of the open ticket: stat() of the path may return a time of
+        # the last touch that the host has cached for up to a minute.
         self.assertNotIn((self.file("line", member),), stats)
         clock.advance(30)
         self.assertEqual((patient.is_head(mine), line.is_head(mine)), (False, True))
         self.assertFalse(other.is_head(theirs))
 
     def test_dead_member_that_could_not_see_the_boot_id_is_passed_over_at_once(self) -> None:
-        """On a local file system, a free lock tells that a member is dead, whatever its boot."""
+        """On a local file system, a free lock shows that a member is dead, whatever boot id the
+        member could see."""
         for theirs, ours in ((None, "1"), ("1", None), ("1", "2")):
             with on_boot(theirs):
                 dead = self.line()
@@ -6364,8 +6360,8 @@ class Tickets(TicketCase):
         self.assertEqual((line.is_empty(), line.is_head(1), line.register()[0]), (True, False, 1))
 
     def test_directory_that_is_removed_before_any_system_call_is_made_again(self) -> None:
-        """RACE: another process finds no ticket in line and removes the directory, before any
-        system call of this object. The object makes the directory again."""
+        # RACE: another process finds no ticket in line and removes the directory, before any system
+        # call of this object. The object makes the directory again.
 
         def clean() -> None:
             last = self.file("line", "last")
@@ -6388,8 +6384,8 @@ class Tickets(TicketCase):
                 break
 
     def test_ticket_whose_removal_fails_is_no_longer_locked(self) -> None:
-        """If the network is cut during remove(), the ticket's lock is dropped all the same. So the
-        line passes over that ticket once the directory can be reached again."""
+        """If the network is cut during remove(), the ticket's lock is dropped all the same."""
+        # So other members pass over that ticket once the directory can be reached again.
         line = self.line()
         _, member = line.register()
         with hooked(at_call("unlink", member, errno_raiser(errno.ENOTCONN))):
@@ -6414,9 +6410,9 @@ class Tickets(TicketCase):
 
     @FORK
     def test_eight_processes_take_a_hundred_turns_each(self) -> None:
-        """The processes have turns one at a time, in the order of the tickets. Meanwhile
-        maybe_cleanup() removes the directory whenever the line is empty. Tickets then begin at 1
-        again."""
+        """The processes have turns one at a time, in the order of the tickets."""
+        # Meanwhile maybe_cleanup() removes the directory whenever the line is empty. Tickets then
+        # begin at 1 again.
         self.put("inside", b"0", "")
         line, children = self.line(), [self.child(self.take_turns) for _ in range(8)]
         has_ended = os.WEXITED | os.WNOHANG | os.WNOWAIT
@@ -6450,11 +6446,10 @@ class SharedTickets(TicketCase):
             self.assertTrue(thread.is_alive())
 
     def test_last_number_is_kept_in_a_file_name_and_the_directory_stays(self) -> None:
-        """On NFS the last number is in the name of a file, and maybe_cleanup() removes nothing.
-
-        A host may read the old content of "last" from its cache after another host has written to
-        it. If the directory were removed, a host might still hold the lock of the removed "last".
-        """
+        """On NFS the last number is in the name of a file, and maybe_cleanup() removes nothing."""
+        # A host may read the old content of "last" from its cache after another host has written to
+        # the file. If the directory were removed, a host might still hold the lock of the removed
+        # "last".
         for number in (1, 2, 3):
             line = self.line()
             ticket, member = line.register()
@@ -6463,74 +6458,81 @@ class SharedTickets(TicketCase):
         self.assertEqual(self.names("line"), ["SHARED", "last", f"last~{3:020d}"])
         self.assertEqual(os.stat(self.file("line", "last")).st_size, 0)
 
-    def test_register_draws_again_if_another_host_interferes(self) -> None:
-        """register() takes a new ticket if another host has interfered with its first one.
+    def check_registered(self, line: TicketQueue, hook: Hook, number: int) -> None:
+        """Fail unless register() takes the ticket of this number, while the hook interferes, and
+        the ticket is the only one in line. Then remove the ticket."""
+        with self.subTest(number=number), hooked(hook):
+            ticket, member = line.register()
+            self.assertEqual((ticket, self.members()), (number, [member]))
+            self.assertTrue(line.is_head(ticket))
+            self.assertTrue(line.remove(member))
 
-        RACE: this host was cut off and has lost the lock of "last". Another host draws a number
-        just before this host notes one, or just before the ticket of this host is in line. This
-        host must draw again: the lower number would put the ticket in front of the other host.
-
-        RACE: another host takes the new file for that of a dead process, and removes it. This host
-        makes another ticket. On NFS, flock() of the removed file raises EBADF.
-
-        GlusterFS may list a name but not find the file, perhaps for minutes, until it has healed.
-        Then register() tries again a few times, and at last raises the error.
-        """
+    def test_register_draws_again_if_another_host_draws_meanwhile(self) -> None:
+        # RACE: this host was cut off and has lost the lock of "last". Another host draws a number
+        # just before this host notes one, or just before the ticket of this host is in line. This
+        # host must draw again: the lower number would put its ticket in front of the other host's.
         line = self.line()
 
-        def draw(theirs: int) -> None:
+        def draw(number: int) -> None:
             for name in self.names("line"):
                 if name.startswith("last~"):
                     os.unlink(self.file("line", name))
-            self.put(f"last~{theirs:020d}", b"", "line")
+            self.put(f"last~{number:020d}", b"", "line")
 
-        def sweep() -> None:
+        for call, part, theirs in (("open", "/last~", 1), ("move", "/last~", 5), ("move", "/.", 8)):
+            hook = at_call(call, part, functools.partial(draw, theirs), times=1)
+            self.check_registered(line, hook, theirs + 1)
+
+    def test_register_draws_again_if_another_host_removes_the_new_file(self) -> None:
+        # RACE: another host takes the new file, which is not in line yet, for that of a dead
+        # process, and removes it. On NFS, flock() of the removed file raises EBADF.
+        line, removed = self.line(), list[bool]()
+
+        def remove_new_file() -> None:
             (name,) = (name for name in self.names("line") if name.startswith("."))
             os.unlink(self.file("line", name))
 
-        def sweep_open_file() -> None:
-            # Do nothing while "last" is locked: then the file of the new member does not exist.
-            if not swept and any(name.startswith(".") for name in self.names("line")):
-                swept.append(True)
-                sweep()
+        def remove_open_file() -> None:
+            # Do nothing while "last" is locked: then the new file does not exist yet.
+            if not removed and any(name.startswith(".") for name in self.names("line")):
+                removed.append(True)
+                remove_new_file()
                 raise_errno(errno.EBADF)
 
-        swept: list[bool] = []
-        missing, stale = errno_raiser(errno.ENOENT), errno_raiser(errno.ESTALE)
-        for call, part, happens, times, ours in (
-            ("open", "/last~", lambda: draw(1), 1, 2),
-            ("move", "/last~", lambda: draw(5), 1, 6),
-            ("move", "/.", lambda: draw(8), 1, 9),
-            ("move", "/.", sweep, 1, 11),
-            ("move", "/last~", missing, 2, 12),
-            ("move", "/last~", stale, 2, 13),
-            ("lock", None, sweep_open_file, 10**9, 15),
-        ):
-            with self.subTest(ours=ours), hooked(at_call(call, part, happens, times)):
-                ticket, member = line.register()
-                self.assertEqual((ticket, self.members()), (ours, [member]))
-                self.assertTrue(line.is_head(ticket))
-                self.assertTrue(line.remove(member))
-        for error in (missing, stale):
-            with hooked(at_call("move", "/last~", error)):
+        self.check_registered(line, at_call("move", "/.", remove_new_file, times=1), 2)
+        self.check_registered(line, at_call("lock", None, remove_open_file), 4)
+
+    def test_register_tries_again_until_the_file_of_the_last_number_is_found(self) -> None:
+        # GlusterFS may list a name but not find the file, perhaps for minutes, until it has healed.
+        # register() tries again a few times, and at last raises the error.
+        line = self.line()
+        line.remove(line.register()[1])
+        for number, code in enumerate((errno.ENOENT, errno.ESTALE), 2):
+            missing = at_call("move", "/last~", errno_raiser(code), times=2)
+            self.check_registered(line, missing, number)
+        for code in (errno.ENOENT, errno.ESTALE):
+            with hooked(at_call("move", "/last~", errno_raiser(code))):
                 self.assertRaises(OSError, line.turn(60).__enter__)
             self.assertTrue(line.is_empty())
-        ticket, member = line.register()
+
+    def test_ticket_that_another_host_removed_is_not_at_the_head(self) -> None:
         # ESTALE: the ticket was removed, though the cached list of names may still have it.
-        with hooked(at_call("utime", None, stale)):
+        line = self.line()
+        ticket, member = line.register()
+        with hooked(at_call("utime", None, errno_raiser(errno.ESTALE))):
             self.assertFalse(line.is_head(ticket))
         self.assertFalse(line.remove(member))
 
     def test_late_touch_does_not_renew_a_ticket(self) -> None:
-        """If the thread of turn() touches the ticket too late, is_head() returns False. The thread
-        itself reports nothing, and later touches in time do not help."""
+        """If the thread of turn() touches the ticket too late, is_head() returns False."""
+        # The thread itself reports nothing, and later touches in time do not help.
         clock, touches = self.clock(), threading.Semaphore(0)
         clock.stand_still()
         line = self.line(stale_timeout=0.04)
         with hooked(at_call("utime", None, touches.release), after=True), line.turn() as ticket:
             clock.advance(0.032)
-            # Touches: by is_head(); by the thread, perhaps just before the clock was advanced; too
-            # late; and once more.
+            # Four touches: one by is_head(); one by the thread, perhaps just before the clock was
+            # advanced; one that is too late; and one more.
             for _ in range(4):
                 self.assertTrue(touches.acquire(timeout=PATIENCE_S))
             self.assertFalse(line.is_head(ticket))
@@ -6538,8 +6540,9 @@ class SharedTickets(TicketCase):
     def test_member_that_is_late_in_its_turn_is_told_and_keeps_its_ticket_until_it_stops(
         self,
     ) -> None:
-        """For such a member, is_head() returns False. The ticket stays in line, touched, and so no
+        """If a member touches its ticket too late in its turn, is_head() returns False, but no
         other member has a turn until the late member calls remove()."""
+        # The ticket stays in line: is_head() has touched it all the same.
         line, clock = self.line_and_clock()
         with on_boot("another host's"):
             other = self.line(stale_timeout=40)
@@ -6560,9 +6563,9 @@ class SharedTickets(TicketCase):
         self.assertTrue(other.is_head(waiting))
 
     def test_touch_counts_from_the_beginning_of_a_call_that_hangs(self) -> None:
-        """The age of a ticket counts from the beginning of the call that touched it. The call may
-        hang after the server has carried it out. If another host may have passed the ticket over
-        meanwhile, turn() raises an error."""
+        """The age of a ticket counts from the beginning of the call that touched the ticket."""
+        # The call may hang after the server has carried it out. If another host may have passed the
+        # ticket over meanwhile, turn() raises an error.
         line, clock = self.line_and_clock()
         hang = functools.partial(clock.advance, 32)
         with hooked(at_call("move", "/.", hang, times=2)):
@@ -6601,8 +6604,10 @@ class Shrinking(QueueCase):
         return [os.fstat(fd).st_nlink == 0 for fd in fds]
 
     def test_empty_directory_that_was_large_is_replaced_and_keeps_its_mode(self) -> None:
-        """The replacement is synced into data_dir. Otherwise a power loss could leave later tasks,
-        though synced themselves, in a directory that has no name."""
+        """The rename of the new directory is synced into data_dir, and the mode is that of the old
+        directory."""
+        # Without the sync, power loss could leave later tasks, though synced themselves, in a
+        # directory that has no name.
         q, clock, synced = self.queue(), self.clock(), list[bool]()
         for directory in ("pending", "scheduled"):
             os.chmod(self.file(directory), 0o751)
@@ -6623,8 +6628,8 @@ class Shrinking(QueueCase):
         self.assertEqual((task and task.data, self.names("creating")), (b"x", []))
 
     def test_replacement_keeps_the_group_and_is_not_tried_for_another_user(self) -> None:
-        """Another user's directory can't be made again with the same owner. An attempt at each look
-        would write to the disk ten times a second, even if the queue is empty."""
+        # A directory of another user can't be made again with the same owner. An attempt at each
+        # look would write to the disk ten times a second, even if the queue is empty.
         q, clock, place, made = self.queue(), self.clock(), self.file("pending"), list[str]()
         q.pop()
         with contextlib.suppress(PermissionError):  # only root may choose any group
@@ -6676,16 +6681,17 @@ class Shrinking(QueueCase):
         self.assertEqual(self.drain(q), [b"y"])
 
     def test_rename_into_a_directory_that_was_just_replaced_is_repeated(self) -> None:
-        """RACE: another worker replaces pending/ before the rename of push(), twice. The rename
-        fails with ENOENT though its source exists, and push() repeats it."""
+        # RACE: another worker replaces pending/ before the rename of push(), twice. Each time the
+        # rename fails with ENOENT, though its source exists, and push() repeats the rename.
         q = self.queue()
         with hooked(at_call("move", None, errno_raiser(errno.ENOENT), times=2)):
             q.push(b"x")
         self.assertEqual(self.drain(q), [b"x"])
 
     def test_join_does_not_miss_a_task_that_moves_while_pending_is_replaced(self) -> None:
-        """RACE: the new directory is made in the tick of the last change of pending/, and is put in
-        place later. In between, a task goes to and fro behind the looks of join()."""
+        # RACE: the new directory gets the same time of change as pending/, because it is made in
+        # the same tick of the clock, and replaces pending/ later. In between, a worker releases and
+        # pops the only task, so that no listing of join() finds the task.
         q, task = self.queue(), FemtoTask("", b"")
         fresh, pending = self.file("creating", "fresh"), self.file("pending")
 
@@ -6715,8 +6721,8 @@ class Shrinking(QueueCase):
         def hook(name: str, args: tuple[Any, ...]) -> None:
             nonlocal step
             if step and name == step[0] and str(args[0]).endswith(step[1]):
-                (_, _, action), step = step, None  # its own calls are no steps
-                action()
+                (_, _, happen), step = step, None  # the calls of happen() are no steps
+                happen()
                 step = next(steps, None)
 
         with hooked(hook):
@@ -6724,26 +6730,31 @@ class Shrinking(QueueCase):
         self.assertEqual((is_empty, step, self.states()), (False, None, {"inflight-n1": 1}))
 
     def test_directory_that_can_not_be_replaced_stays_in_use(self) -> None:
-        """The replacement fails on a full disk, or if the directory is a mount point. Even then
-        pop() of an empty queue returns None, and no file is left over."""
+        """If a directory can't be replaced, pop() of an empty queue returns None, and no file is
+        left over."""
+        # The replacement fails on a full disk, or if the directory is a mount point.
         clock = self.clock()
+        clock.stand_still()
         for call, of in (("mkdir", ".pending"), ("fchmod", None), ("move", ".pending")):
             q, full = self.queue(), mock.Mock(side_effect=OSError(errno.ENOSPC, "full"))
             q.pop()  # makes its lease directory
             clock.advance(1)
+            before = self.opened("pending", "scheduled")
             self.assertIsNone(self.pop_as_if_large(q, at_call(call, of, full)))
-            self.assertEqual((full.call_count > 0, self.names("creating")), (True, []))
+            # pending/ and scheduled/ are tried once each.
+            self.assertEqual((full.call_count, self.names("creating")), (2, []))
+            self.assertEqual(self.are_replaced(before), [False, False])
 
 
 # Functions that a system may lack
 
 
-class Lacking(QueueCase):
-    """The queue works where Python or the file system lacks a function. Without flock, leases end
-    by their deadlines only."""
+class MissingFunctions(QueueCase):
+    """The queue works where Python or the file system lacks a function. Without flock, a lease ends
+    by its deadline only."""
 
     def test_waiting_pop_is_woken_where_poll_is_missing(self) -> None:
-        """In a program that eventlet has patched, only select.select() exists."""
+        # In a program that eventlet has patched, only select.select() exists.
         q = self.queue()
         with mock.patch.object(select, "poll", create=True):
             del select.poll
@@ -6753,7 +6764,7 @@ class Lacking(QueueCase):
         self.assertEqual(task and task.data, b"x")
 
     def test_wait_times_out_where_select_refuses_a_high_descriptor(self) -> None:
-        """select.select() raises ValueError for descriptors of 1024 and more."""
+        # select.select() raises ValueError for descriptors of 1024 and more.
         q, refused = self.queue(), ValueError("filedescriptor out of range in select()")
         with (
             mock.patch.object(select, "poll", create=True),
@@ -6794,14 +6805,15 @@ class Lacking(QueueCase):
         self.assertEqual(self.states(), {"done": 1, "pending": 1})
 
     def test_without_flock_leases_end_by_their_deadlines(self) -> None:
-        """Some file systems answer ENOLCK or EOPNOTSUPP to flock(); NFS may answer EBADF to an
-        exclusive lock."""
+        # On some file systems, flock() fails with ENOLCK or EOPNOTSUPP. On NFS, an exclusive
+        # flock() may fail with EBADF.
         for code in (errno.ENOLCK, errno.EOPNOTSUPP, errno.EBADF):
             self.path = self.new_dir(self.memory)
             with mock.patch("fcntl.flock", side_effect=OSError(code, os.strerror(code))):
                 self.check_lease_ends_by_deadline(femtoqueue)
                 task = leased(q := self.queue())
-            # Another worker can lock again. It must not end a lease that was made without a lock.
+            # Now flock() works again. The other worker must not end a lease that was made without a
+            # lock.
             self.assertIsNone(self.queue("n2").pop())
             q.done(task)
 
@@ -6813,8 +6825,8 @@ class Lacking(QueueCase):
         self.assertEqual(self.names("creating"), [])
 
     def test_task_that_ended_before_can_end_again_where_rename_does_not_replace(self) -> None:
-        """On Windows, rename() fails if its target exists. A person may run a task again by `cp
-        done/ID pending/`, and a task may fail twice."""
+        # On Windows, rename() fails if its target exists. A person may run a task again by
+        # `cp done/ID pending/`, and a task may fail twice.
         real = os.rename
 
         def rename(source: str, target: str, **dir_fds: int) -> None:
@@ -6836,7 +6848,7 @@ class Lacking(QueueCase):
 
 
 def make_queue_like_the_old_one(path: str) -> None:
-    """Do what made AN_OLD_QUEUE. The queue then has tasks in every state, of every kind."""
+    """Do the operations that made AN_OLD_QUEUE: they leave tasks in every state, of every kind."""
     dead = FemtoQueue(path, "dead")
     dead.push(b"of a dead worker")
     dead.checkpoint(popped(dead), b"half way")
@@ -6954,7 +6966,7 @@ class Compatibility(QueueCase):
 
     def test_files_have_the_form_that_earlier_versions_read(self) -> None:
         """The operations that made AN_OLD_QUEUE still leave the same names and contents, except for
-        the parts that depend on the clock, the boot or chance."""
+        the parts that depend on the clock, the boot or random numbers."""
         make_queue_like_the_old_one(self.path)
         written: dict[str, bytes] = {}
         for directory, _, names in os.walk(self.path):
@@ -7018,8 +7030,8 @@ def hooked_poll(wait: Callable[[Poll, int], list[Any]]) -> Any:
 
 @contextlib.contextmanager
 def sleepers(polling: bool = False) -> Iterator[set[int]]:
-    """Yield a set, which gets the identifier of each thread that sleeps in a wait. If `polling`,
-    the set gets the identifier of each thread that looks at the directories."""
+    """Yield a set, to which the identifier of each thread that sleeps in a wait is added. If
+    `polling`, the identifier of each thread that looks at the directories is added."""
     found: set[int] = set()
 
     def note(poll: Poll, ms: int) -> list[Any]:
@@ -7062,8 +7074,9 @@ class Waiting(QueueCase):
 
     @unittest.skipUnless(os.path.isdir("/proc/self/fd"), "no list of descriptors")
     def test_closed_queue_holds_no_descriptor_of_its_waits(self) -> None:
-        """After close() every descriptor of a wait is closed, since a user has only 128 instances
-        of inotify by default. This also holds if close() runs while another thread wakes a wait."""
+        """After close(), every descriptor of a wait is closed, even if another thread wakes a wait
+        during close()."""
+        # By default, a user has only 128 instances of inotify.
         before = len(os.listdir("/proc/self/fd"))
         q: Any = self.queue()
         self.assertIsNone(q.pop(0.01))
@@ -7081,62 +7094,82 @@ class Waiting(QueueCase):
         self.assertIsNone(self.result_of_wait(lambda: q.pop(60), q.close))
         self.assertEqual(len(os.listdir("/proc/self/fd")), before)
 
-    def test_event_caused_by_another_worker_ends_a_wait(self) -> None:
-        """Each of these events, caused by another worker, ends a wait of pop(), take(), drain() or
-        join().
-
-        pop() returns when a task comes due, even if that task was scheduled during the wait and is
-        due before all others. pop() returns when the queue is resumed; resuming twice is no error.
-        pop() returns when a worker dies whose lease has no deadline, and when a lease ends.
-
-        take() returns when the first task of the key is pushed, or is released by another worker.
-
-        drain() and join() wait while other workers hold leases. drain() then delivers the tasks
-        that come back. Both return when all tasks have ended; join() leases no task.
-        """
+    def two_workers(self) -> tuple[FemtoQueue, FemtoQueue]:
+        """Return two queue objects on a new queue. Their housekeeping is frequent. The leases of
+        the second object have no deadline."""
         self.set_constant("base interval", 0.05)
+        return self.new_queue(), self.queue("n2", timeout_stale_ms=None)
 
-        def schedule(other: Any, at_s: float = 4e9) -> None:
-            other.schedule(b"x", at_s * 1e6)
+    def check_ended(
+        self,
+        wait: Callable[..., Any],
+        event: Callable[[], object],
+        result: object,
+        *,
+        may_lease: bool = True,
+    ) -> None:
+        """Fail unless a wait of the first worker ends by an event, and not before. `result` is what
+        the wait must return, or the payload of the task that it must return. The worker has a lease
+        directory afterwards, unless the wait may lease no task."""
+        self.assertFalse(wait(timeout=0.01))
+        got = self.result_of_wait(functools.partial(wait, timeout=None), event)
+        self.assertEqual(getattr(got, "data", got), result)
+        self.assertEqual("inflight-n1" in os.listdir(self.path), may_lease)
 
-        def pause(other: Any) -> None:
-            other.push(b"x")
-            other.pause()
+    def test_pop_ends_when_a_task_comes_due_or_the_queue_is_resumed(self) -> None:
+        q, other = self.two_workers()
+        other.schedule(b"later", 4e15)
+        self.check_ended(q.pop, lambda: other.schedule(b"x", (time.time() + 0.05) * 1e6), b"x")
 
-        def resume(other: Any, _: object) -> None:
+        def resume() -> None:
             other.resume()
-            other.resume()
+            other.resume()  # no error
 
-        def drain(q: FemtoQueue, timeout: float | None) -> FemtoTask | None:
+        q, other = self.two_workers()
+        other.push(b"x")
+        other.pause()
+        self.check_ended(q.pop, resume, b"x")
+
+    def test_pop_ends_when_a_worker_dies_or_its_lease_ends(self) -> None:
+        q, other = self.two_workers()
+        leased(other)
+        self.check_ended(q.pop, lambda: simulate_death(other), b"x")
+        q, other = self.two_workers()
+        task = leased(other)
+        self.check_ended(q.pop, lambda: other.extend(task, 50), b"x")
+
+    def test_take_ends_when_another_worker_pushes_or_releases_a_task_of_the_key(self) -> None:
+        q, other = self.two_workers()
+        leased(other, key="other key")
+        take = functools.partial(q.take, "k")
+        self.check_ended(take, lambda: other.push(b"x", key="k"), b"x")
+        q, other = self.two_workers()
+        task = leased(other, key="k")
+        take = functools.partial(q.take, "k")
+        self.check_ended(take, lambda: other.release(task), b"x")
+
+    def test_drain_waits_for_the_leases_of_others_and_delivers_what_comes_back(self) -> None:
+        def drain(timeout: float | None) -> FemtoTask | None:
             return next(q.drain(timeout), None)
 
-        def finish(other: Any, held: Any) -> None:
-            other.push(b"behind", key="k")
-            other.done(held)
+        q, other = self.two_workers()
+        task = leased(other)
+        self.check_ended(drain, lambda: other.release(task, delay_s=0.05), b"x")
+        q, other = self.two_workers()
+        task = leased(other)
+        self.check_ended(drain, lambda: other.done(task), None)
+
+    def test_join_ends_when_all_tasks_have_ended_and_leases_none(self) -> None:
+        q, other = self.two_workers()
+        task = leased(other, key="k")
+
+        def finish() -> None:
+            other.push(b"buffered", key="k")
+            other.done(task)
             self.assertFalse(other.join(0))
             other.done(popped(other))
 
-        pop, join = FemtoQueue.pop, FemtoQueue.join
-        take, keyed = (functools.partial(it, key="k") for it in (FemtoQueue.take, leased))
-        rows: tuple[tuple[Any, Any, Callable[[Any, Any], Any], object], ...] = (
-            (schedule, pop, lambda other, _: schedule(other, time.time() + 0.05), b"x"),
-            (pause, pop, resume, b"x"),
-            (lambda it: leased(it, key="y"), take, lambda it, _: it.push(b"x", key="k"), b"x"),
-            (keyed, take, FemtoQueue.release, b"x"),
-            (leased, pop, lambda other, _: simulate_death(other), b"x"),
-            (leased, pop, lambda other, held: other.extend(held, 50), b"x"),
-            (leased, drain, lambda other, held: other.release(held, delay_s=0.05), b"x"),
-            (leased, drain, FemtoQueue.done, None),
-            (keyed, join, finish, True),
-        )
-        for before, wait, event, result in rows:
-            q, other = self.new_queue(), self.queue("n2", timeout_stale_ms=None)
-            it = before(other)
-            self.assertFalse(wait(q, timeout=0.01))
-            event_now = functools.partial(event, other, it)
-            got = self.result_of_wait(functools.partial(wait, q, timeout=None), event_now)
-            self.assertEqual(getattr(got, "data", got), result)
-            self.assertEqual("inflight-n1" in os.listdir(self.path), wait != join)
+        self.check_ended(q.join, finish, True, may_lease=False)
 
     def test_wait_ends_at_its_timeout_and_not_before(self) -> None:
         q = self.queue()
@@ -7156,8 +7189,8 @@ class Waiting(QueueCase):
                 self.assertRaises(KeyboardInterrupt, q.pop, None)
 
     def test_close_ends_all_waits_and_the_object_can_be_used_again(self) -> None:
-        """close() ends every kind of wait, even one that has just looked. Afterwards no wait makes
-        the lease directory again or leases a task."""
+        """close() ends every kind of wait, even one that has just looked for a task."""
+        # Afterwards no wait makes the lease directory again or leases a task.
         if not self.polling:  # the sleep must end by the event of close(), not by its timeout
             self.patched(hooked_poll(lambda poll, ms: poll(2 * PATIENCE_S * 1000)))
         q, namesake, got = self.queue(), self.queue(), list[str]()
@@ -7189,7 +7222,7 @@ class Polling(Waiting):
     polling = True
 
 
-class Hearing(QueueCase):
+class WaitingWithInotify(QueueCase):
     """A wait with inotify misses no event."""
 
     def setUp(self) -> None:
@@ -7218,9 +7251,9 @@ class Hearing(QueueCase):
     def replace(self, directory: str, fresh: str = "fresh", old: str | None = "old") -> None:
         """Replace a directory of the queue by an empty one.
 
-        fresh: where the new directory is made. old: where the replaced directory goes, as when a
-        person replaces it. None: the directory must be empty, and the rename replaces it, as the
-        queue itself does.
+        The new directory is made at the path `fresh`. The replaced directory is moved to the path
+        `old`, as a person does it. If `old` is None, the replaced directory must be empty, and the
+        rename of the new one removes it, as the queue does it.
         """
         os.mkdir(self.file(fresh))
         if old:
@@ -7232,14 +7265,14 @@ class Hearing(QueueCase):
             return int(file.read())
 
     def test_push_between_the_last_look_and_the_sleep_ends_the_sleep(self) -> None:
-        """This also holds if a new directory has just replaced the watched one."""
+        # This also holds if a new directory has just replaced the watched one.
 
         def push(other: FemtoQueue) -> None:
             other.push(b"x")
 
         def push_and_replace(other: FemtoQueue) -> None:
-            # One read() returns the events of both steps. The watch of the old directory would get
-            # no event of a later push.
+            # One read() returns the events of the push and of the replacement. The watch of the old
+            # directory would report no later push.
             other.push(b"old")
             self.replace("pending")
 
@@ -7254,8 +7287,8 @@ class Hearing(QueueCase):
             (),
             (push_and_replace,),
             (lambda other: self.replace("pending", "creating/fresh", None),),
-            # The waiting pop() may list scheduled/ later, to limit its cost; but the event of the
-            # new directory must end the sleep.
+            # pop() may delay its listing of scheduled/, to limit the cost of the wait; but the
+            # event of the new directory must end the sleep.
             (lambda other: self.replace("scheduled"), lambda other: other.schedule(b"due", 0)),
         ]
         if self.max_queued_events() <= 50_000:
@@ -7265,9 +7298,9 @@ class Hearing(QueueCase):
             self.assertIn(self.popped_after(*before, push), (b"x", b"due"))
 
     def test_push_into_a_new_directory_before_it_is_watched_ends_the_wait(self) -> None:
-        """RACE: a person replaces pending/, which ends a sleep, and pop() looks again. Another
-        worker pushes into the new directory after that look, but before pop() watches the new
-        directory. pop() must look once more instead of sleeping."""
+        # RACE: a person replaces pending/, which ends a sleep, and pop() looks again. Another
+        # worker pushes into the new directory after that look, but before pop() watches the new
+        # directory. pop() must look once more instead of sleeping.
         pushes: list[Callable[[bytes], str]] = []
 
         def replace(other: FemtoQueue) -> None:
@@ -7303,18 +7336,18 @@ class Hearing(QueueCase):
 
 class Coroutines(QueueCase, unittest.IsolatedAsyncioTestCase):
     """Coroutines wait without blocking the event loop. If the wait of a coroutine has ended, a task
-    found for it goes back."""
+    that was found for the wait goes back."""
 
     async def asyncSetUp(self) -> None:
-        """Let a test that hangs fail: after PATIENCE_S, everything it awaits is cancelled."""
+        """Let a test that hangs fail: after PATIENCE_S, cancel everything that the test awaits."""
         loop = asyncio.get_running_loop()
         loop.set_debug(False)  # the default outside of tests
         loop.call_later(PATIENCE_S, lambda: [it.cancel() for it in asyncio.all_tasks(loop)])
 
     async def test_close_just_before_a_wait_is_in_line_ends_it(self) -> None:
-        """RACE: another thread closes the queue after pop_async() has begun, but before its request
-        is in line. The wait must end: otherwise it would lease a task and give it back for
-        ever."""
+        # RACE: another thread closes the queue after pop_async() has begun, but before its request
+        # is in line. The wait must end: otherwise it would lease a task and give the task back,
+        # again and again.
         q, loop = self.queue(), asyncio.get_running_loop()
         q.push(b"x")
         call_later = loop.call_later
@@ -7330,8 +7363,9 @@ class Coroutines(QueueCase, unittest.IsolatedAsyncioTestCase):
         self.assertEqual(self.states(), {"pending": 1})
 
     async def test_wait_that_begins_while_the_thread_ends_is_served_by_one_thread(self) -> None:
-        """RACE: the thread that serves coroutines is ending because none waits, and a new wait
-        begins. Exactly one thread must serve it: two threads would end each other's service."""
+        # RACE: the thread that serves coroutines is ending because no coroutine waits, and a new
+        # wait begins. Exactly one thread must serve the new wait: two threads would end each
+        # other's service.
         q, clock = self.queue(), self.clock()
         monotonic, before = clock.monotonic, threading.enumerate()
         is_ending, go = threading.Event(), threading.Event()
@@ -7358,8 +7392,9 @@ class Coroutines(QueueCase, unittest.IsolatedAsyncioTestCase):
         self.assertIsNotNone(await waiter)
 
     async def test_each_of_fifty_waits_gets_a_task_while_fifty_others_are_cancelled(self) -> None:
-        """Each wait that is not cancelled gets one of 1000 tasks; the other 950 stay in pending/.
-        No task is leased to a cancelled wait, and no delivery to a cancelled wait is counted."""
+        """Each wait that is not cancelled gets one of 1000 tasks, and the other 950 stay in
+        pending/."""
+        # No task stays leased to a cancelled wait, and no delivery to a cancelled wait is counted.
         q, other = self.queue(), self.queue("n2")
         waiters = [asyncio.ensure_future(q.pop_async()) for _ in range(100)]
         await asyncio.sleep(0.01)
@@ -7381,8 +7416,8 @@ class Coroutines(QueueCase, unittest.IsolatedAsyncioTestCase):
 
     @FORK
     async def test_forked_child_does_not_give_back_the_task_of_its_parents_wait(self) -> None:
-        """RACE: the process forks when a task was found for a wait but not yet returned. The child
-        cancels its copy of the wait as it ends; the parent keeps the lease."""
+        # RACE: the process forks when a task was found for a wait, but not yet returned. The child
+        # cancels its copy of the wait when the child ends. The parent keeps the lease.
         q, answered, loop = self.queue(), threading.Event(), asyncio.get_running_loop()
         q.push(b"x")
         tell = loop.call_soon_threadsafe
@@ -7422,12 +7457,11 @@ class Coroutines(QueueCase, unittest.IsolatedAsyncioTestCase):
         self.assertGreater(number, 1)
 
     async def test_task_found_for_a_wait_that_has_ended_goes_back_to_its_place(self) -> None:
-        """The task goes back to the place where it waited, uncounted. A task of scheduled/ must not
-        be delivered before its time, and a task of pending/ must not overtake others.
-
-        The wait has ended by cancellation or by close(). The event loop runs on while the look at
-        the directories takes long.
-        """
+        """A task that was found for a wait that has ended goes back to the place where the task
+        waited, and the delivery is not counted."""
+        # A task of scheduled/ must not be delivered before its time, and a task of pending/ must
+        # not overtake others. The wait ends by cancellation or by close(), while the thread that
+        # found the task is still reading the file. The event loop runs on meanwhile.
         q = self.queue()
         retried, later = q.push(b"old"), q.schedule(b"later", time.time() * 1e6 + 3.6e9)
         q.fail(self.pop(q))
@@ -7457,8 +7491,8 @@ class Coroutines(QueueCase, unittest.IsolatedAsyncioTestCase):
                 go.set()
                 await asyncio.wait([waiter])
                 self.assertEqual(waiter.cancelled(), is_cancelled)
-                # close() may have moved the task back while a look was reading it. That look may
-                # claim the task once more, and then puts it back itself.
+                # close() may have moved the task back while the other thread was reading the file.
+                # The other thread may then claim the task once more, and puts it back itself.
                 await asyncio.to_thread(until, lambda: waiting() == before)
         self.assertEqual(self.pop(q).attempts, 1)
 
@@ -7488,8 +7522,8 @@ class Coroutines(QueueCase, unittest.IsolatedAsyncioTestCase):
         self.assertIsNotNone(await q.pop_async())
 
     async def test_wait_that_was_never_first_in_line_times_out_after_a_look(self) -> None:
-        """Each wait looks at least once before its timeout, so that a task that is there is found
-        even with a timeout of 0."""
+        """Each wait looks at least once before its timeout, so that even with a timeout of 0 it
+        finds a task that is there."""
         q = self.queue()
         first = asyncio.create_task(q.pop_async())
         await asyncio.sleep(0)
@@ -7539,8 +7573,8 @@ class Processing(QueueCase):
         return {*threading.enumerate()} - self.threads
 
     def test_block_that_is_collected_after_its_queue_settles_nothing(self) -> None:
-        """A block of processing() may be in a generator that is never finished. The garbage
-        collector may then finalize the queue before the block."""
+        # A block of processing() may be in a generator that is never finished. The garbage
+        # collector may then finalize the queue before the block.
         q = FemtoQueue(self.path)
         with q.processing(leased(q)):
             q.__del__()
@@ -7548,12 +7582,11 @@ class Processing(QueueCase):
         self.assertEqual(self.states(), {"pending": 1})
 
     def test_task_is_settled_by_the_way_its_block_ends(self) -> None:
-        """A normal end of the block finishes the task. An exception puts the task back for later,
-        or makes a dead letter of it at max_attempts.
-
-        KeyboardInterrupt, SystemExit and CancelledError put the task back to its place, uncounted,
-        even at max_attempts. LeaseLost of another task counts as an ordinary exception.
-        """
+        """A block that ends normally finishes its task. An exception puts the task back, or makes a
+        dead letter of it at max_attempts."""
+        # KeyboardInterrupt, SystemExit and CancelledError put the task back to its place,
+        # uncounted, even at max_attempts. Other exceptions put the task back for later. LeaseLost
+        # of another task counts as an ordinary exception.
         for error, max_attempts, state in (
             (None, 1, "done"),
             (ValueError("no such image"), 2, "scheduled"),
@@ -7585,8 +7618,8 @@ class Processing(QueueCase):
             q.done(self.pop(q))
 
     def test_task_is_tried_again_after_a_random_delay_that_doubles(self) -> None:
-        """The delay doubles with each attempt, up to an hour. A random part of up to half of it is
-        subtracted."""
+        # The longest delay doubles with each attempt, up to an hour. A random part of up to half of
+        # the longest delay is subtracted.
         q, clock = self.queue(retry_delay_s=100), self.clock()
         clock.stand_still()
         for attempts, longest_s in ((1, 100), (2, 200), (5, 1600), (7, 3600), (99_999, 3600)):
@@ -7633,11 +7666,9 @@ class Processing(QueueCase):
         self.assertEqual(self.states(), {"done": 1})
 
     def test_one_thread_renews_all_leases_and_ends_with_the_last_block(self) -> None:
-        """A lease without a deadline needs no thread. An extend() in a block gives the lease at
-        least its own length, and the thread goes on to renew it.
-
-        (Class Model shows that no renewal shortens a lease.)
-        """
+        # A lease without a deadline needs no thread. If a block calls extend() with a short time,
+        # the lease still gets its usual length, and the thread goes on to renew the lease. (Class
+        # Model shows that no renewal shortens a lease.)
         q, endless = self.renewing_queue(), self.queue("n2", timeout_stale_ms=None)
         with endless.processing(leased(endless)):
             self.assertEqual(self.new_threads(), set())
@@ -7652,8 +7683,8 @@ class Processing(QueueCase):
             self.until_renewed(task)
 
     def test_dropped_object_gives_up_its_lease_directory_at_once_and_leaves_no_thread(self) -> None:
-        """This also holds for an object that leased no task, and only renewed the lease of another
-        object through attach()."""
+        # This also holds for an object that leased no task, and only renewed the lease of another
+        # object through attach().
         holder = self.queue("n2")
         for is_attached in (False, True):
             q = FemtoQueue(self.path, "gone", timeout_stale_ms=3_600_000)
@@ -7666,8 +7697,8 @@ class Processing(QueueCase):
             until(lambda: not self.new_threads())
 
     def test_lease_with_its_own_length_is_renewed_for_that_length(self) -> None:
-        """A short lease is renewed in time even if the thread already renews longer ones at longer
-        intervals. A lease that has almost ended is renewed when its block begins."""
+        # A short lease is renewed in time even if the thread already renews longer leases at longer
+        # intervals. A lease that has almost ended is renewed when its block begins.
         q, clock = self.queue(timeout_stale_ms=60_000), self.clock()
         q.push_many([b"old", b"long", b"short"])
         old = self.pop(q)
@@ -7682,8 +7713,8 @@ class Processing(QueueCase):
         self.assertEqual(self.states(), {"done": 3})
 
     def test_renewal_that_fails_is_tried_again_and_does_not_stop_other_renewals(self) -> None:
-        """A renewal may fail because of a disk error, or because a stopped process holds the lock
-        of the key. It is tried again even if the warning can't be logged."""
+        # A renewal may fail because of a disk error, or because a stopped process holds the lock of
+        # the key. The renewal is tried again even if the warning can't be logged.
         q, handler = self.renewing_queue(), logging.Handler()
         LOG.disabled = False
         LOG.addHandler(handler)
@@ -7703,11 +7734,10 @@ class Processing(QueueCase):
         self.assertEqual(self.states(), {"done": 3})
 
     def test_block_that_fails_to_begin_leaves_no_lease_that_is_renewed(self) -> None:
-        """If a block does not begin, no thread goes on to renew its lease, and a later block works.
-
-        __enter__() raises if its thread can't be started, or if Ctrl-C comes. Ctrl-C may also come
-        when __enter__() has returned, but before the `with` statement has noted that.
-        """
+        """If a block does not begin, no thread goes on to renew its lease, and the next block
+        works."""
+        # __enter__() raises if its thread can't be started, or if Ctrl-C comes. Ctrl-C may also
+        # come when __enter__() has returned, but before the `with` statement has noted that.
         q = self.renewing_queue()
         task, start = leased(q), threading.Thread.start
 
@@ -7732,11 +7762,9 @@ class Processing(QueueCase):
     # Lost leases
 
     def test_lost_lease_raises_at_either_end_of_the_block_and_changes_nothing(self) -> None:
-        """LeaseLost is raised when a block begins or ends without a valid lease.
-
-        An exception of the block is the cause of LeaseLost; but SystemExit is raised as it is. A
-        block with a task that was never leased raises LeaseLost as well.
-        """
+        """LeaseLost is raised when a block begins or ends without a valid lease."""
+        # An exception of the block is the cause of LeaseLost; but SystemExit is raised as it is. A
+        # block with a task that was never leased raises LeaseLost as well.
         for cause in (None, ValueError("the cause"), SystemExit("told")):
             q, other, clock = self.queue(), self.queue("n2"), self.clock()
             task = leased(q)
@@ -7779,7 +7807,7 @@ class Processing(QueueCase):
         self.assertIsNone(self.pop(q).checkpoint)
 
     def test_checkpoint_without_a_live_task_is_deleted_after_an_hour(self) -> None:
-        """A person has removed the task. The checkpoint of a task that waits stays."""
+        # Here a person has removed the task. The checkpoint of a task that waits stays.
         q, clock = self.queue(), self.clock()
         gone, kept = leased(q), leased(q)
         for task in (gone, kept):
@@ -7796,8 +7824,11 @@ class Processing(QueueCase):
 
 
 class Work(QueueCase):
-    def test_it_counts_what_became_of_each_and_goes_on_after_a_failure(self) -> None:
-        """Whatever the handler raised: also what can't be told. A lost lease is no failure."""
+    """work() calls a handler for each task, until something ends it, and returns the counts."""
+
+    def test_work_counts_the_outcomes_and_goes_on_after_a_failure(self) -> None:
+        """work() goes on whatever exception the handler raises, even one whose str() raises."""
+        # A lost lease does not count as a failure.
         q = self.queue(max_attempts=2, retry_delay_s=0)
         other, clock = self.queue("n2"), self.clock()
         q.push_many([b"lost", b"good", b"bad", b"good"])
@@ -7821,8 +7852,8 @@ class Work(QueueCase):
         self.assertRegex(logs.output[1], r"(?s)dead letter.*Traceback.*Unspeakable")
         self.assertEqual(self.states(), {"done": 3, "failed": 1})
 
-    def test_drain_waits_for_what_comes_later_and_for_others(self) -> None:
-        """For longer than it waits for a task at a time."""
+    def test_work_with_drain_waits_for_scheduled_tasks_and_for_leases_of_others(self) -> None:
+        # The tasks come later than the timeout of a single drain() in work(), the base interval.
         self.set_constant("base interval", 0.02)
         q, other = self.queue(), self.queue("n2", timeout_stale_ms=100)
         for concurrency in (1, 3):
@@ -7832,31 +7863,40 @@ class Work(QueueCase):
             counts += [q.work(lambda _: None, concurrency=concurrency, drain=True)]
             self.assertEqual([it.done for it in counts], [1, 1])
 
-    def test_what_ends_it_is_heard_before_it_takes_more(self) -> None:
-        """What runs is finished. What was not begun goes back uncounted, and so does the task of a
-        handler that exits; one that can't be ended would be a dead letter in the end."""
-        clock, stop = self.clock(), threading.Event()
-        as_usual, claimed, ends = contextlib.nullcontext, "inflight-n1/", "/done/"
+    def test_work_takes_no_more_tasks_after_anything_that_ends_it(self) -> None:
+        """When work() is stopped, reaches its time limit or meets an error, it finishes the running
+        tasks and takes no more."""
+        # A task whose handler was not begun goes back uncounted. So does the task of a handler that
+        # raises SystemExit. If done() fails or is interrupted, the delivery counts, so that the
+        # task becomes a dead letter after max_attempts.
+        clock, stop, unpatched = self.clock(), threading.Event(), contextlib.nullcontext
+        # A row: what each handler does; a patch while work() runs; the error that work() raises;
+        # whether the handled tasks are done.
         rows: tuple[tuple[Callable[[], object], Callable[[], Any], Any, bool], ...] = (
-            (stop.set, as_usual, None, True),
-            (lambda: clock.advance(61), as_usual, None, True),
-            (sys.exit, as_usual, SystemExit, False),
-            (int, lambda: hooked(at_call("open", claimed, stop.set)), None, False),
-            (int, lambda: hooked(at_call("move", ends, errno_raiser(errno.EIO))), OSError, False),
-            (int, lambda: hooked(at_call("move", ends, interrupt)), KeyboardInterrupt, False),
+            (stop.set, unpatched, None, True),
+            (lambda: clock.advance(61), unpatched, None, True),
+            (sys.exit, unpatched, SystemExit, False),
+            (int, lambda: hooked(at_call("open", "inflight-n1/", stop.set)), None, False),
+            (
+                int,
+                lambda: hooked(at_call("move", "/done/", errno_raiser(errno.EIO))),
+                OSError,
+                False,
+            ),
+            (int, lambda: hooked(at_call("move", "/done/", interrupt)), KeyboardInterrupt, False),
             (int, no_more_threads, RuntimeError, False),
         )
-        for concurrency, (happens, broken, error, is_done) in itertools.product((1, 2), rows):
+        for concurrency, (work, patch, error, is_done) in itertools.product((1, 2), rows):
             q, handled = self.new_queue(max_attempts=2), list[object]()
             q.push_many([b"x"] * 9)
             stop.clear()
 
-            def handle(task: FemtoTask, handled: Any = handled, happens: Any = happens) -> None:
+            def handle(task: FemtoTask, handled: Any = handled, work: Any = work) -> None:
                 handled.append(task)
-                happens()
+                work()
 
             raises = self.assertRaises(error) if error else contextlib.nullcontext()
-            with self.subTest(error, concurrency=concurrency, is_done=is_done), raises, broken():
+            with self.subTest(error, concurrency=concurrency, is_done=is_done), raises, patch():
                 q.work(handle, concurrency=concurrency, drain=True, stop=stop, time_limit_s=60)
             self.assertLessEqual(len(handled), concurrency)
             done = self.states()["done"]
@@ -7865,9 +7905,9 @@ class Work(QueueCase):
             failed = len(handled) if error in (OSError, KeyboardInterrupt) else 0
             self.assertEqual(again, Counter({1: 9 - done - failed, 2: failed}))
 
-    def test_disk_trouble_of_pop_ends_it_when_what_runs_is_finished(self) -> None:
-        """Unless a signal does, as it waits for that: a caller that goes on after an OSError would
-        never hear it."""
+    def test_work_raises_a_disk_error_of_pop_when_running_tasks_are_finished(self) -> None:
+        # But if a signal comes while work() waits for the running tasks, work() returns: a caller
+        # that goes on after an OSError would never learn of the signal.
         for number, is_signal in enumerate((False, True), 1):
             q, broken, counts = self.queue(), threading.Event(), None
             q.push(b"x")
@@ -7886,34 +7926,36 @@ class Work(QueueCase):
                 counts = q.work(handle, concurrency=2)
             self.assertEqual((counts is not None, self.states()), (is_signal, {"done": number}))
 
-    def test_an_idle_worker_leaves_but_not_while_it_runs_a_task(self) -> None:
-        """And whatever others have in flight."""
+    def test_work_returns_when_idle_but_not_while_it_runs_a_task(self) -> None:
+        """An idle work() returns even if other workers hold leases, but not while a task of its own
+        runs."""
         q, other, second = self.queue(), self.queue("n2"), threading.Event()
         q.push_many([b"theirs", b"first"])
         self.assertEqual(self.pop(other).data, b"theirs")
-        vain, pop = threading.Semaphore(0), FemtoQueue.pop
+        found_nothing, pop = threading.Semaphore(0), FemtoQueue.pop
 
-        def listened(q: FemtoQueue, timeout: float) -> FemtoTask | None:
+        def noting_pop(q: FemtoQueue, timeout: float) -> FemtoTask | None:
             task = pop(q, timeout)
             if task is None:
-                vain.release()
+                found_nothing.release()
             return task
 
         def handle(task: FemtoTask) -> None:
             if task.data == b"first":
-                for _ in range(2):  # the other thread finds nothing, and has not left
-                    self.assertTrue(vain.acquire(timeout=30))
+                for _ in range(2):  # the other thread finds no task, and goes on to wait
+                    self.assertTrue(found_nothing.acquire(timeout=30))
                 q.push(b"second")
                 self.assertTrue(second.wait(60))
             else:
                 second.set()
 
-        with mock.patch.object(FemtoQueue, "pop", listened):
+        with mock.patch.object(FemtoQueue, "pop", noting_pop):
             self.assertEqual(q.work(handle, concurrency=2, idle_timeout_s=0).done, 2)
             self.assertEqual(q.work(handle, idle_timeout_s=0).done, 0)
 
-    def test_a_handler_of_signals_is_what_it_was_before(self) -> None:
-        """And what is ignored, as by nohup, is ignored meanwhile, too."""
+    def test_work_restores_the_signal_handlers(self) -> None:
+        """work() restores the handlers of signals, and goes on to ignore a signal that was ignored,
+        as under nohup."""
         q, numbers = self.queue(), (signal.SIGINT, signal.SIGTERM)
         q.push_many([b"x", b"x"])
         self.addCleanup(signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, signal.SIG_IGN))
@@ -7923,7 +7965,7 @@ class Work(QueueCase):
         self.assertEqual((counts.done, after), (2, before))
 
     @FORK
-    def test_children_of_a_handler_are_ended_by_a_signal_as_ever(self) -> None:
+    def test_signal_ends_a_child_process_that_a_handler_forked(self) -> None:
         def terminate(_: Child) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(PATIENCE_S)
@@ -7933,10 +7975,14 @@ class Work(QueueCase):
         counts = q.work(lambda _: ends.append(self.child(terminate).finish()[1]), drain=True)
         self.assertEqual((ends, counts.done), ([-signal.SIGTERM], 1))
 
-    def test_a_signal_finishes_what_runs_and_a_second_one_gives_it_back(self) -> None:
-        """To its place, and uncounted; no more is taken. Two at once are one, as timeout(1) sends
-        them, to a process and to its group. (CommandLine has the signals of another process.) As
-        many run at a time as were asked for: they meet at a barrier."""
+    def test_running_tasks_are_finished_after_a_signal_and_given_back_after_a_second_one(
+        self,
+    ) -> None:
+        """After a signal, work() takes no more tasks, and after a second one it gives back the
+        running tasks to their places, uncounted."""
+        # Two signals at once count as one: timeout(1) signals a process and its process group. As
+        # many handlers run at a time as `concurrency` says, because they meet at a barrier. (Class
+        # CommandLine tests signals from another process.)
         for concurrency, end, one_signal_s in (
             (1, "done", PATIENCE_S),
             (1, "released", 0),
@@ -7967,8 +8013,8 @@ class Checking(QueueCase):
         return [(it.kind, it.path, it.repaired) for it in q.check(repair)]
 
     def test_repair_mends_safe_findings_and_only_reports_the_rest(self) -> None:
-        """check(repair=True) mends each finding that is safe to mend, which the next check() no
-        longer reports. It reports the other findings, and changes nothing about them."""
+        """check(repair=True) mends each finding that is safe to mend, and only reports the rest."""
+        # The next check() no longer reports a finding that was mended.
         q, clock, dead = self.queue(), self.clock(), self.queue("dead")
         self.foreign = ("notes.txt", "x.tmp")
         order = q.push(b"x")[:20]
@@ -8005,8 +8051,8 @@ class Checking(QueueCase):
         self.assertEqual(self.states(), {"pending": 2, "failed": 1})
 
     def test_lease_directories_made_or_removed_during_a_check_are_no_findings(self) -> None:
-        """RACE: after any system call of check(), one worker makes a lease directory and another
-        worker removes one."""
+        # RACE: after any system call of check(), one worker makes a lease directory and another
+        # worker removes one.
         q, gone, fresh = self.queue(), self.file("inflight-gone"), self.file("inflight-fresh")
 
         def come_and_go() -> None:
@@ -8038,8 +8084,8 @@ class Checking(QueueCase):
                 os.unlink(self.file("failed", name))
 
     def test_exception_of_a_signal_handler_ends_the_check(self) -> None:
-        """A TimeoutError of a signal handler is an OSError without an errno. check() raises it, and
-        does not take it for an unreadable file."""
+        # A TimeoutError of a signal handler is an OSError without an errno. check() raises it, and
+        # does not take it for the error of an unreadable file.
         q = self.queue()
         q.push(b"x")
         for event, of in (("open", "/pending/"), ("list", "/failed")):
@@ -8066,15 +8112,15 @@ class Checking(QueueCase):
         self.assertIn("3600 s ahead", found[1].text)
 
 
-# Transcripts of shell sessions. Each begins with "# " and the claim that it shows.
+# Transcripts of shell sessions. Each begins with "# " and the claim that the transcript shows.
 #
 # A line that begins with "$ " is a command, which goes on in the next line after a "\" at the end.
 # The expected output follows: after " -> " in the same line, or in lines of its own. Standard
 # output comes first. Standard error follows, each line of it after a "! ". The exit status comes
 # last, in brackets, unless it is 0.
 #
-# After " -> ", any white space counts as one space. In lines of output, a run of spaces does.
-# "..." stands for any text; alone in a line, for any lines. <name> stands for an id, and
+# After " -> ", any white space counts as one space. In lines of output, a run of spaces counts as
+# one space. "..." stands for any text; alone in a line, for any lines. <name> stands for an id, and
 # <lease...> for the path of a lease. Where such a name occurs again in the transcript, it stands
 # for the same value, and so does $name in a command. Two names never have the same value.
 #
@@ -8111,7 +8157,7 @@ $ TZ=EET-2 femtoqueue push jobs local --at 2050-12-01T08:00 -> <local>
 $ TZ=EET-2 femtoqueue push jobs utc --at 2050-12-01T08:00:00Z -> <utc>
 $ ls jobs/scheduled -> ...~0~<later> 02553487200000000000~0~<local> 02553494400000000000~0~<utc>
 $ femtoqueue ls jobs scheduled -> ... scheduled <later> ...s 0 5 ...m - - ...
-# FEMTOQUEUE_DIR stands for DIR, and then no argument is DIR
+# if FEMTOQUEUE_DIR is set, it is DIR, and no argument is DIR
 $ FEMTOQUEUE_DIR=jobs femtoqueue push hello -> <a>
 $ FEMTOQUEUE_DIR=jobs femtoqueue push jobs -> <b>
 $ payloads pending -> hello, jobs
@@ -8316,7 +8362,7 @@ $ femtoqueue push jobs x -> ...
 $ femtoqueue work jobs -q --drain --max-attempts 1 -- \
  sh -c 'echo femtoqueue: no queue >&2; exit 127' -> ! ... [1]
 $ states -> failed 2
-# after a signal, work finishes its commands, though the terminal is gone or the disk is full
+# after a signal, work finishes its commands, even if the terminal is gone or the disk is full
 $ femtoqueue push jobs x -> ...
 $ femtoqueue work jobs -- sh -c 'kill -HUP $PPID' 2> /dev/full
 $ states -> done 1
@@ -8336,7 +8382,7 @@ $ head -c 100000 /dev/zero | femtoqueue push jobs -> <large>
 $ femtoqueue push jobs y -> <y>
 $ ulimit -f 60; femtoqueue work jobs -q -- true -> ! ... File too large [2]
 $ femtoqueue ls jobs -> ... <y> ... <large> ...
-# processes that a command leaves running do not hold up work, though they write to its pipes
+# processes that a command leaves running do not hold up work, even if they write to its pipes
 $ femtoqueue push jobs x y -> ...
 $ femtoqueue work jobs -q --drain -- sh -c '(sleep 1000) & echo $!' > pids
 $ kill $(cat pids)
@@ -8379,7 +8425,7 @@ $ femtoqueue work link/../jobs --drain -- true
 [1]
 $ femtoqueue push jobs 'touch jobs/failed/.note.swp' -> ...
 $ femtoqueue work jobs -q --drain -- sh -c {}
-# a command gets all of the environment, also what a shell can't name
+# a command gets the whole environment, even variables that a shell can't name
 $ femtoqueue push jobs x -> ...
 $ env 'BASH_FUNC_f%%=() { echo called; }' a.b=1 BASH_ENV=/no-such-file femtoqueue work jobs -q \
  --drain -- env | grep -e ^a.b= -e ^BASH_FUNC_f | sort -> BASH_FUNC_f%%=() { echo called; } a.b=1
@@ -8398,7 +8444,7 @@ $ { femtoqueue work jobs --max-attempts 1 -- sh more-than-a-pipe-holds {}; echo 
 $ cat status -> 2
 $ states -> done ..., pending ...
 $ femtoqueue release jobs --all -> released 0
-# what a job writes as its time is over comes out, and it can clean up, also if it was stopped
+# at its time limit a job, even a stopped one, can clean up, and its last output is passed on
 $ femtoqueue push jobs x -> ...
 $ femtoqueue work jobs -q --drain --max-attempts 1 --task-timeout 300ms -- sh -c \
  'trap "head -c 200000 /dev/zero; echo > cleaned; exit" TERM; kill -STOP $$; sleep 1000' > out
@@ -8419,7 +8465,7 @@ $ femtoqueue push jobs x -> ...
 $ femtoqueue work jobs -q --drain --task-timeout 0 -- sleep 0.01
 $ femtoqueue push jobs x -> ...
 $ femtoqueue work jobs -q --drain --task-timeout 999999d -- sleep 0.01
-# with --output-dir the files are the job's: it may write to them later, and to no more than it may
+# with --output-dir a job writes to its files itself: even later, and up to its own size limit
 $ femtoqueue push jobs x -> ...
 $ femtoqueue work jobs -q --drain --output-dir logs -- sh -c '(sleep 0.5; echo late) &'
 $ until grep late logs/*.out; do :; done -> late
@@ -8434,14 +8480,14 @@ $ femtoqueue work jobs -q --drain --max-attempts 1 --output-dir logs -- true
 ! ... <x>: try 1 failed, a dead letter: its output can't be written: ...
 [1]
 $ states -> done 1, failed 1
-# a job has three descriptors, and no watchdog's; one that the kernel refuses has too long a payload
+# a command has descriptors 0, 1 and 2 only; if exec() finds its arguments too long, its task fails
 $ femtoqueue push jobs x -> <x>
 $ femtoqueue work jobs -q --drain -- sh -c 'ls /proc/$$/fd; :' -> 0 1 2
 $ femtoqueue push jobs x -> ...
 $ femtoqueue work jobs -q --drain -- sh -c \
  'echo "femtoqueue work: 1: exec: ./x: Argument list too long" >&2; exit 126' - {} -> ! ... [1]
 $ states -> done 1, failed 1
-# a pipe may be non-blocking: all goes through it
+# all input and output goes through a pipe that is non-blocking
 $ printf 'import os, sys; os.set_blocking(int(sys.argv[1]), False)' > set
 $ { sleep 0.3; echo half; sleep 0.3; echo other; } | { python3 set 0; femtoqueue push jobs; } -> <x>
 $ femtoqueue show jobs $x --payload -> half other
@@ -8456,13 +8502,13 @@ $ femtoqueue push jobs y -> ...
 $ { python3 set 1; femtoqueue work jobs -q --drain -- head -c 300000 /dev/zero; } | \
  { sleep 0.3; wc -c; } -> 600000
 $ states -> done 2
-# push that fails says how many tasks it has pushed
+# if push fails, it says how many tasks it has pushed
 $ ulimit -f 60; { echo small; head -c 100000 /dev/zero; } | femtoqueue push limited --lines
 <small>
 ! femtoqueue: the first 1 tasks are pushed, the others are not
 ! femtoqueue: [Errno 27] File too large
 [2]
-# what is pushed is not pushed again because its id can't be printed; letters are escaped
+# if an id can't be printed, push says that its task is pushed; unprintable letters are escaped
 $ femtoqueue push jobs x > /dev/full -> ! femtoqueue: all 1 tasks are pushed, but ...
 $ femtoqueue pop jobs -> <lease>
 $ femtoqueue extend jobs $lease > /dev/full -> ! femtoqueue: renewed, but ... new path: <lease2>
@@ -8471,7 +8517,7 @@ $ PYTHONIOENCODING=ascii femtoqueue show jobs $(ls jobs/failed | head -n 1) | ta
 reason \xfcber
 
 x
-# join waits until no work is left; a command that is misspelt is told the right one
+# join waits until no work is left; for a misspelt command, the right one is suggested
 $ femtoqueue push jobs x -> ...
 $ femtoqueue join jobs --timeout 10ms -> [1]
 $ { sleep 0.3; femtoqueue work jobs -q --drain -- true; } & femtoqueue join jobs --timeout 60s
@@ -8479,7 +8525,7 @@ $ femtoqueue joni jobs -> ! femtoqueue: there is no command 'joni'; did you mean
 $ femtoqueue work new --drain -- true
 ! femtoqueue: new: there was no queue; an empty one is made
 ! femtoqueue 0 done | 0 running 0 waiting
-# a line that is too long to be kept is not mixed with another job's, nor with standard error
+# a line that is too long to be kept is mixed neither with another job's nor with standard error
 $ femtoqueue push jobs a b -> ...
 $ echo 'for i in 1 2 3; do head -c 70000 /dev/zero | tr "\\0" $1; sleep 0.1; done; echo' > long
 $ femtoqueue work jobs -q --drain -j 2 -- sh long {} > out
@@ -8490,13 +8536,13 @@ $ sed 's/sleep/echo >\&2; sleep/' long > also-to-stderr
 $ femtoqueue work jobs -q --drain -j 2 -- sh also-to-stderr {} > out 2>&1
 $ grep -c -e '^aa*$' -e '^bb*$' out -> 2
 $ wc -c < out -> 420008
-# the directory that work was started in may go
+# the directory in which work was started may be removed
 $ mkdir here
 $ femtoqueue push jobs x y -> ...
 $ cd here; femtoqueue work ../jobs -q --drain -- sh -c 'rmdir ../here 2>&-; exit 0'
 ! ...
 $ states -> done 2
-# what the worker says stands in lines of its own, though a command's last line has no end
+# messages of the worker are lines of their own, even after a command's last line without newline
 $ femtoqueue push jobs x -> <x>
 $ femtoqueue work jobs --drain --max-attempts 1 -- sh -c 'printf half >&2; exit 1'
 ! half
@@ -8524,22 +8570,24 @@ class Command(subprocess.Popen[bytes]):
     stderr: Any
 
     def __exit__(self, *error: Any) -> None:
-        """Wait until it ends, unless the block failed: it may never do so then."""
+        """Wait until the process ends. If the block failed, kill the process first, because it
+        might never end."""
         if error[0] is not None:
             self.kill()
         super().__exit__(*error)
 
-    def begun(self, count: int) -> list[str]:
-        """Return the first lines of that many commands."""
+    def first_lines(self, count: int) -> list[str]:
+        """Read `count` lines: the first line of output of each of so many commands."""
         return [self.stdout.readline().decode().strip() for _ in range(count)]
 
-    def stop(self, number: int, second: int | None = None) -> None:
-        """Signal it, and, when it has heard of that, by a second signal, once more."""
+    def send_signals(self, number: int, second: int | None = None) -> None:
+        """Send a signal, and wait until the process reports it. Then send the second signal, if one
+        is given, and wait until the process ends."""
         self.send_signal(number)
         heard = self.stderr.readline(), self.stderr.readline()
         demand(b"finishing what runs" in heard[1], f"it said {heard}")
         if second is not None:
-            time.sleep(2 * constant("one signal"))  # what comes too soon is no second one
+            time.sleep(2 * constant("one signal"))  # two signals at once count as one
             self.send_signal(second)
             self.communicate(timeout=120)
 
@@ -8570,16 +8618,17 @@ def run_guarded(*words: str, env: Mapping[str, str], path: str = ".") -> tuple[i
             out, err = process.communicate(timeout=PATIENCE_S)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGABRT)
-            # A process that left the group may keep the pipes open: so this has a timeout, too.
+            # A process that left the group may keep the pipes open. So this call has a timeout,
+            # too.
             out, err = process.communicate(timeout=PATIENCE_S)
     return process.returncode, out, err
 
 
 class CommandLine(QueueCase):
-    """Each command through main(). In this process, unless the test is about processes: those run
-    what the compiler makes of femtoqueue.py, in a directory that holds nothing else."""
+    """The commands of the command line. Most of them run in this process, through main(). Those
+    that start processes run femtoqueue.pyc, the compiled femtoqueue.py, without its source."""
 
-    bin: str  # a directory that holds femtoqueue.pyc, and the command
+    bin: str  # a directory that holds femtoqueue.pyc, and a script `femtoqueue` that runs it
 
     @classmethod
     def setUpClass(cls) -> None:
@@ -8589,12 +8638,12 @@ class CommandLine(QueueCase):
         py_compile.compile(source, f"{compiled}c", doraise=True)
         command = os.path.join(cls.bin, "femtoqueue")
         with open(command, "w", encoding="utf-8") as file:
-            file.write(f"#!{sys.executable} -SWerror\n{cls.python({})[-1]}\n")
+            file.write(f"#!{sys.executable} -SWerror\n{cls.program_with({})[-1]}\n")
         os.chmod(command, 0o755)
 
     @classmethod
-    def python(cls, waits: dict[str, float]) -> list[str]:
-        """Return the words that run femtoqueue.pyc, with some of CONSTANTS."""
+    def program_with(cls, waits: dict[str, float]) -> list[str]:
+        """Return the words that run femtoqueue.pyc with other values of some of CONSTANTS."""
         constants = {CONSTANTS[name]: seconds for name, seconds in waits.items()}
         code = f"import sys; sys.path[0] = {cls.bin!r}; import femtoqueue; "
         code += f"vars(femtoqueue).update({constants}); sys.exit(femtoqueue.main())"
@@ -8605,19 +8654,21 @@ class CommandLine(QueueCase):
         self.addCleanup(os.chdir, os.getcwd())
         os.chdir(self.path)
         self.path = os.path.join(self.path, "jobs")
-        others = "FEMTOQUEUE_DIR", "PYTHONUNBUFFERED"  # users have it buffered
+        others = "FEMTOQUEUE_DIR", "PYTHONUNBUFFERED"  # the output of users is buffered
         ours = {name: it for name, it in os.environ.items() if name not in others}
         ours |= {"PATH": f"{self.bin}:{ours['PATH']}", "PYTHONDONTWRITEBYTECODE": "1"}
         self.env = {**ours, "COLUMNS": "80"}
 
-    def patient(self) -> list[str]:
-        """Return the words that run femtoqueue.pyc, which waits for as long as we would."""
-        return self.python({it: constant(it) for it in ("one signal", "grace")})
+    def program(self) -> list[str]:
+        """Return the words that run femtoqueue.pyc with the durations of this process, which a test
+        may have changed by hasten()."""
+        return self.program_with({it: constant(it) for it in ("one signal", "grace")})
 
-    def run_it(self, *words: str) -> tuple[int, str, str]:
-        """Run a command in this process; what may start others, alone."""
+    def run_command(self, *words: str) -> tuple[int, str, str]:
+        """Run a command; return its exit status, standard output and standard error. The command
+        runs in this process, but `work` runs in a process of its own, because it starts others."""
         if words[:1] == ("work",) and "--" in words and hasattr(vars(femtoqueue)["os"], "fork"):
-            return run_guarded(*self.patient(), *words, env=self.env)
+            return run_guarded(*self.program(), *words, env=self.env)
         outputs = io.BytesIO(), io.BytesIO()
         out, err = (io.TextIOWrapper(it, "utf-8", write_through=True) for it in outputs)
         with (
@@ -8633,28 +8684,29 @@ class CommandLine(QueueCase):
                 status = int(end.code or 0)
         return status, outputs[0].getvalue().decode(), outputs[1].getvalue().decode()
 
-    def ok(self, *words: str) -> str:
-        """Run it, and return what it prints: nothing went wrong."""
-        status, out, err = self.run_it(*words)
+    def output_of(self, *words: str) -> str:
+        """Run a command, which must succeed without a message, and return its output."""
+        status, out, err = self.run_command(*words)
         self.assertEqual((status, err), (0, ""), words)
         return out
 
     def test_transcripts(self) -> None:
-        """Each of TRANSCRIPTS comes out as it stands there, in a directory of its own."""
+        """Each command in TRANSCRIPTS prints what stands there."""
+        # Each transcript begins in an empty directory of its own.
         for transcript in TRANSCRIPTS.split("\n# ")[1:]:
             claim, *steps = transcript.rstrip().split("\n$ ")
             with self.subTest(claim):
                 os.chdir(self.new_dir(self.memory))
                 self.path, names = os.path.abspath("jobs"), dict[str, str]()
                 for step in steps:
-                    self.follow(step, names)
+                    self.check_step(step, names)
 
-    def follow(self, step: str, names: dict[str, str]) -> None:
-        """Run the command of a step; what it says must be as wanted. names: what stands for what,
-        from now on with those of this step."""
+    def check_step(self, step: str, names: dict[str, str]) -> None:
+        """Run the command of a step, and fail unless it prints the expected output. `names` has the
+        value of each name such as <lease>. The names that first occur in this step are added."""
         parts = re.fullmatch(r"((?:.*\\\n)*.*?)(?: -> (.*)|\n((?s:.*))|)", step)
         assert parts is not None
-        said = self.said(re.sub(r"\$(\w+)", lambda it: names.get(it[1], it[0]), parts[1]))
+        said = self.transcript_of(re.sub(r"\$(\w+)", lambda it: names.get(it[1], it[0]), parts[1]))
         if parts[2]:
             said, wanted = " ".join(said.split()), self.pattern(parts[2], names)
         else:
@@ -8667,7 +8719,7 @@ class CommandLine(QueueCase):
         self.assertEqual(len({*names.values()}), len(names), names)
 
     def pattern(self, text: str, names: dict[str, str]) -> str:
-        """Return the regular expression of what is wanted."""
+        """Return the regular expression of an expected output."""
 
         def named(name: re.Match[str]) -> str:
             form = LEASE if name[1].startswith("lease") else ID
@@ -8675,11 +8727,14 @@ class CommandLine(QueueCase):
 
         return re.sub(r"<(\w+)>", named, re.escape(text).replace(r"\.\.\.", ".*"))
 
-    def said(self, command: str) -> str:
-        """Return what a command says, and its status. One of femtoqueue that needs no shell runs in
-        this process, and so does one whose output is a part of a command."""
+    def transcript_of(self, command: str) -> str:
+        """Run a command, and return its output and exit status in the form of a transcript.
+
+        A command of femtoqueue that needs no shell runs in this process. So does a command of
+        femtoqueue in $(...), whose output becomes a part of the command around it.
+        """
         part = r"\$\((femtoqueue [^()]*)\)"
-        command = re.sub(part, lambda it: self.ok(*shlex.split(it[1])[1:]).strip(), command)
+        command = re.sub(part, lambda it: self.output_of(*shlex.split(it[1])[1:]).strip(), command)
         words = shlex.split(command)
         if words[0] == "states":
             states = sorted(self.states().items())
@@ -8691,7 +8746,7 @@ class CommandLine(QueueCase):
                 until_gone(*file.read().split())
             return ""
         if re.match(r"femtoqueue (?!work )[^|;&<>$]*$", command):
-            status, out, err = self.run_it(*words[1:])
+            status, out, err = self.run_command(*words[1:])
         else:
             status, out, err = run_guarded("sh", "-c", command, env=self.env)
         lines = [*out.removesuffix("\n").split("\n")] if out else []
@@ -8701,10 +8756,11 @@ class CommandLine(QueueCase):
 
     def test_push_with_sync_syncs(self) -> None:
         for words in ((), ("--sync",)):
-            synced = calls_of("fsync", functools.partial(self.ok, "push", "jobs", "x", *words))
+            push = functools.partial(self.output_of, "push", "jobs", "x", *words)
+            synced = calls_of("fsync", push)
             self.assertEqual(bool(synced), bool(words))
 
-    # A part of what is said, and what is typed, TASK being a task's id.
+    # A row: a part of the error message, and the wrong uses that cause it. TASK stands for an id.
     WRONG_USES: tuple[tuple[str, ...], ...] = (
         ("required: COMMAND; see femtoqueue --help", ""),
         ("no command 'nonsense'; the command comes first, as in: push DIR", "nonsense"),
@@ -8749,7 +8805,7 @@ class CommandLine(QueueCase):
     )
 
     def test_wrong_use_is_one_line_that_says_what_to_type(self) -> None:
-        """With status 2, and nothing is made or changed."""
+        """A wrong use ends with exit status 2 and a message of one line, and changes nothing."""
         for text, *lines in self.WRONG_USES:
             for line in lines:
                 self.check_wrong(line.replace("TASK", f"{1:020d}-0000aaaa"), text)
@@ -8765,24 +8821,24 @@ class CommandLine(QueueCase):
         self.assertEqual(self.states(), {"pending": 1})
 
     def check_wrong(self, line: str, text: str) -> None:
-        status, out, err = self.run_it(*line.split())
+        status, out, err = self.run_command(*line.split())
         self.assertEqual((status, out, err.count("\n")), (2, "", 1), f"{line}\n{err}")
         self.assertIn(text, err)
 
     def test_help_fits_a_terminal_of_80_columns_and_has_an_example_for_each_command(self) -> None:
-        overview = self.ok("--help")
+        overview = self.output_of("--help")
         names = re.findall(r"(?m)^    ([a-z]+) ", overview)
         self.assertEqual(len(names), 18)
-        texts = {name: self.ok(name, "--help") for name in names}
+        texts = {name: self.output_of(name, "--help") for name in names}
         for name, text in texts.items():
             self.assertTrue(text.count("\n") <= 24 or name == "work", name)
             self.assertRegex(text, f"Example: .*femtoqueue {name} jobs")
             self.assertIn(f"\n    {name:9} {text.split(chr(10) * 2)[1]}\n", overview)
         for line in "\n".join([overview, *texts.values()]).split("\n"):
             self.assertLessEqual(len(line), 80, line)
-        self.assertEqual(self.ok("--version"), f"femtoqueue {femtoqueue.__version__}\n")
+        self.assertEqual(self.output_of("--version"), f"femtoqueue {femtoqueue.__version__}\n")
 
-    def test_release_gives_back_what_is_renewed_as_it_looks(self) -> None:
+    def test_release_all_gives_back_a_task_that_is_renewed_meanwhile(self) -> None:
         q = self.queue(detached=True)
         q.push_many([b"1", b"2"])
         self.pop(q), self.pop(q)
@@ -8793,7 +8849,7 @@ class CommandLine(QueueCase):
             os.rename(self.file("inflight-n1", last), self.file("inflight-n1", renewed))
 
         with hooked(at_call("move", None, renew, times=1)):
-            self.assertEqual(self.ok("release", "jobs", "--all"), "released 2\n")
+            self.assertEqual(self.output_of("release", "jobs", "--all"), "released 2\n")
         self.assertEqual(self.states(), {"pending": 2})
 
     def test_pop_that_is_interrupted_before_it_prints_leaves_nothing_leased(self) -> None:
@@ -8803,24 +8859,14 @@ class CommandLine(QueueCase):
             self.assertEqual(femtoqueue.main(["pop", self.path]), 128 + signal.SIGINT)
         self.assertEqual(self.pop(self.queue()).attempts, 1)
 
-    def test_top_draws_what_fits_on_its_terminal_anew_until_ctrl_c(self) -> None:
-        """In whatever size that has now, to the last line and column."""
-        q, terminal = self.queue(), io.BytesIO()
-        sizes = deque(map(os.terminal_size, [(100, 24), (12, 7), (60, 30)]))
-        task = leased(q, key="user:42")
-
-        def sleep(_: object) -> None:
-            sizes.popleft()
-            if len(sizes) == 1:
-                q.done(task)
-                q.push(b"y")
-            elif not sizes:
-                interrupt()
-
+    def looks_of_top(self, sizes: deque[os.terminal_size], after: Callable[[], object]) -> Any:
+        """Run `top` until Ctrl-C, on a terminal that has the first of `sizes`. Call after() when a
+        look has been drawn. Return the lines of each look."""
+        terminal = io.BytesIO()
         with (
             mock.patch.dict(os.environ, COLUMNS="80", LINES="24"),  # as the terminal began
             mock.patch("os.get_terminal_size", side_effect=lambda _: sizes[0]),
-            mock.patch("time.sleep", sleep),
+            mock.patch("time.sleep", side_effect=lambda _: after()),
             mock.patch.dict(sys.modules, termios=None),  # as on Windows
             mock.patch.object(sys, "stdout", io.TextIOWrapper(terminal, "utf-8")) as out,
             mock.patch.object(out, "isatty", return_value=True),
@@ -8828,7 +8874,22 @@ class CommandLine(QueueCase):
             self.assertEqual(femtoqueue.main(["top", "jobs"]), 128 + signal.SIGINT)
         drawn = re.sub(r"\x1b\[([KJ]|\?7[lh])", "", terminal.getvalue().decode())
         _, *looks = drawn.split("\x1b[H")
-        large, small, later = (look.splitlines() for look in looks)
+        return [look.splitlines() for look in looks]
+
+    def test_top_redraws_what_fits_on_the_terminal_until_ctrl_c(self) -> None:
+        # Each look has the present size of the terminal, to the last line and column.
+        q, sizes = self.queue(), deque(map(os.terminal_size, [(100, 24), (12, 7), (60, 30)]))
+        task = leased(q, key="user:42")
+
+        def change() -> None:
+            sizes.popleft()
+            if len(sizes) == 1:
+                q.done(task)
+                q.push(b"y")
+            elif not sizes:
+                interrupt()
+
+        large, small, later = self.looks_of_top(sizes, change)
         self.assertEqual([large[1].split()[1], large[3].split()], ["0", ["inflight", "1"]])
         self.assertRegex("\n".join(large), r"\Ajobs (?s:.*)\nworkers_alive +1\n")
         (row,) = [line for line in large if task.id in line]
@@ -8841,10 +8902,11 @@ class CommandLine(QueueCase):
     # work
 
     def test_work_reports_its_progress_now_and_then_and_at_the_end(self) -> None:
-        """Elsewhere than on a terminal, by a plain line; TRANSCRIPTS have -q."""
+        # Without a terminal, the progress is a plain line. (TRANSCRIPTS shows -q: no progress.)
         self.queue(None).push_many([b"x"] * 3)
-        command = (*self.python({"report": 0.05}), "work", "jobs", "--drain", "--", "sleep", "0.3")
-        *before, last = run_guarded(*command, env=self.env)[2].splitlines()
+        program = self.program_with({"report": 0.05})
+        words = "work", "jobs", "--drain", "--", "sleep", "0.3"
+        *before, last = run_guarded(*program, *words, env=self.env)[2].splitlines()
         # A rate is shown if the machine was slow.
         self.assertRegex(last, r"^femtoqueue  3 done \| 0 running  0 waiting( \| [0-9.]+/s)?$")
         form = r"femtoqueue  (\d) done \| (\d) running  (\d) waiting( \| .*)?"
@@ -8852,15 +8914,18 @@ class CommandLine(QueueCase):
         self.assertIn(("0", "1", "2"), {match and match.groups()[:3] for match in said})
         self.assertNotIn(None, said)
 
-    def test_trouble_of_the_worker_is_no_failed_try_of_its_task(self) -> None:
-        """Its Python is removed while it works; or a user's random.py is where it was started."""
+    def test_error_of_the_worker_is_no_failed_try_of_its_task(self) -> None:
+        """If the worker itself meets an error, the attempt of its task is not counted."""
+        # The first worker can make no temporary file for a payload, as if its Python had been
+        # removed meanwhile. The second worker is started in a directory that has a random.py of the
+        # user, which must not take the place of Python's.
         code = "import tempfile; make = tempfile.TemporaryFile; calls = iter([make])\n"
         code += "tempfile.TemporaryFile = lambda: next(calls)()\n"
-        *words, main = self.patient()
+        *words, main = self.program()
         self.queue(None).push(b"x")
         command = "work", "jobs", "-q", "--max-attempts", "1", "--drain", "--", "true"
         self.assertEqual(run_guarded(*words, code + main, *command, env=self.env)[0], 2)
-        self.end_all({"pending": 1})
+        self.check_and_finish({"pending": 1})
         self.queue(None).push(b"x")
         with open("random.py", "w", encoding="ascii") as file:
             file.write("raise RuntimeError")
@@ -8873,21 +8938,21 @@ class CommandLine(QueueCase):
     def test_too_large_an_environment_is_no_failed_try(self) -> None:
         code = "import resource; resource.setrlimit(resource.RLIMIT_STACK, (1 << 20, 1 << 20))\n"
         env = self.env | dict.fromkeys("abcd", "x" * 100_000)
-        *words, main = self.patient()
+        *words, main = self.program()
         self.queue(None).push(b"x")
         command = "work", "jobs", "-q", "--max-attempts", "1", "--drain", "--", "true"
         status, _, err = run_guarded(*words, code + main, *command, env=env)
         self.assertEqual(status, 2)
         self.assertIn("femtoqueue: true can't be run: [Errno 7]", err)
-        self.end_all({"pending": 1})
+        self.check_and_finish({"pending": 1})
 
     def test_a_command_that_cannot_be_killed_does_not_run_beside_its_next_try(self) -> None:
-        """It has become another user's, as sudo does."""
+        # The processes of the command belong to another user, for example after sudo.
         code = (
             "import os\ndef killpg(group, number):\n    raise PermissionError\nos.killpg = killpg\n"
         )
         self.set_constant("grace", 0.1)
-        *words, main = self.patient()
+        *words, main = self.program()
         self.queue(None).push(b"x")
         command = "work", "jobs", "-q", "--task-timeout", "100ms", "--max-attempts", "2", "--drain"
         script = "--", "sh", "-c", "echo begin; sleep 1.5; echo end"
@@ -8895,33 +8960,33 @@ class CommandLine(QueueCase):
         self.assertEqual((status, out), (1, "begin\nend\n" * 2))
         self.assertIn("its command can't be killed", err)
 
-    def test_a_time_limit_is_kept_though_nobody_reads_what_jobs_write(self) -> None:
+    def test_time_limit_is_kept_even_if_nobody_reads_the_output_of_jobs(self) -> None:
         self.set_constant("grace", 0.3)
         self.queue().push_many([b"x"] * 2)
         limits = "--task-timeout", "300ms", "--max-attempts", "1"
-        with self.working("exec yes", "-j", "2", "--drain", *limits) as process:
+        with self.start_work("exec yes", "-j", "2", "--drain", *limits) as process:
             self.assertEqual(process.wait(PATIENCE_S), 1)
         self.assertEqual(self.states(), {"failed": 2})
 
     @unittest.skipUnless(sys.platform == "linux", "pipes have a size on Linux")
-    def test_what_is_in_a_large_pipe_when_a_job_ends_is_passed_on(self) -> None:
+    def test_output_left_in_a_large_pipe_when_a_job_ends_is_passed_on(self) -> None:
         self.queue().push(b"x")
         code = "import fcntl, os; fcntl.fcntl(1, 1031, 1 << 20); os.write(1, bytes(1000000))"
-        command = *self.patient(), "work", "jobs", "-q", "--drain", "--", sys.executable, "-c", code
+        command = *self.program(), "work", "jobs", "-q", "--drain", "--", sys.executable, "-c", code
         with Command(command, env=self.env, stdout=subprocess.PIPE) as process:
-            time.sleep(0.5)  # the pipe to us is full by then
+            time.sleep(0.5)  # by then the pipe from the worker to this process is full
             self.assertEqual(len(process.stdout.read()), 1000000)
         self.assertEqual(self.states(), {"done": 1})
 
     @unittest.skipUnless(sys.platform == "linux", "pipes have a size on Linux")
-    def test_a_slow_reader_gets_all_output_also_when_the_time_limit_is_over(self) -> None:
-        """One that reads nothing for the time of grace has stalled."""
+    def test_slow_reader_gets_all_output_even_after_the_time_limit(self) -> None:
+        # The worker gives up only a reader that reads nothing for the time of grace.
         self.set_constant("grace", 1)
         self.queue().push(b"x")
         code = "import fcntl, os; fcntl.fcntl(1, 1031, 1 << 20); os.write(1, bytes(1000000))"
         limits = "--task-timeout", "1s", "--max-attempts", "1"
         words = (
-            *self.patient(),
+            *self.program(),
             "work",
             "jobs",
             "-q",
@@ -8940,7 +9005,7 @@ class CommandLine(QueueCase):
 
     @unittest.skipUnless(os.path.exists("/proc/self/stat"), "needs /proc")
     def test_a_zombie_does_not_keep_a_job_alive(self) -> None:
-        """The first process of a container may never reap it."""
+        # The first process of a container may never reap a zombie.
         process = subprocess.Popen(["sleep", "1000"], start_new_session=True)
         self.addCleanup(process.wait)
         members = through_seam("members of jobs")
@@ -8951,21 +9016,22 @@ class CommandLine(QueueCase):
 
     @unittest.skipUnless(os.path.exists("/proc/self/stat"), "needs /proc")
     def test_a_process_whose_first_thread_has_ended_is_not_taken_for_a_zombie(self) -> None:
-        """Its state is that of a zombie."""
+        # In /proc, the state of such a process is that of a zombie.
         code = "import ctypes, threading, time\n"
         code += "threading.Thread(target=time.sleep, args=(1000,)).start()\n"
         code += "ctypes.CDLL(None).pthread_exit(None)"
         process = subprocess.Popen([sys.executable, "-S", "-c", code], start_new_session=True)
         self.addCleanup(process.wait)
         self.addCleanup(process.kill)
-        until_gone(process.pid)  # so it seems
+        until_gone(process.pid)  # returns when the state is that of a zombie
         members = through_seam("members of jobs")
         self.assertEqual({it.pid for it in members([process.pid])}, {process.pid})
 
     @unittest.skipUnless(os.path.exists("/proc/self/stat"), "needs /proc")
-    def test_proc_of_another_pid_namespace_does_not_tell_what_belongs_to_a_job(self) -> None:
-        """There the pid of a job is a process of the host, such as a thread of the kernel: its
-        process group 0 would stand for the worker's own group."""
+    def test_proc_of_another_pid_namespace_is_not_used_to_find_processes_of_a_job(self) -> None:
+        # In such a /proc, the pid of a job belongs to a process of the host, for example to a
+        # thread of the kernel. The process group of the thread is 0, and would stand for the
+        # worker's own group.
         process = subprocess.Popen(["sleep", "1000"], start_new_session=True)
         self.addCleanup(process.wait)
         self.addCleanup(process.kill)
@@ -8973,15 +9039,16 @@ class CommandLine(QueueCase):
         with mock.patch("os.getpid", return_value=1):
             self.assertEqual([*members([process.pid])], [(0, process.pid, process.pid)])
 
-    def progress(self, *samples: tuple[float, int, int]) -> str:
-        """Return what is said of the pace, from samples: seconds, tasks left, ended by us."""
+    def pace_text(self, *samples: tuple[float, int, int]) -> str:
+        """Return the text that shows the rate and the time left. A sample has three parts: a time
+        in seconds, the number of tasks left, and the number of tasks that this worker has ended."""
         progress = through_seam("progress")(self.path)
         for sample in samples:
             progress.add_sample(*sample)
         text: str = progress.pace_text()
         return text
 
-    def test_the_rate_is_the_queues_and_the_time_left_is_right_with_many_workers(self) -> None:
+    def test_rate_and_time_left_are_those_of_the_whole_queue(self) -> None:
         others_work = [(s, 50_000 - 500 * s, 10 * s) for s in range(31)]
         grows = [(s, 1000 + 90 * s, 10 * s) for s in range(31)]
         as_fast = [(s, 14 + s % 2, 13 * s) for s in range(31)]
@@ -8998,10 +9065,10 @@ class CommandLine(QueueCase):
             ([(0.0, 5, 0), (900.0, 5, 0)], ""),
             ([(s / 2, 100_000 - s, 0) for s in range(5000)], "2.0/s  about 13 h left"),
         ):
-            self.assertEqual(self.progress(*samples), text)
+            self.assertEqual(self.pace_text(*samples), text)
 
-    def test_progress_counts_what_waits_for_its_time_and_looks_seldom_if_that_is_long(self) -> None:
-        """At most a hundredth of the time."""
+    def test_progress_counts_scheduled_tasks_and_looks_seldom_if_a_look_takes_long(self) -> None:
+        # The looks take at most a hundredth of the time.
         q, clock = self.queue(), self.clock()
         q.push_many([b"x"] * 3)
         q.schedule(b"x", (time.time() + 60) * 1e6)
@@ -9024,25 +9091,25 @@ class CommandLine(QueueCase):
                 progress.count_left(0)
                 self.assertEqual(progress.waiting, waiting)
 
-    def on_terminal(self, columns: int, *words: str, typed: bytes = b"", **env: str) -> str:
-        """Return what a command prints to a terminal, which has that many columns."""
+    def run_on_terminal(self, columns: int, *words: str, typed: bytes = b"", **env: str) -> str:
+        """Return what a command prints to a terminal with so many columns. `typed` is its input."""
         master, slave = os.openpty()
         with open(master, "r+b", buffering=0) as terminal:
             fcntl.ioctl(master, 0x5414, struct.pack("HHHH", 24, columns, 0, 0))  # TIOCSWINSZ
             env = self.env | {"TERM": "xterm"} | env
-            command = [*self.patient(), *words]
+            command = [*self.program(), *words]
             streams: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), slave)
             with Command(command, env=env, **streams, start_new_session=True):
                 os.close(slave)
                 terminal.write(typed)
                 said = bytearray()
-                with contextlib.suppress(OSError):  # EIO: nobody has it any longer
+                with contextlib.suppress(OSError):  # EIO: no process has the terminal any longer
                     while data := terminal.read(1 << 16):
                         said += data
         return said.decode()
 
     @unittest.skipUnless(sys.platform == "linux", "needs a terminal of Linux")
-    def test_a_terminal_has_one_line_of_progress_that_is_cleared_before_others(self) -> None:
+    def test_line_of_progress_on_a_terminal_is_cleared_before_other_output(self) -> None:
         command = "work", "jobs", "--drain", "--max-attempts", "1", "--", "sh", "-c"
         script = "read x; test $x = bad && exit 1; sleep 1.2; echo word"
         cases: tuple[tuple[int, dict[str, Any], str], ...] = (
@@ -9053,7 +9120,7 @@ class CommandLine(QueueCase):
         for columns, env, failed in cases:
             os.chdir(self.new_dir(self.memory))
             FemtoQueue("jobs").push_many([b"bad", b"good"])
-            said = self.on_terminal(columns, *command, script, **env)
+            said = self.run_on_terminal(columns, *command, script, **env)
             line = f"femtoqueue  {failed} | 1 running  0 waiting"
             self.assertIn(line[: columns if "NO_COLOR" in env else 99], said)
             clears = "\x1b[J" if env.get("TERM") != "dumb" else " \r"
@@ -9068,20 +9135,29 @@ class CommandLine(QueueCase):
             self.assertEqual(rest, "")
 
     @unittest.skipUnless(sys.platform == "linux", "needs a terminal of Linux")
-    def test_the_line_of_progress_is_cleared_before_trouble_with_the_queue_is_told(self) -> None:
+    def test_line_of_progress_is_cleared_before_an_error_of_the_queue_is_printed(self) -> None:
         self.queue().push(b"x")
         script = "sleep 1.2; rmdir jobs/done; touch jobs/done"
-        said = self.on_terminal(80, "work", "jobs", "--drain", "--", "sh", "-c", script)
+        said = self.run_on_terminal(80, "work", "jobs", "--drain", "--", "sh", "-c", script)
         self.assertRegex(said, r"waiting[^\n]*\r\x1b\[Jfemtoqueue: \[Errno 20\] [^\n]*\r\n")
 
     @unittest.skipUnless(sys.platform == "linux", "needs a terminal of Linux")
     def test_top_ends_by_q_and_leaves_the_terminal_as_it_was(self) -> None:
         q = self.queue()
         q.fail(leased(q), "no such\timage \u65e5\r\x1b[Hx\nat line 1")
-        said = self.on_terminal(80, "top", "jobs", "--interval", "60s", typed=b"xq")
+        said = self.run_on_terminal(80, "top", "jobs", "--interval", "60s", typed=b"xq")
         reason = r"no such\\timage \u65e5\\r\\x1b\[Hx"
         self.assertRegex(said, rf"LATEST DEAD LETTERS\S*\r\n\d{{20}}-\w{{8}} - {reason}\S*\r\n")
         self.assertTrue("\x1b[?7l\x1b[Hjobs" in said and said.endswith("\x1b[?7h"))
+
+    def test_top_shows_a_dead_letter_that_a_person_moved_there_under_the_name_of_its_lease(
+        self,
+    ) -> None:
+        q = self.queue()
+        task = leased(q)
+        os.rename(self.file(task.path), self.file("failed", os.path.basename(task.path)))
+        lines = [*femtoqueue._top_lines("jobs", q, femtoqueue._Progress(self.path))]
+        self.assertEqual(lines[-2:], ["LATEST DEAD LETTERS", f"{task.id} - -"])
 
     @unittest.skipUnless(sys.platform == "linux", "needs a terminal of Linux")
     def test_top_that_a_signal_ends_leaves_the_terminal_as_it_was(self) -> None:
@@ -9092,30 +9168,32 @@ class CommandLine(QueueCase):
         before = termios.tcgetattr(slave)
         for number in (signal.SIGTERM, signal.SIGHUP):
             streams: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), slave)
-            with Command([*self.patient(), "top", "jobs"], env=self.env, **streams) as process:
+            with Command([*self.program(), "top", "jobs"], env=self.env, **streams) as process:
                 until(lambda: termios.tcgetattr(slave) != before)
                 os.read(master, 1 << 16)
                 process.send_signal(number)
                 self.assertEqual(process.wait(PATIENCE_S), 128 + number)
             self.assertEqual(termios.tcgetattr(slave), before)
 
-    def working(self, script: str, *words: str) -> Command:
-        """Work by a shell's script, in a process of its own."""
-        command = [*self.patient(), "work", "jobs", "-q", *words, "--", "sh", "-c", script]
+    def start_work(self, script: str, *words: str) -> Command:
+        """Start a process of `femtoqueue work`, which runs a shell script for each task."""
+        command = [*self.program(), "work", "jobs", "-q", *words, "--", "sh", "-c", script]
         pipe = subprocess.PIPE
         process = Command(command, env=self.env, stdin=pipe, stdout=pipe, stderr=pipe)
         self.addCleanup(process.wait)
         self.addCleanup(process.kill)
         return process
 
-    def let_go_on(self, process: Command, count: int = 1) -> tuple[bytes, bytes]:
-        """Let as many commands go on that read the fifo; return what the process then says."""
+    def unblock(self, process: Command, count: int = 1) -> tuple[bytes, bytes]:
+        """Let `count` commands go on that wait for a line of the fifo. Wait until the worker ends,
+        and return its standard output and standard error."""
         with open("fifo", "wb", buffering=0) as fifo:
             fifo.write(b"\n" * count)
             return process.communicate(timeout=120)
 
-    def end_all(self, states: dict[str, int]) -> None:
-        """Check the states, and that no try was counted of what waits; end that."""
+    def check_and_finish(self, states: dict[str, int]) -> None:
+        """Fail unless the tasks are in these states, and no attempt of a waiting task was counted.
+        Then finish the waiting tasks, and remove all finished tasks."""
         self.assertEqual(self.states(), states)
         q = self.queue()
         for task in iter(q.pop, None):
@@ -9124,21 +9202,27 @@ class CommandLine(QueueCase):
         for name in self.names("done"):
             os.unlink(self.file("done", name))
 
-    def test_a_stop_that_no_wait_hears_of_is_known_before_what_it_ended_is_judged(self) -> None:
-        """A signal that comes just before a wait does not end that."""
+    def test_signal_just_before_a_wait_is_noticed_before_an_ended_command_is_judged(self) -> None:
+        # RACE: a signal comes just before a wait, and so does not end the wait. Here each join()
+        # blocks the signal.
         code = "from signal import *; from threading import Thread; join = Thread.join\n"
         code += "def deaf_join(thread, timeout):\n    old = pthread_sigmask(SIG_BLOCK, {SIGINT})\n"
         code += "    join(thread, timeout), pthread_sigmask(SIG_SETMASK, old)\n"
         code += "Thread.join = deaf_join\n"
-        *words, main = self.patient()
+        *words, main = self.program()
         self.queue(None).push(b"x")
         script = "work", "jobs", "-q", "--", "sh", "-c", "kill -INT $PPID; exit 130"
         self.assertEqual(run_guarded(*words, code + main, *script, env=self.env)[0], 0)
-        self.end_all({"pending": 1})
+        self.check_and_finish({"pending": 1})
 
-    def test_what_ends_of_the_second_signal_is_given_back_when_all_of_it_has_ended(self) -> None:
-        """It goes to each command's group. Not when a shell has ended is its task given back, but
-        when its program has; and what ended well is done."""
+    def test_task_that_a_second_signal_ends_is_given_back_when_its_whole_job_has_ended(
+        self,
+    ) -> None:
+        """The second signal ends all commands, and a task is given back when all processes of its
+        command have ended."""
+        # The signal goes to the process group of each command. The end of a shell is not enough:
+        # the program that the shell started must have ended, too. If a command exits with status 0,
+        # its task is done.
         self.set_constant("one signal", 0.05)
         self.set_constant("grace", 0.3)
         see = "while sleep 0.01; do ls jobs/pending | grep $FEMTOQUEUE_ID >> seen; done"
@@ -9151,69 +9235,83 @@ class CommandLine(QueueCase):
         for names in ("group", "group group group", "hangs program well"):
             self.queue().push_many(map(str.encode, names.split()))
             count, well = len(names.split()), names.count("well")
-            with self.working(script, "-j", str(count)) as process:
-                pids = process.begun(count)
-                process.stop(signal.SIGINT, signal.SIGTERM)
+            with self.start_work(script, "-j", str(count)) as process:
+                pids = process.first_lines(count)
+                process.send_signals(signal.SIGINT, signal.SIGTERM)
             self.assertEqual(process.returncode, 128 + signal.SIGTERM)
             until_gone(*pids)
-            self.end_all({"pending": count - well} | ({"done": well} if well else {}))
+            self.check_and_finish({"pending": count - well} | ({"done": well} if well else {}))
         self.assertEqual(os.path.getsize("seen"), 0)
 
-    def test_a_stop_finishes_what_runs_and_a_try_that_it_ended_is_no_failure(self) -> None:
-        """And no more is taken. A scheduler signals the worker and CMD, in either order. A CMD that
-        does not die of it has then heard of the stop; one that ends well has done its task. If a
-        program outlives its shell, to save its state, the task is not another's until it ends."""
-        waits, dies = "echo $$; read x < fifo", "echo $$; exec sleep 1000"
-        saves = "(read x < fifo; ls jobs/pending | grep $FEMTOQUEUE_ID >> seen) & echo $$; wait"
-        exits = "trap 'exit %d' TERM HUP USR1; echo $$; while sleep 0.01; do :; done"
-        orders = (  # what CMD does, which signal, who hears it first, and what becomes of the task
-            (waits, signal.SIGTERM, "worker", "done"),
-            (dies, signal.SIGTERM, "worker", "pending"),
-            (dies, signal.SIGTERM, "CMD", "pending"),
-            (dies, signal.SIGUSR1, "worker", "pending"),
-            (dies, signal.SIGHUP, "CMD", "pending"),
-            (exits % 143, signal.SIGTERM, "CMD", "pending"),
-            (exits % 143, signal.SIGHUP, "worker", "pending"),
-            (exits % 1, signal.SIGTERM, "worker", "pending"),
-            (exits % 1, signal.SIGTERM, "CMD", "pending"),
-            (exits % 0, signal.SIGTERM, "worker", "done"),
-            (saves, signal.SIGTERM, "worker", "pending"),
-            (saves, signal.SIGTERM, "CMD", "pending"),
-        )
-        self.set_constant(
-            "one signal", 60
-        )  # CMD's end is slow to be seen, and so is a worker's signal
+    def stop_at_work(self, script: str, jobs: int, number: int, first: str) -> None:
+        """Let a worker run `jobs` commands, and send a signal to the worker and the commands. The
+        worker must end with status 0. `first` says who gets the signal first: "CMD", "worker", or
+        "worker alone" if the commands get none."""
+        with self.start_work(script, "-j", str(jobs), "--max-attempts", "1") as process:
+            pids = [int(pid) for pid in process.first_lines(jobs)]
+            if first != "CMD":
+                process.send_signals(number)
+            for pid in pids if first != "worker alone" else ():
+                os.kill(pid, number)
+            if first == "CMD":
+                until_gone(*pids)
+                process.send_signal(number)
+            if script == self.SAVES:
+                self.assertRaises(subprocess.TimeoutExpired, process.wait, 0.2)
+            if "fifo" in script:
+                self.unblock(process, jobs)
+            process.wait(PATIENCE_S)
+        self.assertEqual(process.returncode, 0)
+
+    # Commands that print the pid of their first process. SAVES: the shell starts a program that
+    # outlives it, and that notes whether its task waits already.
+    WAITS, DIES = "echo $$; read x < fifo", "echo $$; exec sleep 1000"
+    EXITS = "trap 'exit %d' TERM HUP USR1; echo $$; while sleep 0.01; do :; done"
+    SAVES = "(read x < fifo; ls jobs/pending | grep $FEMTOQUEUE_ID >> seen) & echo $$; wait"
+    STOPS = (  # the command; the signal; who gets it first; the state of the task afterwards
+        (WAITS, "SIGTERM", "worker alone", "done"),
+        (DIES, "SIGTERM", "worker", "pending"),
+        (DIES, "SIGTERM", "CMD", "pending"),
+        (DIES, "SIGUSR1", "worker", "pending"),
+        (DIES, "SIGHUP", "CMD", "pending"),
+        (EXITS % 143, "SIGTERM", "CMD", "pending"),
+        (EXITS % 143, "SIGHUP", "worker", "pending"),
+        (EXITS % 1, "SIGTERM", "worker", "pending"),
+        (EXITS % 1, "SIGTERM", "CMD", "pending"),
+        (EXITS % 0, "SIGTERM", "worker", "done"),
+        (SAVES, "SIGTERM", "worker", "pending"),
+        (SAVES, "SIGTERM", "CMD", "pending"),
+    )
+
+    def test_stop_finishes_running_commands_and_a_try_that_it_ends_is_no_failure(self) -> None:
+        """After a signal, the worker finishes its commands and takes no more tasks, and no attempt
+        counts that the signal ended."""
+        # A scheduler signals the worker and CMD, in either order. CMD may handle the signal. If CMD
+        # then exits with a status other than 0, the attempt does not count; if it exits with 0, its
+        # task is done. If a program outlives its shell, to save its state, no other worker gets the
+        # task until the program ends.
+        #
+        # After the end of CMD, the worker waits so long for its own signal. On a slow machine, both
+        # may be noticed late.
+        self.set_constant("one signal", 60)
         os.mkfifo("fifo")
-        for jobs, (script, number, first, state) in zip((2, 1) * 6, orders, strict=True):
-            with self.subTest(script, number=number, first=first):
-                more = 2 if first == "worker" else 0
-                self.queue().push_many([b"x"] * (jobs + more))
-                with self.working(script, "-j", str(jobs), "--max-attempts", "1") as process:
-                    pids = [int(pid) for pid in process.begun(jobs)]
-                    if first == "worker":
-                        process.stop(number)
-                    for pid in pids if script != waits else ():
-                        os.kill(pid, number)
-                    if first == "CMD":
-                        until_gone(*pids)
-                        process.send_signal(number)
-                    if script == saves:
-                        self.assertRaises(subprocess.TimeoutExpired, process.wait, 0.2)
-                    if "fifo" in script:
-                        self.let_go_on(process, jobs)
-                    process.wait(PATIENCE_S)
-                self.assertEqual(process.returncode, 0)
-                self.end_all(Counter({state: jobs}) + Counter(pending=more))
+        for jobs, (script, name, first, state) in zip((2, 1) * 6, self.STOPS, strict=True):
+            more = 0 if first == "CMD" else 2
+            self.queue().push_many([b"x"] * (jobs + more))
+            with self.subTest(script, name=name, first=first):
+                self.stop_at_work(script, jobs, signal.Signals[name], first)
+                self.check_and_finish(Counter({state: jobs}) + Counter(pending=more))
         self.assertEqual(os.path.getsize("seen"), 0)
 
     @unittest.skipUnless(os.path.exists("/proc/thread-self/children"), "needs /proc")
-    def test_a_worker_whose_watchdog_is_killed_finishes_what_runs_and_leaves(self) -> None:
-        """A signal to all processes of a job does not end the watchdog."""
+    def test_worker_whose_watchdog_is_killed_finishes_its_commands_and_ends(self) -> None:
+        # A scheduler may signal all processes of its job. SIGUSR1 and SIGTERM do not end the
+        # watchdog, which then still kills the command of a worker that was killed.
         self.queue().push_many([b"x"] * 4)
         os.mkfifo("fifo")
         for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGKILL):
-            with self.working("echo $$; read x < fifo", "--max-attempts", "1") as process:
-                (command,) = map(int, process.begun(1))
+            with self.start_work("echo $$; read x < fifo", "--max-attempts", "1") as process:
+                (command,) = map(int, process.first_lines(1))
                 with open(f"/proc/{process.pid}/task/{process.pid}/children", "rb") as file:
                     (watchdog,) = {*map(int, file.read().split())} - {command}
                 os.kill(watchdog, number)
@@ -9222,36 +9320,38 @@ class CommandLine(QueueCase):
                     until_gone(command)
                     continue
                 until_gone(watchdog)
-                _, err = self.let_go_on(process)
+                _, err = self.unblock(process)
         self.assertEqual(process.returncode, 2)
         self.assertIn(b"watchdog", err)
-        self.end_all({"done": 1, "failed": 2, "pending": 1})
+        self.check_and_finish({"done": 1, "failed": 2, "pending": 1})
 
-    def test_signals_end_work_though_nobody_reads_what_it_says(self) -> None:
-        """They find output that is stuck; and if it is standard error, a log line that is, too."""
+    def test_signals_end_work_even_if_nobody_reads_its_output(self) -> None:
+        # The signals come while the output of a command is stuck. If this output is standard error,
+        # a line of the log is stuck, too.
         self.set_constant("one signal", 0.1)
         self.set_constant("grace", 0.3)
         for output, to in (("stdout", ""), ("stderr", ">&2")):
             self.queue().push_many([b"fails", b"writes"])
             script = f"read x; if test $x = fails; then sleep 0.2; exit 1; fi; yes {to}"
             words = ("-j", "2", "--max-attempts", "1")
-            with self.subTest(output), self.working(script, *words) as process:
+            with self.subTest(output), self.start_work(script, *words) as process:
                 select.select([getattr(process, output)], [], [], 120)
-                until(lambda: len(self.names("failed")) == 2)  # it is full by then
+                until(lambda: len(self.names("failed")) == 2)  # by then the pipe is full
                 process.send_signal(signal.SIGTERM)
                 time.sleep(2 * constant("one signal"))
-                for _ in range(6):  # two may be heard as one
+                for _ in range(6):  # two of these signals may count as one
                     process.send_signal(signal.SIGTERM)
                     with contextlib.suppress(subprocess.TimeoutExpired):
                         process.wait(20)
                         break
                 self.assertEqual(process.returncode, 128 + signal.SIGTERM)
-            self.end_all({"pending": 1, "failed": 1})
+            self.check_and_finish({"pending": 1, "failed": 1})
             self.queue().purge(0, "failed")
 
     @unittest.skipUnless(os.path.exists("/proc/self/stat"), "needs /proc")
-    def test_a_worker_that_is_killed_as_a_job_ends_leaves_no_program_of_it(self) -> None:
-        """Its shell has ended by then: by the time limit, by a scheduler, or by a second signal."""
+    def test_worker_that_is_killed_while_a_job_ends_leaves_no_process_of_the_job(self) -> None:
+        # The shell of the job has ended by then: by the time limit, by a scheduler's signal, or by
+        # a second signal.
         for words, signals in ((("--task-timeout", "1s"), 0), ((), 1), ((), 2)):
             with self.subTest(signals=signals):
                 self.queue().push(b"x")
@@ -9261,9 +9361,9 @@ class CommandLine(QueueCase):
     def test_the_second_signal_goes_to_a_program_that_has_outlived_its_shell(self) -> None:
         self.queue().push(b"x")
         program = "trap 'echo >> saved; exit' TERM; echo $$; while sleep 0.01; do :; done"
-        with self.working(f"echo $$; sh -c {shlex.quote(program)} & wait") as process:
-            shell, child = map(int, process.begun(2))
-            process.stop(signal.SIGTERM)
+        with self.start_work(f"echo $$; sh -c {shlex.quote(program)} & wait") as process:
+            shell, child = map(int, process.first_lines(2))
+            process.send_signals(signal.SIGTERM)
             os.kill(shell, signal.SIGTERM)
             until(lambda: not os.path.exists(f"/proc/{shell}"))
             time.sleep(2 * constant("one signal"))
@@ -9271,14 +9371,20 @@ class CommandLine(QueueCase):
             process.wait(PATIENCE_S)
             until_gone(child)
         self.assertTrue(os.path.exists("saved"))
-        self.end_all({"pending": 1})
+        self.check_and_finish({"pending": 1})
 
     def kill_as_a_job_ends(self, signals: int, *words: str) -> None:
+        """Kill a worker when the shell of its job has ended, and wait until the program ends that
+        the shell has started.
+
+        signals: 0: the time limit ends the shell. 1: a signal to the worker and to the shell ends
+        it. 2: a second signal to the worker ends it.
+        """
         program = "trap '' TERM; echo $$; while sleep 0.01 && test -d jobs; do :; done"
-        with self.working(f"echo $$; sh -c {shlex.quote(program)} & wait", *words) as process:
-            shell, child = map(int, process.begun(2))
+        with self.start_work(f"echo $$; sh -c {shlex.quote(program)} & wait", *words) as process:
+            shell, child = map(int, process.first_lines(2))
             if signals:
-                process.stop(signal.SIGTERM)
+                process.send_signals(signal.SIGTERM)
                 time.sleep(2 * constant("one signal"))
                 os.kill(shell if signals == 1 else process.pid, signal.SIGTERM)
             until(lambda: not os.path.exists(f"/proc/{shell}"))
@@ -9286,25 +9392,26 @@ class CommandLine(QueueCase):
             process.kill()
             until_gone(child)
 
-    def test_a_killed_worker_leaves_no_command_and_its_tasks_are_anothers_at_once(self) -> None:
-        """Whatever it had told the watchdog by then: each command tells of itself first."""
+    def test_killed_worker_leaves_no_command_and_others_get_its_tasks_at_once(self) -> None:
+        # This holds however many commands the worker has started: each command tells the watchdog
+        # its pid before it begins.
         self.queue().push_many([b"x"] * 30)
         for begun in (1, 5, 20):
             words = ("-j", "30", "--max-attempts", "9", "--timeout", "1000s")
-            with self.working("echo $$; exec sleep 1000", *words) as process:
-                pids = process.begun(begun)
+            with self.start_work("echo $$; exec sleep 1000", *words) as process:
+                pids = process.first_lines(begun)
                 process.kill()
-                pids += process.stdout.read().decode().split()  # until nobody has it any more
+                pids += process.stdout.read().decode().split()  # ends when all commands have ended
             until_gone(*pids)
         self.assertEqual(len(self.drain(self.queue(None))), 30)
 
 
-# Words and weight
+# What the README and the docstring of the module say
 
 
 class Documents(QueueCase):
-    """What the README and the docstring say runs as it stands, in a directory that holds
-    femtoqueue.py and nothing else. (.ci/lint.py has what reads their text.)"""
+    """The programs and commands of the README and of the module's docstring run as they are
+    printed, in a directory that holds nothing but femtoqueue.py. (.ci/lint.py checks the text.)"""
 
     def setUp(self) -> None:
         super().setUp()
@@ -9312,32 +9419,34 @@ class Documents(QueueCase):
         self.go_to(self.path)
 
     def go_to(self, path: str) -> None:
-        """Work in a directory from here on, beside a copy of femtoqueue.py."""
+        """Make a directory the current one, and copy femtoqueue.py into it."""
         os.chdir(path)
         shutil.copy(os.path.join(HERE, "femtoqueue.py"), ".")
 
-    def run_it(self, *command: str) -> str:
-        """Run a command, and return what it prints: nothing goes wrong."""
+    def run_command(self, *command: str) -> str:
+        """Run a command, which must succeed without a message, and return its output."""
         status, out, err = run_guarded(*command, env=os.environ)
         self.assertEqual((status, err), (0, ""), command[-1])
         return out
 
     def run_python(self, code: str) -> str:
-        return self.run_it(sys.executable, "-S", "-W", "error", "-c", code)
+        return self.run_command(sys.executable, "-S", "-W", "error", "-c", code)
 
     def blocks(self, language: str = "") -> list[tuple[str, str]]:
-        """Return the README's blocks of code, each with its language; or those of one language."""
+        """Return the language and the text of each code block of the README. With `language`, only
+        blocks in this language are returned."""
         with open(os.path.join(HERE, "README.md"), encoding="utf-8") as file:
             found = re.findall(r"(?ms)^```(\w+)\n(.*?)^```$", file.read())
         return [it for it in found if language in ("", it[0])]
 
-    def block(self, start: str, language: str = "python") -> str:
-        """Return the only block that has this text."""
-        (found,) = (code for _, code in self.blocks(language) if start in code)
+    def block(self, text: str, language: str = "python") -> str:
+        """Return the only block that contains this text."""
+        (found,) = (code for _, code in self.blocks(language) if text in code)
         return found
 
-    def plain(self, text: str) -> list[str]:
-        """Return lines without what differs each time: ids, deadlines, times, and widths."""
+    def without_variable_parts(self, text: str) -> list[str]:
+        """Return the lines of a text, with placeholders for the parts that differ in each run: ids,
+        deadlines, times and the widths of columns."""
         for pattern, plain in (
             (r"\d{20}~(?=\d+~)", "DEADLINE~"),
             (r"\d{20}-[0-9a-f]{8}", "ID"),
@@ -9354,9 +9463,12 @@ class Documents(QueueCase):
         code = "\n".join(line[4:] for line in match[1].splitlines())
         self.assertIn("resize 42.png", self.run_python(code))
 
-    def test_each_program_of_the_readme_prints_what_it_says(self) -> None:
-        """What stands in the block of text after it, or in comments behind its print()s. One whose
-        first line is the name of a file is part of a service, which has a test of its own."""
+    def test_each_program_of_the_readme_prints_what_the_readme_says(self) -> None:
+        """Each program prints what stands in the text block after it, or in the comments behind its
+        print()s."""
+        # Three kinds of programs have tests of their own: the parts of a service, whose first line
+        # is the name of a file; the idea of the queue; and the program that drains a queue of
+        # femtoqueue 0.4.2.
         blocks, count = [*self.blocks(), ("", "")], 0
         for (language, code), (next_language, text) in itertools.pairwise(blocks):
             if language != "python" or re.match(r"# \w+\.py\n|import os, time|.*\bhashlib", code):
@@ -9370,7 +9482,7 @@ class Documents(QueueCase):
         self.assertGreater(count, 10)
 
     def test_an_old_python_is_told_which_one_is_needed(self) -> None:
-        """The import raises ImportError. The command line ends with one line."""
+        """With an old Python, the import raises ImportError, and a command prints one line."""
         old = "import sys; sys.version_info, sys.version = (3, 9, 18), '3.9.18 (main)'; "
         wanted = "femtoqueue needs Python 3.10 or later, not 3.9.18\n"
         for code, error in (
@@ -9391,7 +9503,7 @@ class Documents(QueueCase):
         self.assertEqual(self.run_python(code).strip(), "set()")
 
     def sh(self, script: str) -> str:
-        """Run a script, in which `femtoqueue` is the command; return all that it prints."""
+        """Run a shell script, in which `femtoqueue` is a command. Return all that is printed."""
         python = f"{sys.executable} -W error"
         begin = f'python3() {{ {python} "$@"; }}; femtoqueue() {{ python3 -m femtoqueue "$@"; }}'
         env = {**os.environ, "LC_ALL": "C"}
@@ -9399,7 +9511,7 @@ class Documents(QueueCase):
 
     @FORK
     def test_each_transcript_shows_what_its_commands_print(self) -> None:
-        """But ids, times and the widths of columns."""
+        # Ids, times and the widths of columns may differ.
         transcripts = [text for _, text in self.blocks("console") if "curl" not in text]
         self.assertGreater(len(transcripts), 3)
         for text in transcripts:
@@ -9407,33 +9519,43 @@ class Documents(QueueCase):
             commands = re.findall(r"(?m)^\$ (.*)$", text)
             said = self.sh("\n".join(f"echo {shlex.quote(f'$ {it}')}\n{it}" for it in commands))
             with self.subTest(text):
-                self.assertEqual(self.plain(said), self.plain(text))
+                self.assertEqual(
+                    self.without_variable_parts(said), self.without_variable_parts(text)
+                )
 
     @FORK
-    def test_the_script_of_files_works_on_each_name(self) -> None:
+    def test_script_of_the_readme_for_files_works_on_each_file(self) -> None:
         said = self.sh(self.block("photos", "sh"))
         for text in ("photos/a b.jpg", "photos/c.jpg", '"pending": 0, "scheduled": 0, "inflight"'):
             self.assertIn(text, said)
         self.assertNotIn("waits too long", said)
 
+    def start_service(self, port: int) -> Any:
+        """Start the programs of the README's web service. Return the output of the last program,
+        worker.py."""
+        process: Any = None
+        parts = [code for _, code in self.blocks("python") if re.match(r"# \w+\.py\n", code)]
+        for code in parts:
+            name = code[2 : code.index("\n")]
+            self.put(name, code.replace("8000", str(port)).encode(), "")
+            pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
+            process = subprocess.Popen([sys.executable, name], stdout=pipe, stderr=nowhere)
+            self.addCleanup(process.communicate)
+            self.addCleanup(process.kill)
+        return process.stdout
+
     @FORK
-    def test_the_web_service_takes_tasks_that_the_worker_beside_it_does(self) -> None:
-        """It says what its transcript says. Its port is another one, which is free."""
+    def test_web_service_of_the_readme_takes_tasks_and_its_worker_does_them(self) -> None:
+        """The web service gives the answers of the README's transcript, and its worker does the
+        tasks."""
+        # The service uses a free port, in place of port 8000.
         import http.client
         import socket
 
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        process: Any = None
-        parts = [code for _, code in self.blocks("python") if re.match(r"# \w+\.py\n", code)]
-        for code in parts:
-            self.put(code[2 : code.index("\n")], code.replace("8000", str(port)).encode(), "")
-            worker = [sys.executable, code[2 : code.index("\n")]]
-            process = subprocess.Popen(worker, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-            self.addCleanup(process.communicate)
-            self.addCleanup(process.kill)
-        worked = process.stdout  # of worker.py, the last of them
+        worked = self.start_service(port)
 
         def ask(method: str, path: str, body: str | None = None) -> str:
             connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
@@ -9454,12 +9576,11 @@ class Documents(QueueCase):
         until(lambda: "done" in ask("GET", path))
         said += [ask("GET", path), ask("GET", "/unknown")]
         shown = [it for it in transcript.splitlines() if not it.startswith("$")]
-        self.assertEqual(
-            self.plain("".join(said)), [*self.plain("\n".join(shown)), '{"state": null}']
-        )
+        wanted = [*self.without_variable_parts("\n".join(shown)), '{"state": null}']
+        self.assertEqual(self.without_variable_parts("".join(said)), wanted)
 
-    def test_the_long_work_resumes_where_a_killed_worker_stopped(self) -> None:
-        """Its worker is killed after seven rows; the next one saves the last three only."""
+    def test_long_task_of_the_readme_resumes_where_a_killed_worker_stopped(self) -> None:
+        """If a worker is killed after seven of ten rows, the next worker saves only three rows."""
         work = self.block('q.push(b"10 rows")')
         dying = f"import os\n{work}\n            if row == 6: os.kill(os.getpid(), 9)\n"
         died = subprocess.run([sys.executable, "-c", dying], check=False)
@@ -9467,8 +9588,8 @@ class Documents(QueueCase):
         again = re.sub(r'q\.push\(b"10 rows"\).*\n', "", work) + "\n            print(row, end=' ')"
         self.assertEqual(self.run_python(again), "7 8 9 ")
 
-    def test_a_second_delivery_changes_nothing(self) -> None:
-        """As after a death between the commit of the database and done()."""
+    def test_second_delivery_to_the_database_of_the_readme_changes_nothing(self) -> None:
+        # A worker that dies between the commit of the database and done() causes a second delivery.
         import sqlite3
 
         for _ in range(2):
@@ -9477,10 +9598,10 @@ class Documents(QueueCase):
                 os.rename(f"jobs/done/{name}", f"jobs/pending/{name}")
         with contextlib.closing(sqlite3.connect("app.db")) as db:
             rows = db.execute("SELECT data FROM invoices").fetchall()
-        self.assertEqual(rows, [(b"invoice 7",)] * 2)  # of three deliveries
+        self.assertEqual(rows, [(b"invoice 7",)] * 2)  # two tasks, of which one came twice
 
     @FORK
-    def test_the_nightly_job_is_there_once_after_two_starts(self) -> None:
+    def test_nightly_job_of_the_readme_is_scheduled_once_after_two_starts(self) -> None:
         nightly = self.block("if not q.contains")
         due = "at_s = q.peek(key='backup').until.timestamp(); "
         due += "print(q.stats().scheduled, at_s % 86400, 0 < at_s - time.time() <= 86400)"
@@ -9495,12 +9616,13 @@ class Documents(QueueCase):
         command = command.replace("/usr/local/bin/resize", "cat")
         FemtoQueue("jobs").push_many([b"a\n", b"b\n"])
         drained = f"{sys.executable} -c 'from femtoqueue import *; FemtoQueue(\"jobs\").join()'"
-        said = self.run_it("sh", "-c", f"{command} 2> err & {drained}; kill $!; wait $!")
+        said = self.run_command("sh", "-c", f"{command} 2> err & {drained}; kill $!; wait $!")
         self.assertEqual((sorted(said.split()), settings["Restart"]), (["a", "b"], "always"))
 
     @FORK
-    def test_the_commands_of_cron_and_of_the_image_work_on_what_is_pushed(self) -> None:
-        """A job of yesterday that was not done does not wait twice; the last is that of PID 1."""
+    def test_commands_of_the_crontab_and_of_the_image_run_the_pushed_tasks(self) -> None:
+        # The second push adds no task, because the job of yesterday still waits. The last job is
+        # done by the command of the image, which runs as PID 1 there.
         push, work = (it.split(None, 5)[5] for it in self.block("--key", "crontab").splitlines())
         words = json.loads(self.block("CMD", "dockerfile").partition("CMD ")[2])
         self.assertEqual(words.pop(0), "python")
@@ -9508,8 +9630,8 @@ class Documents(QueueCase):
         for name in ("report", "resize"):
             os.chmod(self.put(name, b"#!/bin/sh\ncat; echo\n", ""), 0o755)
         script = "\n".join((push, push, work.replace("10s", "0s"), push, image))
-        for place, here in (("/usr/local/bin/femtoqueue", "femtoqueue"), ("/usr/local/bin", ".")):
-            script = script.replace(place, here)
+        for old, new in (("/usr/local/bin/femtoqueue", "femtoqueue"), ("/usr/local/bin", ".")):
+            script = script.replace(old, new)
         said = self.sh(re.sub("(/srv)?/jobs", "jobs", script)).splitlines()
         self.assertEqual((said[0], said[2]), (said[1], "nightly report"))
         self.assertNotEqual(said[0], said[3])
@@ -9517,14 +9639,16 @@ class Documents(QueueCase):
 
     @FORK
     def test_an_element_of_the_slurm_array_gives_back_what_it_can_not_finish(self) -> None:
-        """And one with nothing to do leaves. The scheduler signals the shell only."""
+        """An element of the array gives back a task that it can't finish, and ends if there is
+        nothing to do."""
+        # The scheduler signals only the shell.
         script = self.block("#SBATCH", "bash")
-        for here, there in (("sleep 45", "sleep 1"), ("5m", "0s"), ("python3", sys.executable)):
-            self.assertIn(here, script)
-            script = script.replace(here, there)
+        for old, new in (("sleep 45", "sleep 1"), ("5m", "0s"), ("python3", sys.executable)):
+            self.assertIn(old, script)
+            script = script.replace(old, new)
         self.put("element", script.encode(), "")
         os.chmod(self.put("task.sh", b"#!/bin/sh\necho begun\nexec sleep 1000\n", ""), 0o755)
-        said = self.run_it(
+        said = self.run_command(
             *("sh", "-c"),
             f"""export SLURM_CPUS_PER_TASK=2 SLURM_ARRAY_JOB_ID=7 SLURM_ARRAY_TASK_ID=1
             exec 2> err; sh element && {sys.executable} -m femtoqueue push jobs x
@@ -9535,8 +9659,8 @@ class Documents(QueueCase):
         task = FemtoQueue("jobs").pop()
         self.assertEqual(task and (task.data, task.attempts), (b"x", 1))
 
-    def test_the_idea_of_it_works_on_bare_system_calls(self) -> None:
-        """In at most 25 lines, and from a second process as from the first."""
+    def test_idea_of_the_queue_works_with_bare_system_calls(self) -> None:
+        """The program of at most 25 lines handles a task in each of two processes."""
         code = self.block("import os, time")
         self.assertLessEqual(len(code.splitlines()), 25)
         for state in ("creating", "pending", "inflight", "done"):
@@ -9550,15 +9674,19 @@ class Documents(QueueCase):
     def write_old(
         self, state: str, time_us: int, payload: bytes, digest: bytes | None = None
     ) -> str:
-        """Write a task as 0.4.2 does: a version, 7 zero bytes, the md5 of the payload, and it. Its
-        name is the time in microseconds, and the text of a method that it forgets to call."""
+        """Write the file of a task as femtoqueue 0.4.2 did, and return its path.
+
+        The file has a version byte, 7 zero bytes, the md5 of the payload, and the payload. The name
+        has the time in microseconds, and the repr() of a method, which 0.4.2 forgot to call.
+        """
         name = f"{time_us}_<built-in method hex of bytes object at 0x7f{time_us % 997:010x}>"
         os.makedirs(os.path.join("old", state), exist_ok=True)
         content = b"\1" + bytes(7) + (digest or hashlib.md5(payload).digest()) + payload
         return self.put(name, content, f"old/{state}")
 
-    def test_what_waits_or_was_in_progress_comes_over_in_its_order_and_at_its_time(self) -> None:
-        """What is corrupt or finished stays, and a second run adds nothing."""
+    def test_unfinished_tasks_of_0_4_2_come_over_in_their_order_and_at_their_time(self) -> None:
+        """Tasks that waited or were in progress come over, in order, and a second run adds none."""
+        # Corrupt and finished tasks stay in the old queue.
         now_us = int(time.time() * 1e6)
         due_us = now_us + 3600 * 10**6
         payloads = [b"0", b"1", b"2", b"3", b""]
@@ -9583,14 +9711,15 @@ class Documents(QueueCase):
 # Races that need a test of their own
 
 
-class Meeting(QueueCase):
+class Races(QueueCase):
     """Races of two operations, or of an operation and a signal, that the tests which try every
     system call do not reach."""
 
     def test_two_tasks_pushed_during_a_listing_are_delivered_in_order(self) -> None:
-        """RACE: another worker pushes tasks while pop() lists pending/. The listing has already
-        passed the place of the oldest one, and returns only the younger ones. The oldest is still
-        delivered first. This also holds if most of the listed names are foreign."""
+        # RACE: another worker pushes tasks while pop() lists pending/. The listing has already
+        # passed the place of the oldest new task, and returns only the younger ones. The oldest new
+        # task is still delivered before them. This also holds if most of the listed names are
+        # foreign.
         for before, foreign, meanwhile in ((0, 0, 300), (300, 0, 300), (0, 300, 2)):
             q, pushed = self.new_queue(), list[str]()
             self.assertIsNone(q.pop())
@@ -9609,7 +9738,7 @@ class Meeting(QueueCase):
             self.assertEqual(ids, sorted(ids))
 
     def test_push_of_a_signal_handler_while_an_id_is_made_gets_another_id(self) -> None:
-        """The signal may come before any line of new_id()."""
+        # The signal may come before any line of new_id().
         q, ids = self.queue(), list[str]()
         for number in itertools.count():
             with at_line(number, lambda: ids.append(q.push(b"handler")), ("new_id",)) as came:
@@ -9620,8 +9749,8 @@ class Meeting(QueueCase):
         self.assertEqual(len(self.names("pending")), len(ids))
 
     def test_claim_that_loses_a_race_does_not_disturb_the_winner_in_another_thread(self) -> None:
-        """RACE: a thread has claimed a task by take() and is reading the payload. In another thread
-        of the same object, pop() fails to claim the same task. It must deliver the next task."""
+        # RACE: a thread has claimed a task by take() and is reading the payload. In another thread
+        # of the same object, pop() fails to claim the same task. pop() must deliver the next task.
         q, got = self.queue(), list[FemtoTask | None]()
         _, wanted, last = q.push_many([b"1", b"2", b"3"])
         self.pop(q)
@@ -9640,8 +9769,8 @@ class Meeting(QueueCase):
 
     @FORK
     def test_mount_that_hangs_does_not_block_a_queue_on_another_mount(self) -> None:
-        """A thread hangs while it opens or closes a lock file. Meanwhile push() to a queue on
-        another mount does not wait, and a fork waits only for a moment."""
+        """While a thread hangs in the open or close of a lock file, push() to a queue on another
+        mount does not wait, and a fork waits only for a moment."""
         for event in ("open", "close"):
             with self.subTest(event):
                 self.check_push_and_fork_while_hanging(event)
@@ -9677,8 +9806,8 @@ class Meeting(QueueCase):
 
     @FORK
     def test_fork_while_another_thread_opens_a_lock_gives_the_child_no_copy(self) -> None:
-        """RACE: a thread forks just after another thread has opened its lease directory. If the
-        child had a copy of that descriptor, it would hold the lock when the worker is dead."""
+        # RACE: a thread forks just after another thread has opened its lease directory. If the
+        # child had a copy of that descriptor, it would hold the lock when the worker is dead.
         q, children = self.queue(), list[Child]()
 
         def work(child: Child) -> None:
@@ -9700,7 +9829,7 @@ class Meeting(QueueCase):
 
     @FORK
     def test_lease_is_renewed_although_its_key_is_pushed_all_the_time(self) -> None:
-        """The lock of the key is free only for moments: here in one of 40 tries to get it."""
+        # The lock of the key is free only for moments: here for one of 40 attempts to get it.
         q, tries, flock = self.queue(timeout_stale_ms=1500), itertools.count(), fcntl.flock
         task = leased(q, key="k")
         assert task.until is not None
@@ -9741,8 +9870,8 @@ class Meeting(QueueCase):
 
     @FORK
     def test_coroutine_that_finds_its_key_locked_looks_again_soon(self) -> None:
-        """RACE: a push still holds the lock of the key when its event has woken the coroutine. No
-        other event comes when the push has released the lock, so that the coroutine must poll."""
+        # RACE: a push still holds the lock of the key when its event has woken the coroutine. No
+        # other event comes when the push has released the lock, so that the coroutine must poll.
         q, pauses_ms = self.queue(), list[int]()
 
         def note(poll: Poll, ms: int) -> list[Any]:
@@ -9763,15 +9892,14 @@ class Meeting(QueueCase):
 
     @FORK
     def test_close_in_another_thread_while_pop_reads_a_task_leaves_no_lease(self) -> None:
-        """RACE: another thread closes the queue while pop() reads the task that it has claimed.
-
-        If the key of the task is locked, close() can't end the lease. Then pop() puts the task
-        back, uncounted, and returns None.
-
-        If the task can't be read, pop() puts it back and raises, and the delivery counts. This
-        holds even where close() leaves the lease alone: the queue is detached, or another object
-        with its node_id lives.
-        """
+        """If another thread closes the queue while pop() reads a task, pop() puts the task back."""
+        # RACE: the other thread calls close() after pop() has claimed the task. If the key of the
+        # task is locked, close() can't end the lease. Then pop() puts the task back, uncounted, and
+        # returns None.
+        #
+        # If the task can't be read, pop() puts it back and raises, and the delivery counts. This
+        # holds even where close() leaves the lease alone: the queue is detached, or another object
+        # with its node_id lives.
         for key, is_detached in (("k", False), (None, True), (None, False)):
             q = self.new_queue(timeout_stale_ms=None, max_attempts=2, detached=is_detached)
             namesake = None if key else self.queue(timeout_stale_ms=None)
@@ -9796,8 +9924,7 @@ class Meeting(QueueCase):
 # Classes side by side
 
 
-# The classes that take longest. They start first, so that no long one is left to run alone at the
-# end.
+# The classes that take longest. They start first, so that none of them runs alone at the end.
 LONGEST = (
     *("CommandLine", "KeyedInterrupted", "KeyedInterruptedOnSharedFileSystem"),
     *("KeyedInterruptedByRename", "Faults"),
@@ -9839,8 +9966,8 @@ def print_result(name: str, output: Any, status: int, is_verbose: bool) -> None:
 
 
 def run_side_by_side(names: list[str], switches: list[str], processes: int) -> list[str]:
-    """Run each class in a process, so many processes at a time; return the names of the classes
-    that failed. With -f, the first failure ends the run.
+    """Run each class in a process of its own, at most `processes` at a time. Return the names of
+    the classes that failed. With -f, the first failure ends the run.
 
     The process group of a class is killed when its process has ended. When the run ends, by Ctrl-C
     or SIGTERM too, the groups of all running classes are killed.
@@ -9897,7 +10024,8 @@ def main() -> int:
     affinity = getattr(os, "sched_getaffinity", None)
     processes = 1 + (len(affinity(0)) if affinity else os.cpu_count() or 1)
     began_s = time.monotonic()
-    # A killed test leaves directories behind. All of them are in these two, which are removed.
+    # A killed test leaves directories behind. They are all inside the two directories that are made
+    # here, and removed at the end.
     made = functools.partial(
         tempfile.TemporaryDirectory, prefix="femtoqueue-tests-", ignore_cleanup_errors=True
     )

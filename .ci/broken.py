@@ -521,7 +521,7 @@ a child closes its parent's locks, even if Ctrl-C came during the fork | Livenes
 a task is delivered again if Ctrl-C ends the block of processing() | Work
 -        except BaseException:  # trouble with the disk, or
 +        except Exception:  # trouble with the disk, or
-the older of two pushes during a listing with foreign files comes first | Meeting
+the older of two pushes during a listing with foreign files comes first | Races
 -            if self.seen <= _AT_ONCE:
 +            if len(self.names) <= _AT_ONCE:
 a housekeeping job pauses for longer than it took | Faults
@@ -587,10 +587,10 @@ retry() of a task raises an error if its key has another task | Model
 close() ends a wait in another thread | Waiting hangs
 -                if found is not None or left_s <= 0 or self._lease_dir.close_count != close_count:
 +                if found is not None or left_s <= 0:
-a wait notices that pending/ was replaced | Hearing hangs
+a wait notices that pending/ was replaced | WaitingWithInotify hangs
 -        if self._watch():
 +        if not self._watches:
-a wait lists a replaced pending/ after it began to watch it | Hearing hangs
+a wait lists a replaced pending/ after it began to watch it | WaitingWithInotify hangs
 -        return self._watches != before
 +        return False
 a `pop` that can't print the payload does not print the path of the lease | CommandLine
@@ -685,28 +685,28 @@ the second signal ends `work` even if the write of a log line blocks | CommandLi
 a signal to all processes of a job does not end the watchdog | CommandLine
 -    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
 +    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-the younger of two pushes during a listing does not come first | Meeting
+the younger of two pushes during a listing does not come first | Races
 -                self.names = older
 a TimeoutError from a signal handler does not count as a disk error of a job | Faults
 -    if error.errno is None:
 +    if error is None:
-a fork does not copy a lock that another thread is opening | Meeting
+a fork does not copy a lock that another thread is opening | Races
 -        with _no_fork():
 +        if path:
              self.fd = self._open(path, flags, data_dir)
-a renewal gets a key's lock even if the key is pushed all the time | Meeting
+a renewal gets a key's lock even if the key is pushed all the time | Races
 -                time.sleep(_LOCK_PAUSE_S)
 +                return False
 a synced push that raises an error restores the earlier payload | Keyed
 -                    self._files.swap(new_path, path)
-repair() retries soon if a key's lock is held | Meeting
+repair() retries soon if a key's lock is held | Races
 -                self._worker.house.repairing.sooner(1)
-take_async() retries soon if a key's lock is held | Meeting
+take_async() retries soon if a key's lock is held | Races
 -                self.house.wake_s = min(self.house.wake_s, time.monotonic() + 0.01)
 a claim that could be neither read nor undone is not a delivery | Faults
 - self.lease_dir.undelivered.pop(lease, None) or orphans.get(lease)
 + self.lease_dir.undelivered.pop(lease, None)
-a task that a reclaim could not put back is not delivered | Meeting
+a task that a reclaim could not put back is not delivered | Races
 -            return  # RACE: the lock of the key is busy. The next reclaim tries again.
 +            self.lease_dir.undelivered[lease] = source or ""
 +            return
@@ -716,7 +716,7 @@ a claim that could not be undone does not end as a delivery | InterruptedDeliver
 a claim whose undo failed is put back uncounted later | Faults
 -                self.orphans[lease.path] = target
 +                self.orphans[lease.path] = self.undelivered.clear()
-a file that can't be claimed does not delay other tasks | Meeting
+a file that can't be claimed does not delay other tasks | Races
 -            place = self.back_path(place, _attempts_of(place))
 a task found by a wait is put back uncounted if the caller does not get it | InterruptedDelivery
 -        if found is not None or time.monotonic() >= end_s:
@@ -726,7 +726,7 @@ a task found by a wait is put back uncounted if the caller does not get it | Int
 a task found by a coroutine goes back uncounted if the caller does not get it | InterruptedDelivery
 -            return self.hand_over(await asyncio.wrap_future(request.answer))
 +            return await asyncio.wrap_future(request.answer)
-a claim that is lost leaves another worker's claim of the same task alone | Meeting hangs
+a claim that is lost leaves another worker's claim of the same task alone | Races hangs
 -        self.undelivered.pop(path, None)
 +        self.undelivered.clear()
 work() raises the error of a task that can't be ended | Work
@@ -735,7 +735,7 @@ work() raises the error of a task that can't be ended | Work
 -            held = q.attach(task.id)
 +            held = q.attach(task.path)
 a stop that comes just before a wait is noticed in time | CommandLine
--                thread.join(_ONE_SIGNAL_S / 2)
+-                thread.join(_SIGNAL_POLL_S)
 +                thread.join(_BASE_INTERVAL_S)
 a command that is ended by a signal of its own has failed | CommandLine
 -        return self._is_told.wait(_ONE_SIGNAL_S if may_be else 0)
@@ -759,7 +759,7 @@ another host's ticket is passed over when it is stale, not earlier | SharedTicke
 ; hosts: tickets ~ turns overlap
 -st_mtime > self._stale_s
 +st_mtime > 0
-Ctrl-C at the end of a turn lets the next member have its turn | Meeting
+Ctrl-C at the end of a turn lets the next member have its turn | Races
 -                self._held_tickets.pop(member, None)
 a ticket is not drawn with a number that another host drew meanwhile | SharedTickets
 -        if self._last_name() > f"last~{number:020d}":

@@ -33,7 +33,7 @@ import femtoqueue
 import test
 
 LIMITS = {
-    "tokens of code": 42_632,
+    "tokens of code": 42_641,
     "lines of code": 4_751,
 }
 DOORS = {  # names of annexes that rooms above them may use
