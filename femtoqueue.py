@@ -1402,10 +1402,10 @@ _fork_hooks: weakref.WeakKeyDictionary[Any, Callable[[Any], None]] = weakref.Wea
 def _before_fork() -> None:
     """Take _fork_lock, and wait until no other thread is in a block of _no_fork().
 
-    The wait has a limit, for two reasons. First, a thread whose mount hangs has no descriptor yet,
-    so the fork is safe. Second, a thread whose block was ended by Ctrl-C may stay in
-    _no_fork_threads as long as the exception lives. Ctrl-C also ends this wait, but the fork goes
-    on."""
+    The wait has a limit, because two kinds of threads may stay in _no_fork_threads for long. One is
+    a thread whose open() hangs. It has no descriptor yet, so the fork is safe. The other is a
+    thread whose block was ended by Ctrl-C, and whose exception still lives. Ctrl-C in this thread
+    also ends the wait, but the fork goes on."""
     _fork_lock.acquire()
     end_s = time.monotonic() + _FORK_WAIT_S
     while _no_fork_threads - {threading.get_ident()} and time.monotonic() < end_s:
@@ -1945,7 +1945,7 @@ class _QueueClock:
         self._files, files.clock = files, self
         # The <boot> in the leases of a process that can't see the boot id, or can't write the clock
         # file, and so has a clock of its own. Only processes of this kernel use this tag.
-        self.no_id_tag = _boot_tag(_time_namespace(), files.root) if files.is_local else ""
+        self.own_clock_tag = _boot_tag(_time_namespace(), files.root) if files.is_local else ""
         self.init_worker()
         self.boot, self.anchor_ns = self._open()
 
@@ -1959,7 +1959,7 @@ class _QueueClock:
     def boots(self) -> tuple[str, str]:
         """Two values of <boot> that only processes of this kernel use. The holder of a lease with
         one of these values is dead if the lock of the lease directory is free."""
-        return self.boot, self.no_id_tag
+        return self.boot, self.own_clock_tag
 
     def now_ns(self) -> int:
         return _monotonic_ns() + self.anchor_ns
@@ -2004,7 +2004,7 @@ class _QueueClock:
                 # at tasks, to drain the queue and to purge.
                 self._name = ""
                 _log().warning("no shared clock for this process: %s", error)
-        return self.no_id_tag or os.urandom(4).hex(), _compute_anchor(self._files)
+        return self.own_clock_tag or os.urandom(4).hex(), _compute_anchor(self._files)
 
     def _boot_without_id(self) -> str:
         """Return the tag in the name of a clock file that agrees with the wall clock, for a process
@@ -3231,12 +3231,13 @@ class _Housekeeper:
         A lease of our boot is usually of our clock. There are two exceptions. First, each process
         that can't see the boot id has a clock of its own. Second, on a file system of several
         hosts, the clock file may have been made anew after this host was suspended (_went_back).
-        Workers that lived before keep the old clock. A lease of such a worker is known by its
-        deadline: by our clock, the deadline is longer ago than the claim or renewal that set it."""
+        Workers that lived before keep the old clock. Their clock is behind ours. So a lease of such
+        a worker seems to have ended before it was claimed or renewed, and does not count as a lease
+        of our clock."""
         length_ns, clock = self._worker.length_ns, self._clock
         if length_ns >= _FOREVER_NS or entry.boot == _DETACHED:
             return False
-        has_own_clock = clock.boot == clock.no_id_tag
+        has_own_clock = clock.boot == clock.own_clock_tag
         is_ours = entry.boot == clock.boot and (
             not has_own_clock or entry.directory == self._lease_dir.directory
         )
@@ -3308,7 +3309,7 @@ class _Housekeeper:
         self._purging.every_s = min(max(_BASE_INTERVAL_S, keep_s / 10), 600.0)
 
     def remove_stale_files(self) -> None:
-        """Remove the files that killed processes left: see stale_files(). No task is lost. Such a
+        """Remove the files that killed processes left: see stale_files(). No task is lost: a stale
         file in creating/ is of a call that did not return, or has an older payload that was
         replaced. Also replace large empty directories, and restore the clock file."""
         before_s = time.time() - _LEFTOVER_NS / 1e9
@@ -4515,20 +4516,19 @@ class _KeyStates:
 #       6. save U in keys/<hash>, unless    U new          new is delivered
 #          U is T
 #
-#     With sync_after_write, C is synced in step 1, and U after step 3 and after step 4.
-#     If names cannot be exchanged, and U is in scheduled/, step 4 renames C over U, and step 5 has
-#     nothing to do.
-#     In two cases, _add_or_buffer() puts the new payload behind U instead. First, names cannot be
-#     exchanged, and U is in pending/. Second, a payload is behind the task already. In both cases,
-#     step 4 and step 5 are as follows:
+#     With sync_after_write, C is synced in step 1, and U after step 3 and after step 4. If names
+#     cannot be exchanged, and U is in scheduled/, step 4 renames C over U, and step 5 has nothing
+#     to do. The new payload is put behind U instead, by _add_or_buffer(), if names cannot be
+#     exchanged and U is in pending/, or if a payload is behind the task already. After the steps 1
+#     to 3, the steps are:
 #
 #       4. save U and K in keys/<hash>      U old, C new   old is delivered; find_or_repair() sees
 #                                                          that K is missing, and corrects the state
 #       5. rename C to K                    U old, K new   the next claim takes K along
 #
-#     If an older payload is behind the task already, the new payload gets the id and the place of
-#     the older one. Step 5 is then replaced by the steps 3 to 5 of the first table, with the older
-#     payload as T. After a kill, the next claim takes along the payload that is in keys/.
+#     If an older payload is behind the task already, K is its path, and the new payload gets its
+#     id. So step 5 is: rename K to its new time, if the time changes; exchange K and C; remove C.
+#     After a kill, the next claim takes along the payload that is in keys/.
 #
 #     Push of a key without a task: put(), _add_or_buffer()
 #
@@ -6405,12 +6405,11 @@ class TicketQueue:
 # 20. Other file systems: those that other hosts write to, and systems without flock. The door is
 #     _open_files(), which chooses the classes of an object once.
 #
-#     TOPIC: what differs on other file systems. In short: locks are polled, a file is synced before
-#     its rename, a directory is opened before its names are looked up, key states are found by
-#     listings, waits look again after short pauses, and a lease of another host ends by its
-#     deadline only. On NFS, a look tells after ENOENT whether a rename was carried out. On
-#     GlusterFS, a file that is missing is looked for several times, and names that came back are
-#     recognised.
+#     TOPIC: what differs on other file systems. In short: Locks are polled. A file is synced before
+#     its rename. A directory is opened before its names are looked up. Key states are found by
+#     listings. Waits look again after short pauses. A lease of another host ends by its deadline
+#     only. On NFS, after ENOENT, a look tells whether a rename was carried out. On GlusterFS, a
+#     missing file is looked for several times, and names that came back are recognised.
 #
 #     Seven facts about NFS and GlusterFS have names. The comments in this room give these names in
 #     parentheses.
@@ -6454,10 +6453,10 @@ class TicketQueue:
 #                 even if a host has lost its locks.
 #
 #     The overrides for these file systems follow. Beside the name of each override are the facts
-#     that make the override necessary, and the file systems: "both" means NFS and GlusterFS.
-#     Each override is used on all file systems that other hosts write to. An override with a * also
-#     depends on _SharedFiles.is_fuse, which is True on GlusterFS and other FUSE mounts. If
-#     `is_fuse` is True, the part for (healed) is used. Otherwise the part for (replies) is used.
+#     that make the override necessary, and the file systems: "both" means NFS and GlusterFS. Each
+#     override is used on all file systems that other hosts write to. An override with a * does two
+#     different things: the part for (replies) is used on NFS and others, the part for (healed) on
+#     GlusterFS and other FUSE mounts (_SharedFiles.is_fuse).
 #
 #       _SharedLock.reading_is_enough         flock (NFS)
 #       _SharedLock.acquire_exclusive         flock (both)
@@ -7567,8 +7566,8 @@ def _job_processes(leaders: Iterable[int], known: Iterable[_JobProcess] = ()) ->
 
     A process belongs to a job if it is in the leader's session, or is in `known`, or descends from
     a process of the job. A daemon has a session of its own, and its parent has ended. A daemon
-    belongs to the job whose task and attempt are in its environment, as in the leader's. Only a
-    call without `known` looks for daemons, and finds them only while the leader runs. Zombies are
+    belongs to the job whose task and attempt are in its environment, as in the leader's. Daemons
+    are looked for only if `known` is empty, and are found only while the leader runs. Zombies are
     left out: a zombie no longer runs, and may never be reaped.
     """
     leaders, known = {*leaders}, {*known}
@@ -7645,9 +7644,9 @@ def _start_watchdog() -> int:
 
     If the worker is killed, the watchdog kills the worker's jobs. Otherwise these jobs would go on,
     while other workers get their tasks and work on them, too. Both begin at the death of the
-    worker, so another worker may be first by some milliseconds. What _job_processes() does not
-    find, and processes of another user, survive. So does everything if the watchdog is killed with
-    the worker.
+    worker, so another worker may be first by some milliseconds. A process survives if it runs as
+    another user, or if _job_processes() does not find it. All jobs survive if the watchdog is
+    killed, too.
 
     Each new process writes its pid to the pipe before it executes CMD (see _START). The worker
     writes the negative pid when the process has ended. The pipe ends when the worker and all new
@@ -8026,8 +8025,8 @@ class _CommandPool(_WorkerPool):
 
         RACE: a scheduler signals CMD and this worker. CMD ends before the signal has come to this
         worker. So if one of the signals that stop a worker has ended CMD, wait up to _ONE_SIGNAL_S
-        for a signal to this worker. Wait also if this attempt is the last one, whose failure makes
-        a dead letter."""
+        for a signal to this worker. If this attempt is the last one, wait in any case: CMD may have
+        caught the signal, and another failure would make a dead letter."""
         if not status:
             return False
         may_be = not {-status, status - 128}.isdisjoint(self.stop_numbers)
