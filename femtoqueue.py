@@ -7214,11 +7214,11 @@ class _Output:
                 self._shown = 0
             if begins_line and turn in self._unfinished:  # a job has not ended its last line
                 data = b"\n" + data
-            _write_all(fd, data)
             if data.endswith(b"\n"):
                 self._unfinished.discard(turn)
             else:
                 self._unfinished.add(turn)
+            _write_all(fd, data)
             if has_line:
                 self._draw()
 
