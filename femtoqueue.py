@@ -175,7 +175,7 @@ import threading
 import time
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
@@ -7434,11 +7434,9 @@ class _Processes:
 
     def __init__(self, watchdog: int) -> None:
         self._watchdog, self._shell_words = watchdog, _shell_words(os.environ)
-        self._lock = threading.Lock()  # held from before a process starts until it is in `running`
-        self.running: dict[int, _Process] = {}  # by pid
-        self.held_jobs = set[
-            _Process
-        ]()  # in a block of held(): the watchdog still knows their jobs
+        self._lock = threading.Lock()  # held from before a process starts until it is in `_running`
+        self._running: dict[int, _Process] = {}  # by pid
+        self.jobs = set[_Process]()  # the jobs that the watchdog knows
         with suppress(OSError):
             _call_libc("prctl", "", 36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
         threading.Thread(target=self._reap_all, daemon=True).start()
@@ -7456,78 +7454,49 @@ class _Processes:
                 start_new_session=True,  # Ctrl-C reaches only the worker, which lets CMD finish
                 **settings,
             )
-            process = self.running[popen.pid] = _Process(popen)
+            process = self._running[popen.pid] = _Process(popen)
+            self.jobs.add(process)
         return process, popen
 
     def _reap_all(self) -> None:
         while True:
             for pid in self._ended():
-                with self._lock:  # wait until start() has put the process into `running`
+                with self._lock:  # wait until start() has put the process into `_running`
                     self._reap(pid)
 
     def _ended(self) -> list[int]:
         """Wait until a child has ended, and return its pid. Where that is not possible, wait for a
-        moment, and return the pids in `running`: any of them may have ended. No child is reaped."""
+        moment, and return the pids in `_running`: any of them may have ended. No child is
+        reaped."""
         # AttributeError: macOS before Python 3.13. ChildProcessError: there is no child.
         with suppress(AttributeError, ChildProcessError):
             ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
             return [ended.si_pid] if ended else []
         time.sleep(0.05)
-        return [*self.running]
+        return [*self._running]
 
     def _reap(self, pid: int) -> None:
-        """Reap a child that has ended. Before that, tell the watchdog that the process has ended.
-        For a process in `held_jobs`, held() tells the watchdog later.
-
-        After the reaping, the system may give the pid to another process. The watchdog must not
-        kill that process."""
-        process = self.running.get(pid)
+        process = self._running.get(pid)
         # ChildProcessError: CMD could not be started, and Popen has reaped the child.
         with suppress(ChildProcessError):
-            if process is not None and self._has_ended(pid) and process not in self.held_jobs:
-                self._tell_watchdog(process, -pid)
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended and process is not None:
-                del self.running[pid]
+                del self._running[pid]
                 process.end(os.waitstatus_to_exitcode(status))
 
-    def _tell_watchdog(self, process: _Process, report: int) -> None:
-        try:
-            os.write(self._watchdog, b"%d\n" % report)
-        except BrokenPipeError:
-            process.is_watched = False
+    def end_job(self, process: _Process) -> None:
+        """Tell the watchdog that a job is over. Do nothing if CMD still runs.
 
-    @contextmanager
-    def held(self, process: _Process) -> Iterator[None]:
-        """Keep a job on the watchdog's list during the block, even if CMD has ended. The block
-        waits for the other processes of the job.
-
-        CRASH: if the worker dies in the block, the watchdog kills these processes. No other process
-        gets CMD's pid meanwhile: the system does not reuse a pid while a session has this number.
-        """
-        with self._lock:
-            self.held_jobs.add(process)
-            if process.status is not None:
-                self._tell_watchdog(process, process.pid)
-        try:
-            yield
-        finally:
-            with self._lock:
-                self.held_jobs.discard(process)
-                if process.status is not None:
-                    self._tell_watchdog(process, -process.pid)
-
-    def terminate(self, processes: Collection[_Process], number: int = 15) -> None:  # SIGTERM
-        """End jobs, as _terminate() does, while the watchdog knows them."""
-        with ExitStack() as blocks:
-            for process in processes:
-                blocks.enter_context(self.held(process))
-            _terminate([it.pid for it in processes], number)
-
-    def _has_ended(self, pid: int) -> bool:
-        if not hasattr(os, "waitid"):
-            return False
-        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
+        CRASH: until this call, the watchdog kills the whole job if the worker dies, also if CMD has
+        ended and a program is left that CMD has started. This call must follow soon after the end
+        of a job. Otherwise the system may give CMD's pid to another process, which the watchdog
+        would kill. While a process of the session runs, the system does not reuse the pid."""
+        if process.status is not None:
+            self.jobs.discard(process)
+            try:
+                os.write(self._watchdog, b"-%d\n" % process.pid)
+            except BrokenPipeError:
+                process.is_watched = False
 
 
 class _JobProcess(NamedTuple):
@@ -7622,7 +7591,7 @@ def _signal(members: Iterable[_JobProcess], *numbers: int) -> set[_JobProcess]:
     return {it for it in members if reached[it.group]}
 
 
-def _terminate(leaders: Iterable[int], number: int) -> None:
+def _terminate(leaders: Iterable[int], number: int = 15) -> None:  # SIGTERM
     """End the jobs with these leaders, and wait until no process of the jobs runs.
 
     Each process group of the jobs gets the signal `number`. It also gets SIGCONT, because a stopped
@@ -7842,8 +7811,7 @@ class _CommandPool(_WorkerPool):
         """Pass the second signal to all jobs that run, and wait until the jobs have ended. Their
         threads give the tasks back. After a second, give back the tasks that are left."""
         self._is_over.set()
-        jobs = {*self._processes.running.values(), *self._processes.held_jobs}
-        self._processes.terminate(jobs, self.signals[-1])
+        _terminate([it.pid for it in self._processes.jobs.copy()], self.signals[-1])
         with self._changed:
             self._changed.wait_for(lambda: not self._running, 1.0)
         super()._abort()
@@ -7929,7 +7897,8 @@ class _CommandPool(_WorkerPool):
             for relay in relays:
                 relay.start()
         except BaseException:  # the system allows no more threads
-            self._processes.terminate([process])
+            _terminate([process.pid])
+            self._processes.end_job(process)
             raise
         return process, relays
 
@@ -7967,29 +7936,22 @@ class _CommandPool(_WorkerPool):
                     process.woken.clear()
                     _raise_first(relays)
             status = process.status
+            is_stopped = self._ended_by_stop(status, task)
+            # A signal may have ended only a shell, while the program that the shell started still
+            # saves its state. The task must not run again meanwhile: wait for the whole job.
+            while is_stopped and _job_processes([process.pid]):
+                if time.monotonic() >= end_s:
+                    _terminate([process.pid])
+                time.sleep(0.05)
         finally:
             if process.status is None:
-                self._processes.terminate([process])
+                _terminate([process.pid])
                 self._await_end(task, process)
-        # Wait for the output, too. If its reader has stalled, the wait ends at the time limit.
+            self._processes.end_job(process)
+        # Wait for the output, too. If its reader has stalled, the wait ends after the time limit.
         _await_output(relays, end_s)
         _raise_first(relays)
-        is_stopped = self._ended_by_stop(status, task)
-        if is_stopped:
-            self._await_job(process, end_s)
         return status, is_stopped
-
-    def _await_job(self, process: _Process, end_s: float) -> None:
-        """Wait until the whole job has ended. CMD has failed, because a signal that was also sent
-        to this worker has ended it. At the time limit, end the job.
-
-        The signal may have ended a shell, while the program that the shell started still saves its
-        state. The task must not run again meanwhile."""
-        with self._processes.held(process):
-            while _job_processes([process.pid]):
-                if time.monotonic() >= end_s:
-                    _terminate([process.pid], 15)  # the watchdog knows the job already
-                time.sleep(0.05)
 
     def _await_end(self, task: FemtoTask, process: _Process) -> None:
         """Wait for the end of a job that was killed, or for a second signal.

@@ -9388,7 +9388,6 @@ class CommandLine(QueueCase):
                 time.sleep(2 * constant("one signal"))
                 os.kill(shell if signals == 1 else process.pid, signal.SIGTERM)
             until(lambda: not os.path.exists(f"/proc/{shell}"))
-            time.sleep(0.1)
             process.kill()
             until_gone(child)
 

@@ -392,8 +392,9 @@ register() takes another ticket if flock() fails for a removed file | SharedTick
 -(*_MISSING_ERRNOS, errno.EEXIST, errno.ENOTSUP)
 +(*_MISSING_ERRNOS, errno.EEXIST)
 a worker that is killed while a job ends leaves nothing of the job | CommandLine
--                self._tell_watchdog(process, process.pid)
-+                pass
+-            is_stopped = self._ended_by_stop(status, task)
++            self._processes.end_job(process)
++            is_stopped = self._ended_by_stop(status, task)
 a worker in a PID namespace signals no process of the host's /proc | CommandLine
 -        return int(file.read().split()[0]) == os.getpid()
 +        return True
@@ -671,8 +672,8 @@ an assignment to a setting raises an error | Lifecycle
 -        if name in _SETTINGS and name in self.__dict__:
 +        if name in _SETTINGS and name not in self.__dict__ and name == "":
 a program that outlives its shell during a stop keeps its task until the program ends | CommandLine
--            while _job_processes([process.pid]):
-+            while self._is_told.wait(60) is None:
+-            while is_stopped and _job_processes([process.pid]):
++            while is_stopped and self._is_told.wait(60) is None:
 a command that succeeds after the second signal finishes its task | CommandLine
 -        if not status:
 +        if not status and len(self.signals) < 2:
