@@ -81,7 +81,8 @@ The terms of this file:
     Reclaim           To take a task back from a worker that died, missed the deadline or closed.
     Orphan            A lease that no caller holds and that is still to be taken back. A worker
                       lists orphans in memory, and its next reclaim job moves their tasks.
-    Dead letter       A task in failed/.
+    Dead letter       A task in failed/. A task also becomes a dead letter after max_attempts
+                      deliveries: see _Processing._end (16) and _Worker._deliver (10).
     Quarantine        To make a dead letter of a task that can't be delivered, for example because
                       its record is corrupt. If failed/ can't be written to, the task goes to the
                       back of pending/ instead.
@@ -104,9 +105,10 @@ With sync_after_write=True, the effect of each call that returned survives power
 Not guaranteed: that a task runs only once. A task runs twice if its worker died or missed the
 deadline, or (without sync) if power was lost after done(). So make handlers idempotent. If hosts
 share the queue, a network cut may also make a task run twice, or give a key two tasks. A process
-that is stopped while holding the lock of a key blocks all keys that share the lock (1 key in 256).
-The stopped process also blocks every process that takes a task of such a key. A process that is
-stopped while looking at a dead worker blocks a restart under the node_id of the dead worker.
+that is stopped while holding the lock of a key blocks the calls for all keys that share the lock (1
+key in 256): pushes, take(), the end of a task, and a pop() that finds a newer payload behind its
+task. A process that is stopped while looking at a dead worker blocks a restart under the node_id of
+the dead worker.
 
 Assumed: data_dir is on one file system, whose rename() is atomic (POSIX). Hosts that share data_dir
 have wall clocks within a second of each other, the same timeout_stale_ms, and different node_ids. A
@@ -474,8 +476,9 @@ def _check_str(name: str, value: object) -> str:
 
 
 def _finalize(close: Callable[..., object], *args: object) -> None:
-    """Call close(*args) for a finalizer. The interpreter, as it ends, may already have cleared a
-    module that close() needs. Then nothing is to be done, and no error is raised."""
+    """Call close(*args) for a finalizer. As the interpreter ends, it may already have cleared a
+    module that close() needs. Then close() raises AttributeError or TypeError, and this error is
+    ignored."""
     try:
         close(*args)
     except (AttributeError, TypeError):
@@ -506,14 +509,16 @@ def _backoff_s(longest_s: float) -> Iterator[float]:
 # TOPIC: a new state. It touches all of these places:
 #
 # - Here, STATES and _FORMS have each state. A state whose tasks have ended is also in _ENDED, and
-#   any other state is in _LIVE. A state whose tasks wait is in _WAITING_DIRS, too. If the directory
-#   is made with the queue, _STATE_DIRS has the directory. Most other code uses these tuples.
+#   any other state is in _LIVE. A state whose tasks wait is in _WAITING_DIRS, too. If its directory
+#   is made when the queue is opened, _STATE_DIRS has it. Most other code uses these tuples.
 # - Here, the functions that name directories: _state_of(), _waiting_path() and _fresh_path(). The
 #   pattern _parse_key_state has the directories of live states.
-# - Room 3: a field of Stats. FemtoTask.until, if names of the state begin with a time.
+# - Room 3: a field of Stats. FemtoTask.until, if names of the state begin with a due time or a
+#   deadline.
 # - Room 6: _Files.find_id(), if a name of the state is only the id. _Files.has_work(), if
 #   join() and drain() are to wait for the tasks of the state.
-# - Room 7: _QueueClock._went_back() lists the directories that have live tasks. _compute_anchor().
+# - Room 7: _QueueClock._went_back() lists the directories that have live tasks. The function
+#   _compute_anchor() lists the directories of all states.
 # - Room 10: each move into the state and out of it. note_arrival(), quarantine(),
 #   _path_to_take().
 # - Room 11: a job, if time moves tasks out of the state.
@@ -817,16 +822,15 @@ class _CommandFailed(Exception):
 
 
 class _Lease:
-    """The path of a task's file, and the delivery of the task if the task is leased. The task is
-    leased if length_ns is not 0.
+    """The path of a task's file and, if the caller got the task by a claim or by attach(), the
+    state of this delivery. If the caller only looked at the task (peek(), tasks()), length_ns is 0,
+    and the caller has no lease.
 
     path: the path of the file. For a leased task, the path is the fence. A renewal writes the new
-    path here.
-    source: the path that the task was claimed from.
-    length_ns: how long a renewal makes the lease last.
-    outcome: the field of WorkCounts that counts the delivery. "": the delivery still runs, the
-    lease was lost, or the end of the delivery could not be written to the disk.
-    has_checkpoint: True if the task may have a checkpoint.
+    path here. source: the path that the task was claimed from. length_ns: how long the claim, and a
+    renewal of processing(), make the lease last. outcome: the field of WorkCounts that counts the
+    delivery. "": the delivery still runs, the lease was lost, or the end of the delivery could not
+    be written to the disk. has_checkpoint: True if the task may have a checkpoint.
     """
 
     path = source = outcome = ""
@@ -937,7 +941,7 @@ def _lease_of(task: object) -> _Lease:
         kind = type(task).__name__
         raise TypeError(f"task must be a FemtoTask that pop() returned, not of type {kind}")
     if not task._lease.length_ns:
-        raise LeaseLost(task.id, False, "it carries no lease; only pop() gives one")
+        raise LeaseLost(task.id, False, "it carries no lease; pop() or take() gives one")
     return task._lease
 
 
@@ -949,9 +953,9 @@ class NodeStats(NamedTuple):
     expired:  how many of these leases are past their deadline.
     liveness:  "alive": a process holds the lock of the worker's lease directory.
         "dead": no process holds the lock, and the directory has leases of this boot.
-        "unknown": no process holds the lock, and the directory has no lease of this boot. (The
-            directory is empty, or each lease is detached, of another host, or of an earlier boot.)
-            Or there is no flock(2) here. Only deadlines end such leases.
+        "unknown": the lock does not tell. No process holds the lock, and the directory has no lease
+            of this boot: it is empty, or each lease is detached, of another host, or of an earlier
+            boot. Or there is no flock(2) here. The death of the worker does not end these leases.
     """
 
     node: str
@@ -1077,7 +1081,7 @@ def _check_node_id(node_id: object) -> str | None:
     match = _parse_node_dir("inflight-" + node_id) if isinstance(node_id, str) else None
     if match is None or match[1] in (".", ".."):
         raise ValueError(f"node_id must be 1 to 100 of A-Z a-z 0-9 . _ -, not {node_id!r}")
-    return match[1]  # not node_id itself: the format() of an Enum is another text
+    return match[1]  # not node_id, which may be an Enum: its format() is another text
 
 
 def _check_max_attempts(max_attempts: object) -> None:
@@ -1145,10 +1149,10 @@ def _write_record(fd: int, header: bytes, payload: bytes | memoryview) -> None:
             rest = rest[os.write(fd, rest) :]
 
 
-# TOPIC: a torn file, which is a record of which power loss has left only a part. The disk may keep
-# a rename and lose the contents of the file. With sync_after_write, only a push that did not return
-# can leave a torn file. The death of a process never does, because a record is renamed into place
-# only after it was written. A torn file is handled like any other file that is not a whole record:
+# TOPIC: a torn file. Power loss has left only a part of the record. The disk may keep a rename and
+# lose the contents of the file. With sync_after_write, only a push that did not return can leave a
+# torn file. The death of a process never does, because a record is renamed into place only after it
+# was written. A torn file is handled like any other file that is not a whole record:
 #
 # - _Files.read() (room 6) compares the header with the bytes that follow. If the bytes do not match
 #   the header, _finish_read() looks closer, and raises CorruptTask for a torn file.
@@ -1223,10 +1227,13 @@ def _finish_read(fd: int, head: bytes, ident: str) -> _Record:
 # - _WorkerPool._take_lock (17) is held by the thread of work() that takes a task. This lasts 0.4 s
 #   at most, if the disk does not hang.
 # - locks/NN (13) guards the keys whose hash ends with NN, which is 1 key in 256. The lock is held
-#   while a task with such a key is pushed, taken by key, settled or moved. A stopped process may
-#   hold the lock for ever. Therefore only calls of the user wait for the lock. Jobs and renewals
-#   only try to take it (wait=False). A thread that holds such a lock takes no second one, unless a
-#   signal handler of the program uses the queue.
+#   while a task with such a key is pushed, taken by key or id, settled, renewed or moved. A stopped
+#   process may hold the lock for ever. These calls wait for the lock: push() and schedule() with
+#   such a key, take(), done(), fail(), release(), extend(), checkpoint() and retry() of such a
+#   task, contains(), peek() by key, and a pop() that finds a newer payload behind its task (on file
+#   systems of several hosts, any pop() of such a task). Housekeeping jobs, take_async() and the
+#   renewals of processing() only try to take the lock (wait=False). A thread that holds such a lock
+#   takes no second one, unless a signal handler of the program uses the queue.
 # - _Worker.lock (10) is held while a task is claimed, renewed, settled or reclaimed, and while a
 #   job runs. _LeaseDir, _Backlog, _Housekeeper and _LeaseRenewer have the same lock as `_lock`. A
 #   thread that holds this lock may try to take locks/NN, but does not wait for it.
@@ -1242,13 +1249,14 @@ def _finish_read(fd: int, head: bytes, ident: str) -> _Record:
 # - _fork_lock (5) is held during fork(), and while a thread enters a block of _no_fork(). A fork()
 #   waits 0.5 s at most for the threads that are in such a block.
 #
-# The locks of a ticket line (19) are not in this list. A thread that holds such a lock takes only
-# _fork_lock. A register() waits for the lock of the file "last". The lock of a ticket is only tried
-# by other members.
+# The locks of a ticket line (19) are not in this list. While room 19 holds such a lock, it takes
+# only _fork_lock and other locks of the line. (In a block of turn(), the program may take any
+# lock.) register(), turn() and maybe_cleanup() wait for the lock of the file "last". Other
+# processes only try to take the lock of a ticket.
 
 _NO_FLOCK = "keyed tasks and tickets need flock(2), which is not available here"
-# NFS returns EBADF for an exclusive lock on a file that is open for reading only. Other file
-# systems return EINVAL for a lock on a directory.
+# NFS returns EBADF for an exclusive lock on a file that is open for reading only. Some file systems
+# return EINVAL for a lock on a directory.
 _NO_FLOCK_ERRNOS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EBADF, errno.EINVAL)
 _LOCK_FLAGS = os.O_RDWR | os.O_CREAT | _NO_FOLLOW_OR_BLOCK
 _MAX_OPENINGS = 100  # attempts to open a lock's file that other processes make and remove
@@ -1266,8 +1274,9 @@ def _no_fork() -> Iterator[None]:
     The child would not close the copy, and the copy could keep the lock. The blocks of two threads
     don't exclude each other, because a block takes long on a mount that hangs.
 
-    While the interpreter ends, the block runs unprotected. No fork happens then, and a thread may
-    have ended while holding _fork_lock."""
+    While the interpreter ends, the block does not take _fork_lock. A thread may have ended while
+    holding the lock, and the wait would never end. No fork happens at that time, so the lock is not
+    needed."""
     thread = threading.get_ident()
     # A signal handler or a finalizer may nest the blocks.
     if sys.is_finalizing() or thread in _no_fork_threads:
@@ -1376,7 +1385,7 @@ class _FileLock:
         with suppress(OSError):  # flock does not work here
             fcntl.flock(fd, fcntl.LOCK_UN)
         with _no_fork():
-            _open_lock_fds.discard(fd)  # before close(): another file may get the number at once
+            _open_lock_fds.discard(fd)  # before os.close(): another file may get the number
             # Not earlier: if Ctrl-C ends close() before this line, __del__() closes the descriptor.
             self.fd = -1
             try:
@@ -1395,7 +1404,8 @@ class _FileLock:
             _finalize(self._close_unless_forked)
 
 
-# Functions to call in a forked child, by the object that is passed to them.
+# What to call in a forked child. The key is an object, and the value is a function that gets this
+# object.
 _fork_hooks: weakref.WeakKeyDictionary[Any, Callable[[Any], None]] = weakref.WeakKeyDictionary()
 
 
@@ -1404,8 +1414,8 @@ def _before_fork() -> None:
 
     The wait has a limit, because two kinds of threads may stay in _no_fork_threads for long. One is
     a thread whose open() hangs. It has no descriptor yet, so the fork is safe. The other is a
-    thread whose block was ended by Ctrl-C, and whose exception still lives. Ctrl-C in this thread
-    also ends the wait, but the fork goes on."""
+    thread that Ctrl-C interrupted just outside the `try` of _no_fork(), while the exception is kept
+    somewhere. Ctrl-C in this thread also ends the wait, but the fork goes on."""
     _fork_lock.acquire()
     end_s = time.monotonic() + _FORK_WAIT_S
     while _no_fork_threads - {threading.get_ident()} and time.monotonic() < end_s:
@@ -1414,9 +1424,9 @@ def _before_fork() -> None:
 
 def _after_fork_in_child() -> None:
     """Close the parent's locks in a forked child, because these locks must end with the parent."""
-    with suppress(RuntimeError):  # _fork_lock is not held if Ctrl-C ended _before_fork()
+    with suppress(RuntimeError):  # _fork_lock is not held if Ctrl-C ended its acquire()
         _fork_lock.release()
-    _no_fork_threads.clear()  # after Ctrl-C the set may list threads that the child does not have
+    _no_fork_threads.clear()  # the child does not have these threads
     while _open_lock_fds:
         os.close(_open_lock_fds.pop())
     for owner, hook in list(_fork_hooks.items()):
@@ -1437,10 +1447,13 @@ if hasattr(os, "register_at_fork"):
 #    reveals a torn file (room 4).
 #    TOPIC: syncs. If the queue is durable (sync_after_write), a call makes these steps, in this
 #    order, and then returns:
-#    - A new task (publish, push_many): rename the file, sync the file, sync the directory. If the
-#      file is torn, the call did not return, so no caller was told that the task was pushed. Where
-#      syncs_after_rename is False, the sync of the file comes first.
-#    - A move: rename the file; then sync_with_dir(), which syncs the file and the directory.
+#    - A new task (publish, push_many): rename the file, sync the file, sync the directory. In this
+#      order, the two syncs usually cost one journal commit instead of two. If the file is torn, the
+#      call did not return, so no caller was told that the task was pushed. Where syncs_after_rename
+#      is False, the sync of the file comes first.
+#    - A move, such as done(): rename the file; then sync_with_dir(), which syncs the file and the
+#      directory. With the directory alone, btrfs showed the task in its old directory, too, after
+#      power loss.
 #    - A replaced file: sync the new file, rename it over the old one or exchange the two; then
 #      sync_with_dir(). A whole record is never replaced by a torn one.
 #    - A finished task that is not kept: sync the lease's file and directory, unlink the file, sync
@@ -1563,9 +1576,9 @@ class _Files:
         return [entry for name in names if (entry := _parse(directory, name))]
 
     def names(self, directory: str) -> list[str]:
-        """Return all names in a directory. Return [] if the directory was removed with its worker,
-        has not been made, or is a foreign file. Raises FileNotFoundError or NotADirectoryError if
-        the directory is one that every queue has (_STATE_DIRS)."""
+        """Return all names in a directory. Return [] if the directory is missing or is a foreign
+        file: it was removed with its worker, or has not been made. But for a directory that every
+        queue has (_STATE_DIRS), raise FileNotFoundError or NotADirectoryError."""
         try:
             return os.listdir(self.root + directory)
         except (FileNotFoundError, NotADirectoryError):
@@ -1914,7 +1927,9 @@ class _Files:
 # newest claim (_compute_anchor).
 
 
-_BEHIND_NS = 10**9  # a clock that began anew is behind by at least this time
+# If the monotonic clock began anew under the same boot id, the queue clock is behind by at least
+# this time. Clocks that differ by less agree.
+_BEHIND_NS = 10**9
 
 
 def _compute_anchor(files: _Files) -> int:
@@ -1923,14 +1938,15 @@ def _compute_anchor(files: _Files) -> int:
     not the names of tasks, because a name may begin with a due time of next year."""
     times_ns = [_EARLIEST_NS, _wall_ns()]
     for directory in (*_STATE_DIRS[1:], "keys", *files.node_dirs()):
-        # The directory may be another user's, and the clock must start all the same. Or it is
-        # missing: not made before the first use, or removed with its worker.
+        # PermissionError: the directory is of another user, and the clock must start all the same.
+        # FileNotFoundError: the directory was not made yet, or was removed with its worker.
         with suppress(PermissionError, FileNotFoundError):
             entries = files.entries(directory)
             times_ns += [_stamp_of(entry.id) + 1 for entry in entries]
             if entries and _state_of(directory) == "inflight":
-                # The directory changed at the last claim. If the directory's time is after the
-                # newest deadline, the date was wrong at the claim. Then the deadline counts.
+                # The time of the directory is that of the last claim, or of a later change. A time
+                # after the newest deadline is not trusted: the date may have been wrong. Then the
+                # deadline is used.
                 times_ns.append(min(files.lstat(directory).st_mtime_ns, entries[-1].stamp_ns))
     return max(it for it in times_ns if it < _FARTHEST_NS) - _monotonic_ns()
 
@@ -1943,8 +1959,10 @@ class _QueueClock:
 
     def __init__(self, files: _Files) -> None:
         self._files, files.clock = files, self
-        # The <boot> in the leases of a process that can't see the boot id, or can't write the clock
-        # file, and so has a clock of its own. Only processes of this kernel use this tag.
+        # If this process has a clock of its own, its leases have this <boot>. A process has a clock
+        # of its own if it can't see the boot id and no clock file agrees with the wall clock, or if
+        # it can't write the clock file. Only processes of this kernel use this <boot>. "": other
+        # hosts may use the file system, and <boot> is random.
         self.own_clock_tag = _boot_tag(_time_namespace(), files.root) if files.is_local else ""
         self.init_worker()
         self.boot, self.anchor_ns = self._open()
@@ -2070,8 +2088,9 @@ class _QueueClock:
                 self._files.remove(name)
 
     def restore(self) -> None:
-        """Put the file of this clock back if the file was removed. Otherwise the next process of
-        this boot would make another clock. If the date was set meanwhile, the clocks would differ.
+        """Put the file of this clock back if the file was removed. Without the file, the next
+        process of this boot would make another clock. If the date was set meanwhile, the two clocks
+        would differ.
         """
         if self._name and not self._files.exists(self._name):
             with _ignore_missing(*_NO_WRITE_ERRNOS):
@@ -2082,7 +2101,8 @@ class _QueueClock:
         the anchor in the clock file."""
         root = self._files.root
         new_name = f"{_new_name(_wall_ns(), self.tag)}.clock"
-        # 0644: all users of this boot can read the file, even if data_dir is opened to them later.
+        # 0644, whatever the rights of data_dir are now: if data_dir is opened to other users later,
+        # they must be able to read the file.
         with self._files.replacement(new_name, b"%d\n" % anchor_ns, extra_mode=0o644) as new_path:
             try:
                 os.link(root + new_path, root + name)
@@ -2731,8 +2751,8 @@ class _Worker:
     # close() runs under the worker's lock, so that no claim is half done. It adds 1 to
     # `close_count`, wakes all waits, closes the lease directory, and reclaims the leases in that
     # directory. But without flock, or if another object holds the same directory, the leases stay
-    # until their deadlines. Three attributes of _LeaseDir tell the two threads which thread has a
-    # task.
+    # until their deadlines. The waiting thread returns None, unless it has a task already. Three
+    # attributes of _LeaseDir tell the two threads which thread has a task.
     #
     #   - `undelivered` has the leases that no caller has got, each with the path before the claim.
     #     claim() adds a lease before the rename. A thread removes a lease with dict.pop(), and only
@@ -2831,7 +2851,9 @@ class _Worker:
                     task = self._deliver(path, lease) if is_claimed else None
                 if task is not None or not path:
                     return task
-                # RACE: a pop() claimed the task first. The next round sees the task in flight.
+                # RACE: for example, a pop() claimed the task first, and the next round sees the
+                # task in flight. Or the lease directory is not open, or _deliver() had nothing to
+                # deliver.
             except BaseException as error:
                 self._take_back(lease, path, error)
                 if not isinstance(error, BlockingIOError):
@@ -2858,10 +2880,11 @@ class _Worker:
         The task is still in `undelivered` then, because the caller has not got the task.
 
         Returns None if there is nothing to deliver: the task became a dead letter, the task waits
-        again, or the lease is gone. If the lease is gone, the claim is undone. A task that has had
-        max_attempts deliveries is not read, and becomes a dead letter: its worker was killed at the
-        last attempt. (If the handler raises at the last attempt, _Processing._end() makes a dead
-        letter of the task.)
+        again, or the lease is gone. If the file is no longer at the path of the lease, undo_claim()
+        moves the file back if it can: a person may have moved the whole lease directory away. A
+        task that has had max_attempts deliveries is not read, and becomes a dead letter: its last
+        delivery ended without done() or fail(), usually because the worker was killed. (If the
+        handler raises at the last attempt, _Processing._end() makes a dead letter of the task.)
 
         CRASH: if the process dies in here, the task is in flight, and its attempts count this
         delivery. A reclaim() puts the task back."""
@@ -2899,8 +2922,9 @@ class _Worker:
 
     def _blame(self, ident: str, error: OSError | MemoryError) -> None:
         """Set the attribute task_id of a read error if this one task causes the error. For example,
-        this user may not read the file, or the payload does not fit into memory. Other errors stay
-        as they are: a missing file, a lack of descriptors, an error from a signal handler."""
+        this user has no right to read the file, or the payload does not fit into memory. Other
+        errors stay as they are: a missing file, a lack of descriptors, an error from a signal
+        handler."""
         # A MemoryError has no errno, and counts as EFBIG. For an error that a signal handler
         # raised, errno is None.
         code = getattr(error, "errno", errno.EFBIG)
@@ -3580,8 +3604,9 @@ class FemtoQueue:
         that push() raises.
 
         On disk: when schedule() returns, the file of the task is in scheduled/, under a name that
-        begins with the due time. After that time, the next pop() of any worker moves the task to
-        pending/, by rename(2). With a key, `data` may also be elsewhere, as after push().
+        begins with the due time. After that time, a pop() of any worker moves the task to pending/,
+        by rename(2). With a pop() or a wait all the time, this happens within half a second. With a
+        key, `data` may also be elsewhere, as after push().
         """
         if key is not None or if_in_flight != "buffer":
             return self._push_keyed(data, key, if_in_flight, time_us)
@@ -3832,8 +3857,9 @@ class FemtoQueue:
 
         On disk: when release() returns, the file of the task is in pending/ or scheduled/, moved by
         rename(2). With sync_after_write, fsync(2) of the file and of the directory follows. The
-        checkpoint stays for the next delivery. But if a newer payload of the key is buffered, the
-        next delivery carries that payload, at the payload's due time, and as a first attempt.
+        checkpoint stays for the next delivery. If a newer payload of the key is buffered, the next
+        delivery carries that payload, as a first attempt and without the checkpoint. If that
+        payload is due later, the task waits until then, whatever `front` and `delay_s` say.
         """
         path = _lease_of(task).path
         ident, attempts = _id_of(path), _attempts_of(path) - (not counted)
@@ -4262,8 +4288,8 @@ class FemtoQueue:
         """Give up the leases of this worker: their tasks return to pending/ at once.
 
         The lease directory is removed if it is empty then. Some leases stay, and end at their
-        deadlines. These are detached leases, all leases where there is no flock(2), and all leases
-        while another object lives under the same node_id.
+        deadlines at the latest. These are detached leases, all leases where there is no flock(2),
+        and all leases while another object lives under the same node_id.
 
         Calls of this object that wait in other threads and coroutines return at once. pop() and
         take() return None, join() returns False, and drain() and work() stop.
@@ -4299,7 +4325,8 @@ class FemtoQueue:
         # `_worker` is missing if the constructor raised.
         if _is_whole and "_worker" in self.__dict__:
             _finalize(self.close)
-            # The worker and its parts refer to each other: free what they hold now.
+            # The worker and its parts refer to each other. So free what they hold at once, without
+            # the garbage collector.
             self._worker.__dict__.clear()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -4318,12 +4345,12 @@ _SETTINGS = FemtoQueue.__init__.__annotations__.keys() - {"return"}
 # 13. Key states: where the task of each key is, under the locks of keys.
 #     Invariant: the file keys/<hash> has a line for each key of this hash that has a task. The line
 #     is "<key> <path of the task> <name of the newer payload in keys/, or ->". An empty line ends
-#     the text. Any bytes after the empty line are the rest of an older, longer text. Each change of
-#     the file is one pwrite().
-#     A line is a hint, which room 14 checks and corrects. A key without a line has no task, unless
-#     power loss removed the line, or a person moved a task. In these cases, the claim of the task
-#     writes the line, and repair() finds the payloads in keys/ that no line names.
-#     Order of locks: see room 10.
+#     the text. Any bytes after the empty line are the rest of an older, longer text. A change of
+#     the file is one pwrite(). If no key of the hash has a task left, the file is removed. A line
+#     is a hint, which room 14 checks and corrects. A key without a line has no task, unless power
+#     loss removed the line, or a person moved a task. In these cases, the claim of the task writes
+#     the line, and repair() finds the payloads in keys/ that no line names. Room 5 has the order of
+#     locks.
 # ==================================================================================================
 
 
@@ -4756,9 +4783,10 @@ class _KeyedTasks(_KeyStates):
     def move_keyed(self, source: str, target: str, wait: bool = True) -> str:
         """Move a task with a key, as move_task() does, under the lock of the key.
 
-        If the task ends, the payload behind it becomes a task. If the task waits again, the payload
-        stays behind it, and the task's attempts are set to 0. If the payload is due later, the task
-        waits in scheduled/ until that time, whatever `target` is.
+        If a payload is behind the task: If the task ends, the payload becomes a task. If the task
+        waits again, the payload stays behind the task, and the task's attempts are set to 0. If the
+        payload is due later then, the task waits in scheduled/ until that time, instead of at
+        `target`. A renewal changes nothing of this.
 
         Raises FileNotFoundError if the task is gone. Raises BlockingIOError if the lock is not free
         and wait is False."""
@@ -4944,11 +4972,12 @@ class _Keys(_KeyedTasks):
         steps.
 
         If names cannot be exchanged, and the task is in pending/, the payload is put behind the
-        task. RACE: a pop() may claim the task at the same time, without the lock. The pop() reads
-        the state after the rename of its claim. If the pop() reads the state before our save, the
-        pop() delivers the old payload, and the new payload is behind a leased task. If the pop()
-        reads the state after our save, the pop() sees a payload behind the task. Then the pop()
-        waits for our lock, and takes the new payload along.
+        task. The same is done if a payload is behind the task already. RACE: a pop() may claim the
+        task at the same time, without the lock. The pop() reads the state after the rename of its
+        claim. If the pop() reads the state before our save, the pop() delivers the old payload, and
+        the new payload is behind a leased task. If the pop() reads the state after our save, the
+        pop() sees a payload behind the task. Then the pop() waits for our lock, and takes the new
+        payload along.
         """
         path, buffered = states[name]
         if "~" in path:  # only such a task may have been delivered before
@@ -4963,7 +4992,8 @@ class _Keys(_KeyedTasks):
     @contextmanager
     def _renamed(self, path: str, target: str, new_path: str) -> Iterator[str]:
         """Rename a record from `path` to `target`; the block then replaces the payload by the file
-        `new_path`. If the block fails, rename the record back: a push that raises changes nothing.
+        `new_path`. If the block raises OSError, and the new payload is not in place, rename the
+        record back.
 
         CRASH: if the process dies after the rename and before the replacement, the old payload is
         at the new time, or has 0 attempts. In the other order, the new payload could be delivered
@@ -5002,8 +5032,8 @@ class _Keys(_KeyedTasks):
                 with suppress(OSError):
                     self._files.swap(new_path, path)
             raise
-        # The old record is in `new_path`, and is removed last. Before the sync, the disk may have
-        # no other record of the task.
+        # After an exchange, `new_path` is the old record. It is removed after the sync: until then,
+        # the disk may have no other record of the task.
         self._files.remove(new_path)
         return True
 
@@ -5011,11 +5041,10 @@ class _Keys(_KeyedTasks):
 # ==================================================================================================
 # 15. Waiting: for a task, in threads and in coroutines.
 #     A wait repeats a look until something is found, and sleeps between two looks. A look is a
-#     function that returns what it found, or None.
-#     Invariant: a wait has a watcher before the last look that precedes a sleep. So a task that
-#     comes after this look ends the sleep. A coroutine never looks itself: one thread looks for all
-#     coroutines.
-#     These events end the sleep of a wait:
+#     function that returns what it found, or None. Invariant: before each sleep, a wait first has a
+#     watcher, which is what it sleeps on, and then looks once more. So where events are reported, a
+#     task that comes after this look ends the sleep. A coroutine never looks itself: one thread of
+#     the queue object does the looks of all its coroutines. These events end the sleep of a wait:
 #     - A file comes to pending/ or scheduled/, or PAUSED is removed. On Linux, inotify reports this
 #       for every process of this host.
 #     - The time of a housekeeping job has come (_Housekeeper.wake_s, room 11), because a task comes
@@ -5497,19 +5526,19 @@ class _LeaseRenewer:
                     pause_s = self._pause_s / 10
 
     def _tasks(self, runs: threading.Lock) -> list[FemtoTask]:
-        """Return the tasks whose leases the thread with the lock `runs` is to renew. Set the pause
-        before the next round.
+        """Return the tasks whose leases must be renewed. `runs` is the lock of the calling thread.
+        Set the pause before the next round.
 
         An empty list ends the thread. The list is empty if no block runs. The list is also empty if
-        the thread is not the current one. Then add() has replaced the thread by another one, or
-        Ctrl-C interrupted add() just after the start of the thread."""
+        the caller is not the current thread. This is so if stop() was called, if add() has started
+        another thread, or if Ctrl-C interrupted add() just after the start of this thread."""
         with self._lock:
             tasks = [block.task for block in self.blocks.values()]
             length_ns = min((_lease_of(it).length_ns for it in tasks), default=_FOREVER_NS)
             if self._run_lock is not runs:
                 return []
-            # If no lease has a deadline, or no block is left, this pause is so long that the next
-            # lease with a deadline starts a thread.
+            # If no lease has a deadline, or no block is left, this pause is longer than any lease
+            # with a deadline allows. So for the next such lease, add() starts another thread.
             self._pause_s = length_ns / 1e9 * _RENEWAL
             return tasks
 
@@ -5712,8 +5741,8 @@ class _WorkerPool:
                 raise
         for thread in threads:
             while thread.is_alive() and len(self.signals) < 2:
-                # RACE: a signal that comes between the test and join() does not end join(). So
-                # join() waits for a moment only.
+                # A signal does not end join(), even if the handler of the signal runs meanwhile. So
+                # join() waits for a moment only, and `signals` is tested again.
                 thread.join(_SIGNAL_POLL_S)
 
     def _work(self) -> None:
@@ -5795,8 +5824,9 @@ class _WorkerPool:
                 why = str(error).partition("\n")[0]
             text = "%s: try %d failed, %s: %s"
             _log().error(text, task.id, task.attempts, then, why, exc_info=cause)
-            # The delivery has not ended: the disk failed, or no thread could be started to renew
-            # the lease. This error ends the pool, as an error of pop() does.
+            # Without an outcome, the delivery has not ended: the disk failed, or no thread could be
+            # started to renew the lease. Then this error ends the pool, as an error of pop()
+            # without a task_id does.
             if not lease.outcome:
                 self._error = self._error or error
                 if not has_begun:
@@ -5936,7 +5966,8 @@ class _Inspector:
         clock = self._worker.clock
         ahead_s = (clock.now_ns() - _wall_ns()) / 1e9
         if ahead_s > 1:
-            text = f"{ahead_s:.0f} s ahead of the wall clock: that was set back, or a task is newer"
+            why = "the date was set back, or a task is newer"
+            text = f"{ahead_s:.0f} s ahead of the wall clock: {why}"
             yield Finding("clock", f"clock-{clock.boot}", text)
         if clock.made_anew:
             yield Finding("clock", f"clock-{clock.boot}", clock.made_anew, repaired=True)
@@ -5949,7 +5980,7 @@ class _Inspector:
         for name in directories:
             with _ignore_missing():
                 if os.stat(root + name).st_dev != device:
-                    text = "another than data_dir's: rename() can't cross"
+                    text = "not the file system of data_dir: rename() can't move files between them"
                     yield Finding("file system", name, text)
 
         # RACE: a worker makes or removes its lease directory after `directories` was listed. So a
@@ -6148,11 +6179,9 @@ class TicketQueue:
         return f"TicketQueue({os.fspath(self.queue_dir)!r})"
 
     def register(self) -> tuple[int, str]:
-        """Take the next ticket, and return its number and its member.
-
-        The number is 1 or more. The member is given by the name of the ticket's file in queue_dir.
-        Pass this name to remove(). The call blocks only while other processes register, or run
-        maybe_cleanup().
+        """Take the next ticket, and return its number, and the name of its file in queue_dir. The
+        number is 1 or more. The name stands for the member: pass it to remove(). The call blocks
+        only while other processes register, or run maybe_cleanup().
 
         Raises OSError for trouble with the disk. Also raises OSError if each of several attempts
         failed because this host was cut off from the network and another host registered meanwhile.
@@ -6180,8 +6209,9 @@ class TicketQueue:
         RACE: this host is cut off from the network, and loses that lock without notice ("flock" in
         room 20). Meanwhile another host registers. Or another host removes this member's file as a
         leftover of a dead process, because the name of the file still begins with ".". In both
-        cases OSError is raised with one of _REDRAW_ERRNOS, and the caller tries again. ENOTSUP:
-        flock() raised EBADF, because the member's file was removed after its opening (NFS)."""
+        cases OSError is raised with one of _REDRAW_ERRNOS, and the caller tries again. One of them
+        is ENOTSUP: if the member's file was removed after its opening, flock() raises EBADF (NFS),
+        and acquire_exclusive() raises ENOTSUP instead."""
         if self._files.has_other_mounts():
             self._numbers = self._files.if_shared[1](self._files)
         number = self._numbers.draw(last, max(map(_stamp_of, self._tickets()), default=0))
@@ -6211,9 +6241,9 @@ class TicketQueue:
         front of the line are removed.
 
         Also returns False if this object holds the ticket and could not touch its file in time,
-        because another host may have passed the ticket over. If the ticket was never the first in
-        line, is_head() removes the ticket. If the ticket was the first before, the ticket is kept,
-        but another member may have the turn now. The caller must stop the work, and call remove().
+        because another host may have passed the ticket over. In this case, a ticket that was never
+        found to be the first in line is removed. A ticket that was the first before is kept, but
+        another member may have the turn now. The caller must stop the work, and call remove().
         """
         first = next(filter(self._lives, self._tickets()), "")
         is_first = first != "" and _stamp_of(first) == ticket
@@ -6225,7 +6255,8 @@ class TicketQueue:
                 if not held.had_turn:
                     self.remove(member)
                 return False
-            # False if our ticket was removed, and another ticket has the same number.
+            # Compare the whole name: if our ticket was removed, another ticket may have the same
+            # number.
             is_first = member == first
             held.had_turn |= is_first
         return is_first
@@ -6347,8 +6378,8 @@ class TicketQueue:
         return False
 
     def _is_one_kernel(self) -> bool:
-        """Return whether only processes of this kernel use the line. If so, each ticket whose lock
-        is free is of a dead member, even if another process does not see the boot id."""
+        """Return whether only processes of this kernel use the line. If so, a ticket whose lock is
+        free is of a dead member, whatever its <boot> is."""
         return self._files.is_local and not self._files.has_other_mounts()
 
     @property
@@ -6409,7 +6440,8 @@ class TicketQueue:
 #     its rename. A directory is opened before its names are looked up. Key states are found by
 #     listings. Waits look again after short pauses. A lease of another host ends by its deadline
 #     only. On NFS, after ENOENT, a look tells whether a rename was carried out. On GlusterFS, a
-#     missing file is looked for several times, and names that came back are recognised.
+#     missing file is looked for several times, and an old name that comes back after its rename is
+#     recognised.
 #
 #     Seven facts about NFS and GlusterFS have names. The comments in this room give these names in
 #     parentheses.
@@ -6454,9 +6486,9 @@ class TicketQueue:
 #
 #     The overrides for these file systems follow. Beside the name of each override are the facts
 #     that make the override necessary, and the file systems: "both" means NFS and GlusterFS. Each
-#     override is used on all file systems that other hosts write to. An override with a * does two
-#     different things: the part for (replies) is used on NFS and others, the part for (healed) on
-#     GlusterFS and other FUSE mounts (_SharedFiles.is_fuse).
+#     override is used on all file systems that other hosts write to. An override with a * depends
+#     on the file system: on GlusterFS and other FUSE mounts (_SharedFiles.is_fuse), it does what
+#     the row says for GlusterFS, and elsewhere what the row says for NFS.
 #
 #       _SharedLock.reading_is_enough         flock (NFS)
 #       _SharedLock.acquire_exclusive         flock (both)
@@ -6638,9 +6670,9 @@ class _SharedFiles(_Files):
         self._mark()
 
     def _mark(self) -> None:
-        """Make SHARED. Objects on a local mount look for this file, to learn of mounts of another
-        kind (mounts). If the disk is full, or if this user may only read the directory, do nothing.
-        The next open_lock() tries again."""
+        """Make SHARED. Objects on a local mount look for this file, to learn that a mount of
+        another kind is in use: see "mounts" above. If the disk is full, or if this user may only
+        read the directory, do nothing. The next open_lock() tries again."""
         with _ignore_missing(*_NO_WRITE_ERRNOS):
             with suppress(FileExistsError):
                 os.close(os.open(f"{self.root}SHARED", _CREATE_FLAGS, 0o666))
@@ -6732,8 +6764,9 @@ class _SharedFiles(_Files):
         """Return `path`. But if a task with a key is to wait there, and another record already has
         this path (healed), return a path with a higher number of attempts.
 
-        A rename to `path` would replace the other record, which may be the newer one of the task.
-        If each record has its own name, both records are delivered."""
+        A rename to `path` would replace the other record. Both are records of the same task, and
+        the other record may be the newer one. If each record has its own name, both records are
+        delivered."""
         is_at_risk = self.is_fuse and _state_of(path) in _WAITING_DIRS and _is_keyed(_id_of(path))
         while is_at_risk and self.exists(path):
             name = _task_name(_stamp_of(path), _attempts_of(path) + 1, _id_of(path))
@@ -7065,7 +7098,8 @@ class _Progress:
 
     def latest_dead_letters(self, count: int = 5) -> list[str]:
         """Return the ids of the tasks that came to failed/ last, the last one first. To save time,
-        only the thousand youngest tasks in failed/ are looked at."""
+        only the thousand tasks in failed/ that were pushed last are looked at: an older task that
+        failed just now may be missed."""
 
         def moved_s(name: str) -> float:
             with suppress(OSError):  # RACE: another process has just retried the task
@@ -7318,7 +7352,7 @@ class _Relay(threading.Thread):
     """
 
     def __init__(self, pipe: Any, fd: int, process: Any, pool: Any) -> None:
-        super().__init__(daemon=True)  # a stalled reader must not keep the worker alive
+        super().__init__(daemon=True)  # stuck in a write, it must not keep the worker alive
         self._pipe, self._fd, self._process, self._pool = pipe, fd, process, pool
         self.tail, self._rest = b"", b""  # _rest: the part of a line whose end has not come
         self._is_open = False  # the beginning of a line has been passed on
@@ -7528,7 +7562,7 @@ def _task_variables(pid: int) -> frozenset[bytes]:
 
 
 def _job_processes(leaders: Iterable[int], known: Iterable[_JobProcess] = ()) -> set[_JobProcess]:
-    """Return the processes of jobs that still run.
+    """Return those processes of some jobs that still run.
 
     leaders: the pids of the jobs' leaders.
     known: processes of the jobs that an earlier call found.
@@ -7670,10 +7704,11 @@ def _start_watchdog() -> int:
 #   1. _WorkerPool._on_signal() (17) notes the signal. _tell_stop() writes a message.
 #   2. The threads take no other task: _is_stopping() (17). CMD leads a session of its own, gets no
 #      signal from the worker, and runs on. Its lease is still renewed.
-#   3. If CMD succeeds, its task is done. If CMD fails, all processes of the job end first. Then its
-#      task is given back to the front, uncounted: _ended_by_stop(), _follow(), _run_command().
+#   3. If CMD exits with 0, its task is done. Otherwise, when all processes of the job have ended,
+#      the task is given back to the front, uncounted: _ended_by_stop(), _follow(), _run_command().
+#      A job that the time limit ends has failed as usual.
 #   4. run_reported() waits for the output, writes the last line of progress, and returns the exit
-#      status.
+#      status: 0, but with --drain 1 if a task has failed or is left.
 #
 # Another signal within 0.3 s is ignored. The second signal:
 #
@@ -7921,9 +7956,9 @@ class _CommandPool(_WorkerPool):
 
         Returns two values. The first is CMD's exit status, or None if the time limit ended the job.
         The second is True if CMD failed because this worker was told to stop. Raises the error of a
-        relay. If CMD still runs then, the job is ended first."""
-        # Event.wait() refuses a time of more than TIMEOUT_MAX. With half of TIMEOUT_MAX, a sum of
-        # times below can't come near that limit.
+        relay, and SystemExit after a second signal. Before that, a job that still runs is ended."""
+        # Event.wait() refuses a time of more than TIMEOUT_MAX. Half of TIMEOUT_MAX leaves room for
+        # the rounding of `end_s`.
         time_limit_s = min(self._options.task_timeout or 0.0, threading.TIMEOUT_MAX / 2) or None
         end_s = _end_s(time_limit_s)
         status: int | None = None
@@ -8017,9 +8052,10 @@ def _end_of_file(file: Any, begin: int) -> bytes:
 #     this room uses the runner (23), the watchdog (22), streams and progress (21), _readable (15),
 #     and parsers of names (2).
 #     TOPIC: a new command. It touches these places:
-#     - Here, a function _NAME_command(options), below the decorator @_command. The decorator has an
-#       _argument() for each argument and option. A new kind of value needs a parser in _TYPES. The
-#       first line of the docstring also stands in the overview. The docstring has an example.
+#     - Here, a function _NAME_command(options), below the decorator @_command: see
+#       _retry_command(). The decorator has an _argument() for each argument and option. A new kind
+#       of value needs a parser in _TYPES. The first line of the docstring also stands in the
+#       overview. The docstring has an example.
 #     - Room 12, a public method, if the command needs a new one.
 #     - The README, table "All commands": .ci/lint.py looks for each command in this table.
 #     - The test of --help in test.py: it knows the number of commands, and limits the help texts.
