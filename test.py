@@ -270,7 +270,7 @@ def simulate_death(q: FemtoQueue) -> None:
     drops the lock. The queue object must not be used afterwards."""
     nowhere = os.open(os.devnull, os.O_RDONLY)
     for fd in descriptors_of(lease_dir(q)):
-        os.dup2(nowhere, fd, inheritable=False)  # keep the number: the object will close it
+        os.dup2(nowhere, fd, inheritable=False)  # the object will close this descriptor
     os.close(nowhere)
 
 
@@ -329,7 +329,7 @@ class HookedLibrary:
 
         function: Callable[..., Any] = getattr(self._library, name)
         if name == "renameat2":
-            return function  # hooked() wraps femtoqueue's caller of renameat2, which gets paths
+            return function  # hooked() wraps femtoqueue's function that makes this call
 
         def call(*args: Any) -> Any:
             paths = [os.fsdecode(arg) for arg in args if isinstance(arg, bytes)]
@@ -1408,7 +1408,8 @@ class Ordering(QueueCase):
     def test_clock_file_of_this_boot_stays_when_a_service_that_can_not_see_the_boot_id_starts(
         self,
     ) -> None:
-        """A service that can't see the boot id leaves a clock file that it does not use."""
+        """A service that can't see the boot id does not remove a clock file that it does not
+        use."""
         # After the date was set, no clock file agrees with the wall clock. So the service has a
         # clock of its own, without a file. Processes that use the clock file may still live.
         clock = self.clock()
@@ -1419,14 +1420,15 @@ class Ordering(QueueCase):
         self.check_one_clock(q, self.queue("later"))
 
     def test_clock_files_of_other_hosts_stay(self) -> None:
-        """A host leaves the clock files of other hosts, even if it uses data_dir as a local one."""
+        """No host removes the clock files of other hosts, not even a host that has data_dir on its
+        own disk."""
         # The last host is an NFS server; the other two are its clients.
         for number, fs_type in enumerate((NFS, NFS, EXT4)):
             with on_boot(f"host {number}"), on_file_system(fs_type):
                 self.queue().push(b"x")
         self.assertEqual(len(self.clocks()), 3)
 
-    def test_unreadable_clock_file_is_made_again_after_the_newest_task(self) -> None:
+    def test_invalid_clock_file_is_made_again_and_the_order_is_kept(self) -> None:
         """An invalid clock-<boot> does not change the order of tasks."""
         # The file may hold rubbish, or a number that no clock can have. A FIFO of that name is
         # replaced; a directory stays.
@@ -1460,7 +1462,7 @@ class Ordering(QueueCase):
         self.boot()  # fails unless there is exactly one clock-<boot>
 
     def test_wall_clock_of_the_far_future_is_not_used_for_the_anchor(self) -> None:
-        """A date in the far future does not start the queue clock."""
+        """If the date is in the far future, the queue clock does not start at that date."""
         # Otherwise a second queue clock would be started when the date is corrected.
         clock = self.clock()
         clock.wall_shift_s = 80 * 365 * 86400.0
@@ -1486,12 +1488,13 @@ class Ordering(QueueCase):
 
 
 class ReplacedClock(QueueCase):
-    """A queue follows the functions that a program under test puts into the time module."""
+    """If a program replaces time.time() and time.monotonic(), as tests of programs do, a queue uses
+    the replaced functions."""
 
     def both_clocks(self, seconds: float) -> Any:
         return mock.patch.multiple(time, time=lambda: seconds, monotonic=lambda: seconds)
 
-    def test_program_that_does_not_put_the_clock_back_ends_quietly(self) -> None:
+    def test_program_that_leaves_its_own_clock_in_the_time_module_ends_quietly(self) -> None:
         """A program that leaves its own function in the time module ends without an error."""
         # That function refers to the program's variables, and so to its queue. So the queue is
         # finalized when the interpreter has already cleared other modules, such as fcntl.
@@ -2571,8 +2574,8 @@ class Keyed(QueueCase):
             self.assertEqual((task.key, task.data), (key, key.encode()))
             q.done(task)
         self.assertEqual(self.names("keys"), [])
-        # Lock files are never removed. On a network file system, a host that waits for a lock may
-        # still see the removed file.
+        # Lock files are never removed. Otherwise a process that waits for a lock could get the lock
+        # of a removed file. On a network file system, a host may still see such a file.
         self.assertEqual(self.names("locks"), sorted({it[-2:] for it in ids}))
         with open(self.file("pending", q.push(b"x", key="user:42 ü")), "rb") as file:
             self.assertTrue(file.read().endswith(b" 1 user:42%20%C3%BC\nx"))
@@ -2645,13 +2648,14 @@ class Keyed(QueueCase):
         return [task, task and task.path, *behind, *(q.peek(name[-29:]) for name in behind)]
 
     def test_keyed_push_that_raises_changes_nothing(self) -> None:
-        """If any system call of a keyed push fails, nothing has changed."""
-        # This includes a failed sync, except after a rename over the old record, which can't be
-        # undone. Such pushes are tested without sync.
+        """If a system call of a keyed push fails and the push raises, nothing has changed."""
+        # This includes a failed sync, except the sync after a rename over the old record: that
+        # rename can't be undone. So pushes that rename over the old record are tested without sync.
         self.in_memory = True  # syncs to a disk would take too long
         clock, _ = self.clock(), self.queue()
         can_exchange = self.can_exchange()
-        # The pushes that do not rename over the old record even if names can't be exchanged.
+        # By state, the ways of a push that rename over no record, even where names can't be
+        # exchanged: they put the payload into keys/.
         buffering = {
             **dict.fromkeys(("waits", "is back"), "buffer update"),
             "is leased": "buffer schedule",
@@ -3314,19 +3318,22 @@ class Durability(StepCase):
         task = leased(q)
         lease = task.path
 
-        def renew() -> None:
-            renewal = threading.Thread(target=extend)
+        def begin_renewal() -> None:
             renewal.start()
             renewal.join(0.1)
-            self.addCleanup(renewal.join)
             self.assertEqual(task.path, lease)
 
         def extend() -> None:
-            self.assertRaises(LeaseLost, q.extend, task)
+            with self.assertRaises(LeaseLost):
+                q.extend(task)
+            refused.append(task)
 
-        with hooked(at_call("lstat", "/inflight-", renew, times=1)):
+        refused: list[FemtoTask] = []
+        renewal = threading.Thread(target=extend)
+        with hooked(at_call("lstat", "/inflight-", begin_renewal, times=1)):
             q.done(task)
-        self.assertEqual(self.states(), {})
+        renewal.join()
+        self.assertEqual((self.states(), refused), ({}, [task]))
 
     def test_queue_with_symbolic_links_to_directories_can_be_synced(self) -> None:
         """Syncs work if data_dir, its parent, or a directory in data_dir is a symbolic link."""
@@ -3387,7 +3394,7 @@ class Durability(StepCase):
         sync, syncs_each = through_seam("sync of a batch")(self.path)
         if syncs_each:
             self.skipTest(f"not known whether the file system of {self.path} obeys syncfs")
-        sync()
+        self.assertEqual(len(calls_of("syncfs", sync)), 1)
         with self.assertRaisesRegex(OSError, rf"\[Errno {errno.EBADF}\]"):
             sync()  # the first call has closed the directory
 
@@ -3613,8 +3620,9 @@ class TwoMounts(QueueCase):
         self.assertEqual(self.states(), {"pending": 1})
         self.assertEqual(self.drain(second), [b"newer"])
 
-    def test_file_shared_that_a_full_disk_refused_is_made_before_the_first_push(self) -> None:
-        """A client that could not make SHARED on a full disk tries again before its first push."""
+    def test_client_that_could_not_make_the_mark_shared_on_a_full_disk_tries_again(self) -> None:
+        """A client that could not make SHARED on a full disk tries again before its first
+        push with a key."""
         self.path = self.new_dir()
         local = self.queue("local")
         full = hooked(at_call("open", "SHARED", errno_raiser(errno.ENOSPC), times=1))
@@ -3624,8 +3632,8 @@ class TwoMounts(QueueCase):
         local.push(b"newer", key="k")
         self.assertEqual(self.states(), {"pending": 1})
 
-    def test_queue_is_opened_where_the_file_shared_can_not_be_made(self) -> None:
-        """A client can use a queue even if a read-only file system refuses to make SHARED."""
+    def test_client_opens_a_queue_where_the_mark_shared_can_not_be_made(self) -> None:
+        """A client can use a queue even if SHARED can't be made (EROFS)."""
         self.path = self.new_dir(self.memory)
         with on_file_system(NFS), hooked(at_call("open", "SHARED", errno_raiser(errno.EROFS))):
             self.queue().push(b"x")
@@ -4230,7 +4238,8 @@ class Faults(PlainInterrupted):
             self.assertEqual(femtoqueue.main(["ls"]), 0)
 
     def test_error_of_any_system_call_is_raised_and_loses_no_task(self) -> None:
-        """If any system call fails, the error is raised, and no task is lost or duplicated."""
+        """If any system call fails, no task is lost or duplicated."""
+        # An operation that raises the error is undone. An error of a sync is always raised.
         self.check_all(self.errors)
 
     def test_ctrl_c_at_any_system_call_loses_and_duplicates_no_task(self) -> None:
@@ -4553,7 +4562,8 @@ class KeyedInterruptedByRename(KeyedInterrupted):
 
 
 class InterruptedOnSharedFileSystem(PlainInterrupted):
-    """Scenarios on a shared file system. Only calls that change something are interrupted."""
+    """Scenarios on a shared file system. Errors and Ctrl-C come only at calls that change
+    something."""
 
     counts = staticmethod(may_change)
     fs_type = NFS
@@ -4564,17 +4574,18 @@ class InterruptedOnSharedFileSystem(PlainInterrupted):
         self.check_all(self.deaths)
 
     def test_error_of_any_system_call_leaves_a_sound_queue(self) -> None:
-        """If any system call fails, the error is raised, and no task is lost or duplicated."""
+        """If any system call fails, no task is lost or duplicated."""
+        # An operation that raises the error is undone. An error of a sync is always raised.
         self.check_all(self.errors)
 
     def test_file_that_another_host_has_replaced_is_looked_for_again(self) -> None:
-        """An operation that looks at a file which another host has replaced looks again, and has
-        the same result as without the failure."""
+        """If a look at a task's file fails because another host has replaced the file, the
+        operation looks again, and has the same result as without that failure."""
         self.patched(on_file_system(FUSE))
         steps = functools.partial(StaleLook.each, counts=is_look_at_task, at_least=0)
         self.check_all(functools.partial(self.unnoticed, steps), sync_after_write=False)
 
-    def test_rename_or_unlink_that_the_server_did_but_denies_counts(self) -> None:
+    def test_rename_or_unlink_that_was_done_but_reported_as_failed_has_its_effect(self) -> None:
         """A rename or unlink that the server has carried out, but reports as failed (ENOENT), has
         the same result as one without an error."""
         self.patched(without_exchange())  # as on NFS
@@ -4669,7 +4680,7 @@ class QueueModel:
         self.entered: dict[tuple[int, int, str], int] = {}  # each name's first step in pending/
         self.living: Counter[str] = Counter()  # how many living objects hold inflight-<node>/
         self.step = self.worker = self.boot = self.looked_ns = 0
-        self.pushing = False
+        self.known_to_nobody = False
         self.start_clock()
 
     def start_clock(self) -> None:
@@ -4704,7 +4715,7 @@ class QueueModel:
     def move(self, task: ModelTask, state: str, at_ns: int) -> None:
         task.state, task.at_ns, task.held_by, task.ready_ns = state, at_ns, None, None
         task.step, task.since_ns, task.by = self.step, self.now_ns(), self.worker
-        task.known_to = set() if self.pushing else {self.worker}
+        task.known_to = set() if self.known_to_nobody else {self.worker}
         if state in ("done", "failed"):
             task.attempts = 0
         task.is_bare = state in ("done", "failed")
@@ -4995,7 +5006,7 @@ class Fuzz:
     def do(self, op: Callable[[Worker], None], w: Worker) -> None:
         self.clock.advance(1e-5)  # orders drawn in a step are ahead of the clock by less than this
         model = self.model
-        model.step, model.worker, model.pushing = model.step + 1, w.number, False
+        model.step, model.worker, model.known_to_nobody = model.step + 1, w.number, False
         model.note_ready_times()
         self.said.append(f"{model.step} {op.__name__} by {w.number} ({w.q.node_id})")
         op(w)
@@ -5138,8 +5149,9 @@ class Fuzz:
         leased = task is not None and task.state == "inflight"
         demand(refused == (leased and policy == "reject"), f"refused: {refused}")
         if task is None:
-            # The pusher knows a keyed task at once. Other workers need a listing to know the task.
-            self.model.pushing = key is None
+            # A push with a key tells the pusher's batch of the task (note_arrival). After a push
+            # without a key, even the pusher needs a listing to know the task.
+            self.model.known_to_nobody = key is None
             self.model.add(ident, data, key, due_ns)
         elif leased and (policy == "buffer" or (policy == "update" and task.behind)):
             self.model.put_behind(task, ident, data, due_ns)
@@ -5154,7 +5166,7 @@ class Fuzz:
         batch = [self.payload() for _ in range(self.chance.randrange(4))]
         ids = w.q.push_many(iter(batch))
         demand(ids == sorted(ids), "ids are not in the order of a batch")
-        self.model.pushing = True
+        self.model.known_to_nobody = True
         for ident, data in zip(ids, batch, strict=True):
             self.model.add(ident, data, None, None)
 
@@ -5166,14 +5178,16 @@ class Fuzz:
             self.check_order(w, was)
         elif self.paused_ns is None:
             demand(not self.model.in_states("pending"), "pop() overlooked what is pending")
-            date_is_old = self.model.now_ns() - self.date_set_ns >= 0.41e9
-            for task in self.model.in_states("scheduled") if date_is_old else ():
+            # The object notices a new date within 0.4 s.
+            date_is_noticed = self.model.now_ns() - self.date_set_ns >= 0.41e9
+            for task in self.model.in_states("scheduled") if date_is_noticed else ():
                 due = task.by == w.number and task.at_ns <= self.clock.wall_ns()
-                demand(not due, f"pop() overlooked {task}, which its object scheduled")
+                demand(not due, f"pop() overlooked {task}, which the same object scheduled")
 
     def call_and_lease(self, w: Worker, call: Callable[..., FemtoTask | None]) -> ModelTask | None:
         """Call pop() or take(), sometimes with a lease_ms, and lease the delivered task in the
-        model. Return the task as it was before the call; None if no task was delivered."""
+        model. Return the task as it was just before its lease; None if no task was
+        delivered."""
         lease_ms = self.chance.choice((*[None] * 9, 90_000))
         lease = call(lease_ms=lease_ms)
         self.say(lease and lease.id)
@@ -8051,7 +8065,7 @@ class Checking(QueueCase):
         self.assertEqual(self.states(), {"pending": 2, "failed": 1})
 
     def test_lease_directories_made_or_removed_during_a_check_are_no_findings(self) -> None:
-        # RACE: after any system call of check(), one worker makes a lease directory and another
+        # RACE: before any system call of check(), one worker makes a lease directory and another
         # worker removes one.
         q, gone, fresh = self.queue(), self.file("inflight-gone"), self.file("inflight-fresh")
 
@@ -8661,7 +8675,7 @@ class CommandLine(QueueCase):
 
     def program(self) -> list[str]:
         """Return the words that run femtoqueue.pyc with the durations of this process, which a test
-        may have changed by hasten()."""
+        may have changed by set_constant()."""
         return self.program_with({it: constant(it) for it in ("one signal", "grace")})
 
     def run_command(self, *words: str) -> tuple[int, str, str]:
@@ -8730,8 +8744,8 @@ class CommandLine(QueueCase):
     def transcript_of(self, command: str) -> str:
         """Run a command, and return its output and exit status in the form of a transcript.
 
-        A command of femtoqueue that needs no shell runs in this process. So does a command of
-        femtoqueue in $(...), whose output becomes a part of the command around it.
+        A command of femtoqueue that needs no shell runs in this process, except `work`. So does a
+        command of femtoqueue in $(...), whose output becomes a part of the command around it.
         """
         part = r"\$\((femtoqueue [^()]*)\)"
         command = re.sub(part, lambda it: self.output_of(*shlex.split(it[1])[1:]).strip(), command)
@@ -8916,9 +8930,9 @@ class CommandLine(QueueCase):
 
     def test_error_of_the_worker_is_no_failed_try_of_its_task(self) -> None:
         """If the worker itself meets an error, the attempt of its task is not counted."""
-        # The first worker can make no temporary file for a payload, as if its Python had been
-        # removed meanwhile. The second worker is started in a directory that has a random.py of the
-        # user, which must not take the place of Python's.
+        # In the first worker, each call of TemporaryFile() but the check at the start raises. This
+        # may happen if the worker's Python is removed. The second worker is started in a directory
+        # that has a random.py of the user, which must not be imported in place of Python's module.
         code = "import tempfile; make = tempfile.TemporaryFile; calls = iter([make])\n"
         code += "tempfile.TemporaryFile = lambda: next(calls)()\n"
         *words, main = self.program()
@@ -8934,7 +8948,7 @@ class CommandLine(QueueCase):
         self.assertEqual(run_guarded(*program, *command, env=env), (0, "", ""))
         self.assertEqual(self.states(), {"done": 1})
 
-    @unittest.skipUnless(sys.platform == "linux", "the limit depends on the stack's on Linux")
+    @unittest.skipUnless(sys.platform == "linux", "the limit depends on the stack")
     def test_too_large_an_environment_is_no_failed_try(self) -> None:
         code = "import resource; resource.setrlimit(resource.RLIMIT_STACK, (1 << 20, 1 << 20))\n"
         env = self.env | dict.fromkeys("abcd", "x" * 100_000)
@@ -9028,10 +9042,10 @@ class CommandLine(QueueCase):
         self.assertEqual({it.pid for it in members([process.pid])}, {process.pid})
 
     @unittest.skipUnless(os.path.exists("/proc/self/stat"), "needs /proc")
-    def test_proc_of_another_pid_namespace_is_not_used_to_find_processes_of_a_job(self) -> None:
+    def test_proc_directory_of_another_pid_namespace_is_not_used_to_find_processes(self) -> None:
         # In such a /proc, the pid of a job belongs to a process of the host, for example to a
-        # thread of the kernel. The process group of the thread is 0, and would stand for the
-        # worker's own group.
+        # thread of the kernel. The process group of such a thread is 0, and killpg(0) would signal
+        # the worker's own group.
         process = subprocess.Popen(["sleep", "1000"], start_new_session=True)
         self.addCleanup(process.wait)
         self.addCleanup(process.kill)
@@ -9048,16 +9062,16 @@ class CommandLine(QueueCase):
         text: str = progress.pace_text()
         return text
 
-    def test_rate_and_time_left_are_those_of_the_whole_queue(self) -> None:
+    def test_rate_is_of_the_queue_or_of_this_worker_and_time_left_is_of_the_queue(self) -> None:
         others_work = [(s, 50_000 - 500 * s, 10 * s) for s in range(31)]
         grows = [(s, 1000 + 90 * s, 10 * s) for s in range(31)]
-        as_fast = [(s, 14 + s % 2, 13 * s) for s in range(31)]
+        pushed_as_fast_as_done = [(s, 14 + s % 2, 13 * s) for s in range(31)]
         slower_now = [*others_work, *((s, 35_000 - 10 * (s - 30), 10 * s) for s in range(31, 60))]
         minutes = [(60.0 * s, 9 - s, s) for s in range(5)]
         for samples, text in (
             (others_work, "500/s  about 1 min left"),
             (grows, "10/s  growing"),
-            (as_fast, "13/s"),
+            (pushed_as_fast_as_done, "13/s"),
             (slower_now, "10/s  about 58 min left"),
             (minutes, "1.0/min  about 5 min left"),
             ([(0.0, 5, 0)], ""),
@@ -9350,8 +9364,8 @@ class CommandLine(QueueCase):
 
     @unittest.skipUnless(os.path.exists("/proc/self/stat"), "needs /proc")
     def test_worker_that_is_killed_while_a_job_ends_leaves_no_process_of_the_job(self) -> None:
-        # The shell of the job has ended by then: by the time limit, by a scheduler's signal, or by
-        # a second signal.
+        # When the worker is killed, the shell of the job has already been ended by the time limit,
+        # by a scheduler's signal, or by a second signal.
         for words, signals in ((("--task-timeout", "1s"), 0), ((), 1), ((), 2)):
             with self.subTest(signals=signals):
                 self.queue().push(b"x")
@@ -9466,7 +9480,8 @@ class Documents(QueueCase):
         """Each program prints what stands in the text block after it, or in the comments behind its
         print()s."""
         # Three kinds of programs have tests of their own: the parts of a service, whose first line
-        # is the name of a file; the idea of the queue; and the program that drains a queue of
+        # is the name of a file; the program that shows the idea of the
+        # queue with bare system calls; and the program that drains a queue of
         # femtoqueue 0.4.2.
         blocks, count = [*self.blocks(), ("", "")], 0
         for (language, code), (next_language, text) in itertools.pairwise(blocks):
