@@ -852,7 +852,7 @@ REFUSALS: tuple[Refusal, ...] = (
     (lambda q, task, it: q.take(id=it), ValueError, "not the id", ("../x",)),
     (lambda q, task, it: q.done(it), TypeError, "FemtoTask", (None,)),
     (lambda q, task, it: q.checkpoint(it, b""), TypeError, "FemtoTask", (None, "id")),
-    (lambda q, task, it: q.done(q.peek(task.id)), LeaseLost, "only pop", (None,)),
+    (lambda q, task, it: q.done(q.peek(task.id)), LeaseLost, "or take.. gives one", (None,)),
     (lambda q, task, it: q.fail(task, it), TypeError, "text or an exception", (7,)),
     (lambda q, task, it: q.release(task, **it), ValueError, "delay_s", NO_RELEASE),
     (lambda q, task, it: q.release(task, delay_s=it), TypeError, "delay_s", ("1",)),
