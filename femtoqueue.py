@@ -11,113 +11,134 @@
 A queue is a directory, and a task is a file. The directory of the file is the task's state:
 
     data_dir/
-      creating/           being written; never read as tasks
+      creating/           files being written; not tasks
       pending/            waiting             <id>  or  <order>~<attempts>~<id>
       scheduled/          waiting for a time  <due>~<attempts>~<id>
       inflight-<node>/    leased to a worker  <deadline>~<attempts>~<boot>~<id>
-      done/  failed/      finished            <id>; the reason is in failed/<id>.error
-      keys/               of keyed tasks      <hash>: states of keys; <id>, <due>~0~<id>: buffered
-      locks/              of keys             <last two digits of the hash>; never removed
+      done/  failed/      ended               <id>; the reason is in failed/<id>.error
+      keys/               key states          <hash>; see room 13
+                          buffered payloads   <id>  or  <due>~0~<id>
+      locks/              locks of keys       <last two digits of the hash>; never removed
       checkpoints/        saved progress      <id>
-      spare/              empty; renamed to inflight-<node>/ when the disk is full
-      clock-<boot>        the anchor of the queue clock for this boot
-      PAUSED              while this file exists, no task is handed out (`touch` makes it)
+      spare/              empty; on a full disk, a worker renames it to inflight-<node>/
+      clock-<boot>        the anchor of the queue clock for one boot
+      PAUSED              while this file exists, workers take no tasks (`touch` makes it)
       SHARED              the directory was used over a network file system or FUSE, see room 20
 
-An id is <order>-<tag>. <order> has 20 digits: nanoseconds on the queue clock. <tag> has 8 hex
-digits. For a task without a key, the tag is the random tag of the queue object that pushed the
-task. A random tag begins with 0 to 7. For a task with a key, the tag is the hash of the key. A hash
-begins with 8 to f. The field <boot> has 8 hex digits. It names one boot of a kernel and one mount.
-The <boot> 00000000 marks a detached lease. Every name of a task begins with 20 digits, so sorting
-the names of a directory puts the tasks in order. A task's file begins with one line:
+An id is <order>-<tag>. <order> has 20 digits: the time of the push on the queue clock, in
+nanoseconds. <tag> has 8 hex digits. For a task without a key, the tag is the random tag of the
+queue object that pushed the task. A random tag begins with 0 to 7. For a task with a key, the tag
+is the hash of the key. A hash begins with 8 to f. The field <boot> has 8 hex digits, and usually
+names one boot of a kernel and one mount. The <boot> 00000000 marks a detached lease. Every name of
+a task begins with a number of 20 digits: an order, a due time or a deadline. So the names of a
+directory, when sorted, are in the order of these numbers. A task's file begins with one line:
 `FQ1 <crc32> <length>`, and the key if the task has a key. The payload follows as given.
 
 Each step takes effect by one system call, the one in the last column:
 
     step       room and method                from              to                       by
-    publish    _Files.publish                 creating/<id>     pending/, scheduled/     rename
-    due        _Worker.enqueue_scheduled      scheduled/        pending/<now>~<n>~<id>   rename
-    claim      _LeaseDir.claim                where it waits    inflight-<node>/         rename
-    undo       _LeaseDir.undo_claim           inflight-<node>/  where it waited          rename
-    finish     _Worker.finish                 inflight-<node>/  done/<id>                rename
-                 without keep_done            inflight-<node>/  (removed)                unlink
-    fail       _Worker.end_failed             inflight-<node>/  failed/<id>; its .error  rename
-    release    _Worker.requeue                inflight-<node>/  pending/ or scheduled/   rename
-    extend     _Worker.renew                  inflight-<node>/  the same, a new deadline rename
-    reclaim    _Worker.reclaim                inflight-<node>/  pending/<order>~<n>~<id> rename
-    quarantine _Worker.quarantine             leased or waiting failed/<id>; its .error  rename
-    retry      _Worker.requeue_failed         failed/<id>       pending/<now>~0~<id>     rename
-    purge      FemtoQueue.purge, _purge_done  done/, failed/    (removed)                unlink
-    replace    _Keys.put, _Files.swap         creating/<id>     the task's own path      renameat2
-    buffer     _Keys.put                      creating/<id>     keys/<id>                rename
-    take along _KeyedTasks._take_along        keys/<id>         the path of the lease    rename
-    promote    _KeyedTasks.move_keyed         keys/<id>         pending/, scheduled/     rename
-    save       _save_checkpoint               creating/         checkpoints/<id>         rename
+    publish    6  _Files.publish              creating/<id>     pending/, scheduled/     rename
+    due        10 _Worker.enqueue_scheduled   scheduled/        pending/<now>~<n>~<id>   rename
+    claim      9  _LeaseDir.claim             where it waits    inflight-<node>/         rename
+    undo       9  _LeaseDir.undo_claim        inflight-<node>/  usually where it waited  rename
+    finish     10 _Worker.finish              inflight-<node>/  done/<id>                rename
+                  without keep_done           inflight-<node>/  (removed)                unlink
+    fail       10 _Worker.end_failed          inflight-<node>/  failed/<id>              rename
+    release    10 _Worker.requeue             inflight-<node>/  pending/ or scheduled/   rename
+    extend     10 _Worker.renew               inflight-<node>/  the same, a new deadline rename
+    reclaim    10 _Worker.reclaim             inflight-<node>/  pending/<order>~<n>~<id> rename
+    quarantine 10 _Worker.quarantine          leased or waiting failed/<id>              rename
+    retry      10 _Worker.requeue_failed      failed/<id>       pending/<now>~0~<id>     rename
+    purge      12 FemtoQueue.purge            done/, failed/    (removed)                unlink
+               11 _Housekeeper._purge_done    done/             (removed)                unlink
+    replace    14 _Keys.put, _Files.swap      creating/<id>     the task's own path      renameat2
+    buffer     14 _Keys.put                   creating/<id>     keys/<id>                rename
+    take along 14 _KeyedTasks._take_along     keys/<id>         the path of the lease    rename
+    promote    14 _KeyedTasks.move_keyed      keys/<id>         pending/, scheduled/     rename
+    save       16 _save_checkpoint            creating/         checkpoints/<id>         rename
 
-A task with the new order <now> goes to the back. A task with the <order> of its id returns to the
-place of its push. <n> is the number of attempts so far.
+A task with the new order <now> goes to the back of the queue. A task with the <order> of its id
+returns to the place of its push. <n> is the number of attempts so far. If a worker claimed a task
+that no caller got, and itself reclaims the lease, the task usually returns to where it waited.
+After fail and quarantine, a second rename puts the reason into failed/<id>.error. Where names can't
+be exchanged (NFS, FUSE, not Linux), replace uses rename, or the payload is buffered.
 
 The terms of this file:
 
     Task              A payload with an id, stored as one file, the record.
     Payload           The bytes that the caller pushed.
-    Id                The name of a task. It stays the same through retries and delays.
+    Id                The identifier of a task. It stays the same through retries and delays.
     Key               A text that a caller may give to a task. At most one task of a key waits or
-                      is leased at a time. Tasks with a key move under the key's lock (move_keyed).
+                      is leased at a time. A task with a key moves under the key's lock
+                      (move_keyed), except in a claim by pop(), and when a claim is undone.
     Worker            A queue object in one process, with its lease directory inflight-<node>/.
     Claim             To rename a waiting task into the worker's lease directory.
     Lease             The file of a claimed task, and the right to work on the task. The lease lasts
-                      until the task is settled or reclaimed.
+                      until the file is moved out of inflight-<node>/ or removed, usually because
+                      the task is settled or reclaimed.
+    Queue clock       The monotonic clock plus a fixed number, the anchor. Usually all processes of
+                      one boot have the same anchor (room 7).
     Deadline          The time on the queue clock after which any worker may reclaim the task. A
                       renewal moves the deadline.
     Detached lease    A lease that a queue object with detached=True took. The lease outlives the
                       object and its process. If the task is not settled, only the deadline ends
                       the lease.
-    Delivery          The handing out of a task under one lease. Deliveries count as attempts.
+    Delivery          The handing out of a task under one lease. A delivery counts as an attempt,
+                      unless the task is given back uncounted.
     Fence             The path of the lease. Each call that settles a task or renews a lease renames
                       or removes this path (_Worker.move_leased). If the path is gone, the call
                       raises LeaseLost and changes nothing.
     Settle            To end a delivery by done(), fail() or release().
-    Reclaim           To take a task back from a worker that died, missed the deadline or closed.
+    Reclaim           To take a task back from a worker that died, missed the deadline or was
+                      closed.
     Orphan            A lease that no caller holds and that is still to be taken back. A worker
                       lists orphans in memory, and its next reclaim job moves their tasks.
-    Dead letter       A task in failed/. A task also becomes a dead letter after max_attempts
-                      deliveries: see _Processing._end (16) and _Worker._deliver (10).
+    Dead letter       A task in failed/. fail() and a quarantine put tasks there. A task also goes
+                      there after max_attempts deliveries: see _Processing._end (room 16) and
+                      _Worker._deliver (room 10).
     Quarantine        To make a dead letter of a task that can't be delivered, for example because
-                      its record is corrupt. If failed/ can't be written to, the task goes to the
-                      back of pending/ instead.
+                      its record is corrupt. If the move to failed/ fails, a task that was just
+                      claimed usually goes to the back of pending/ instead.
     Buffered payload  A newer payload of a key, kept in keys/ behind the task of the key.
-    Housekeeping job  Periodic work that pop() and take() also do, such as reclaiming leases.
-    Foreign           A file whose name has none of the forms above. The queue never delivers, moves
-                      or removes a foreign file.
+    Housekeeping job  Periodic work that pop() and take() do beside taking a task, such as
+                      reclaiming leases.
+    Foreign           A file whose name has none of the forms that its directory allows (room 2).
+                      The queue never delivers, moves or removes a foreign file.
 
 If two workers rename the same task, one rename succeeds. The other worker gets ENOENT and takes the
-next task. A living worker holds a shared flock on its inflight-<node>/, and the kernel drops the
-flock when the process ends. Another process that gets the exclusive flock therefore knows that the
-worker is dead. There is no server. Only processing(), work(), the async methods and
-TicketQueue.turn() start threads. The command `work` forks a watchdog.
+next task. A living worker that takes tasks holds a shared flock on its inflight-<node>/, and the
+kernel drops the flock when the process ends. Another process that gets the exclusive flock
+therefore knows that the worker is dead. There is no server. Only these public methods start
+threads: processing(), work(), the async methods and TicketQueue.turn(). The command `work` also
+forks a watchdog.
 
-Guaranteed: a task whose push() returned is delivered until a done() or fail() returned. This holds
-even if any process is killed at any time. Tasks are delivered in the order of their push() on a
-host. The order survives restarts, reboots and changes of the date. A corrupt task ends in failed/.
-With sync_after_write=True, the effect of each call that returned survives power loss.
+Guaranteed: a task whose push() returned is delivered, if necessary again and again, until done() or
+fail() ends the task, or until the task becomes a dead letter otherwise. This holds even if any
+process is killed at any time. Tasks that are pushed on one host get their first delivery in the
+order of their push(). This order survives restarts, reboots and changes of the date. A corrupt task
+ends in failed/. With sync_after_write=True, a push, the end of a delivery, a retry or a checkpoint
+survives power loss once the call has returned.
 
-Not guaranteed: that a task runs only once. A task runs twice if its worker died or missed the
+Not guaranteed: that a task runs only once. A task may run again if its worker died or missed the
 deadline, or (without sync) if power was lost after done(). So make handlers idempotent. If hosts
 share the queue, a network cut may also make a task run twice, or give a key two tasks. A process
-that is stopped while holding the lock of a key blocks the calls for all keys that share the lock (1
-key in 256): pushes, take(), the end of a task, and a pop() that finds a newer payload behind its
-task. A process that is stopped while looking at a dead worker blocks a restart under the node_id of
-the dead worker.
+that is stopped (SIGSTOP) while it holds the lock of a key blocks calls for all keys that share the
+lock (1 key in 256). Among these calls are pushes, take() and the end of a task: see room 5. A
+process that is stopped while it holds the lock of a dead worker's directory blocks a restart under
+the node_id of the dead worker.
 
 Assumed: data_dir is on one file system, whose rename() is atomic (POSIX). Hosts that share data_dir
 have wall clocks within a second of each other, the same timeout_stale_ms, and different node_ids. A
-lease of another host ends by its deadline only. Where there is no flock or no boot id (not Linux),
-every lease ends by its deadline only.
+worker takes back a lease of another host only after the deadline. Where there is no flock, every
+lease ends by its deadline only. Where there is no boot id (not Linux), no worker sees that another
+worker died. Each process has its own queue clock there, so only the tasks of one process are
+certain to be in order.
 
-Rooms: the parts of this file. The core is rooms 1 to 11, and each room of it uses only those above.
-Room 12 is the public interface. The annexes are rooms 13 to 21; other rooms enter an annex by the
-door that is named below.
+Rooms: the parts of this file. Rooms 1 to 11 are the core, and room 12 is the public interface.
+Rooms 13 to 20 are annexes, and rooms 21 to 24 are the command line. A room uses functions and
+classes of the rooms above it. It reaches later rooms through the parts of the worker, such as
+worker.house (11). It uses a few names of later rooms, too, such as _open_files(): DOORS in
+.ci/lint.py lists these names.
 
      1. System              constants and system calls that Python lacks
      2. Names               of tasks, directories and keys
@@ -127,7 +148,7 @@ door that is named below.
      6. Files               the steps on files, and the order in which they are synced
      7. Queue clock         orders and deadlines
      8. Backlog             the batch of names in pending/
-     9. Lease directory     claiming into it, and the lock that shows life
+     9. Lease directory     the claim of a task, and the lock that shows that the worker lives
     10. Worker              each change of a task's state
     11. Housekeeping        the jobs of pop(): listing, due tasks, dead workers
     12. FemtoQueue          the public interface
@@ -220,14 +241,14 @@ __version__ = "1.0.0"
 #    may replace them. A replaced clock may even stand still or go back.
 # ==================================================================================================
 
-# This name stands before all other private names. At its end, the interpreter binds the private
-# names of a module to None, one by one, in the order of the file. If a finalizer finds None here,
-# other names may be gone, too. Then the finalizer does nothing: the kernel drops the locks at the
-# end of the process.
+# This name stands before all other private names. When the interpreter ends, it sets the private
+# names of a module to None, one by one, in the order of the file. If a finalizer finds that
+# _is_whole is None, other names may be None, too. So the finalizer does nothing then: the kernel
+# drops the locks at the end of the process.
 _is_whole = True
 
-# The values of f_type (statfs(2)) for which syncfs(2) makes a whole batch durable: ext2 to ext4,
-# xfs, btrfs, f2fs, tmpfs.
+# The values of f_type (statfs(2)) for which one syncfs(2) makes all tasks of a push_many() durable:
+# ext2 to ext4, xfs, btrfs, f2fs, tmpfs.
 _SYNCFS_TYPES = frozenset({0xEF53, 0x58465342, 0x9123683E, 0xF2F52010, 0x01021994})
 # _LOCAL_TYPES adds overlay, zfs, bcachefs and ramfs. Only this kernel writes to a file system of
 # one of the local types, so inotify reports every change.
@@ -256,9 +277,9 @@ def _wall_ns() -> int:
 def _latest_due_ns() -> int:
     """Return the latest time that counts as due: one microsecond ahead of the wall clock.
 
-    As a float of seconds, today's time has steps of 240 ns. A caller multiplies such a float once,
-    and schedule() multiplies the result again. Each step rounds, so a task that is due now may have
-    a due time slightly in the future."""
+    Today's time, as a float of seconds, is a multiple of about 240 ns. A caller multiplies this
+    float by 1e6, and schedule() multiplies the result by 1000. Each multiplication rounds, so a
+    task that is due now may have a due time slightly in the future."""
     return int(time.time() * 1e9) + 1000
 
 
@@ -306,8 +327,8 @@ def _call_libc(name: str, path: str, *args: object) -> None:
 
 
 def _fs_type(path: str) -> int:
-    """Return f_type of statfs(2), or 0 where the call does not exist. Raises OSError if the call
-    fails."""
+    """Return the type of the file system at `path`: f_type of statfs(2), or 0 where _libc() is
+    None. Raises OSError if the call fails."""
     if _libc() is None:
         return 0
     import ctypes
@@ -320,15 +341,15 @@ def _fs_type(path: str) -> int:
 
 def _exchange(first: str, second: str) -> None:
     """Exchange the files at two absolute paths, by renameat2(2) with RENAME_EXCHANGE. Raises
-    ENOSYS where the call does not exist, and EINVAL where the file system does not support it.
-    Other errors are those of rename()."""
+    OSError: ENOSYS where the call does not exist, EINVAL where the file system does not support
+    the flag, and the errors of rename()."""
     places = _AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second)
     _call_libc("renameat2", second, *places, _RENAME_EXCHANGE)
 
 
 def _read_boot_id() -> str | None:
-    """Return a text that identifies this boot of this kernel, or None where the system does not
-    provide one."""
+    """Return a text that identifies this boot of this kernel, and the time namespace. Return None
+    where this process can't read a boot id."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             boot_id = file.read().strip()
@@ -346,8 +367,8 @@ def _time_namespace() -> str:
 
 
 def _boot_tag(boot_id: str, directory: str) -> str:
-    """Return 8 hex digits for a boot of a kernel and a mount. Processes that share both see each
-    other's flocks."""
+    """Return 8 hex digits for two things: a boot id, and the file system that is mounted at a
+    directory. Processes that share both see each other's flocks."""
     return f"{binascii.crc32(f'{boot_id} {os.stat(directory).st_dev}'.encode()):08x}"
 
 
@@ -355,9 +376,9 @@ def _follow_owner(fd: int, data_dir: str, extra_mode: int = 0) -> None:
     """Give a new file or directory the owner, group and rights of data_dir, as far as this user may
     change them. `extra_mode` has rights to add to those of data_dir.
 
-    All users of the queue need the new file. Without this step, root could run one command and so
-    make a file that shuts out the other users for good. A user with another umask could do the
-    same.
+    All users of the queue need the new file. Without this function, a file that root makes by one
+    command would shut out the other users for good. A file of a user with another umask could do
+    the same.
 
     `fd` refers to a file that this process has just made. The file is never changed by its path:
     root may work in a data_dir that belongs to another user. The other user could meanwhile put a
@@ -373,8 +394,8 @@ def _follow_owner(fd: int, data_dir: str, extra_mode: int = 0) -> None:
 
 
 def _make_dir(path: str, mode: int, sync: bool) -> None:
-    """Make a directory and its missing parents. With `sync`, sync the parent of each directory that
-    was made, so that the new directory survives power loss."""
+    """Make a directory and its missing parents, unless the directory exists. With `sync`, sync the
+    parent of each directory that was made, so that the new directory survives power loss."""
     parent = os.path.dirname(path)
     if parent != path and not os.path.lexists(parent):
         _make_dir(parent, 0o777, sync)
@@ -395,9 +416,9 @@ class _ignore_missing:
     """Suppress an OSError of the block if it says that a file or its directory does not exist. Also
     suppress an OSError whose errno is in `others`.
 
-    This is a class because a context manager made of a generator leaks on Python 3.12. There the
-    suppressed error stays in a reference cycle with the frames of all callers. So a queue object
-    would not be freed when the caller drops the object."""
+    This is a class because a context manager made of a generator leaks on Python 3.12. On this
+    version, the suppressed error stays in a reference cycle with the frames of all callers. So a
+    queue object would not be freed when the caller drops the object."""
 
     def __init__(self, *others: int) -> None:
         self._numbers = *_MISSING_ERRNOS, errno.ENOTDIR, *others
@@ -410,8 +431,8 @@ class _ignore_missing:
 
 
 def _unlink_if_older(path: str, before_s: float) -> bool:
-    """Remove a file that was last renamed or changed (st_ctime) no later than `before_s`. Return
-    whether the file was removed. A directory stays."""
+    """Remove a file that was last renamed or changed (st_ctime) at the time `before_s` or earlier,
+    by the wall clock. Return whether the file was removed. A directory stays."""
     # RACE: another process retries or removes the task before lstat() or unlink(). Then the file is
     # missing, and False is returned.
     with _ignore_missing():
@@ -445,7 +466,7 @@ def _sync_path(path: str, flags: int) -> None:
 
 def _sync_dir(path: str) -> None:
     if os.name == "posix":  # elsewhere directories can be neither opened nor synced
-        _sync_path(path, os.O_DIRECTORY)  # follows a symbolic link to a directory
+        _sync_path(path, os.O_DIRECTORY)  # no O_NOFOLLOW: `path` may be a link to a directory
 
 
 def _raise_if_no_errno(error: OSError) -> None:
@@ -456,8 +477,8 @@ def _raise_if_no_errno(error: OSError) -> None:
 
 
 def _for_each(act: Callable[[Any], object], items: Iterable[Any]) -> None:
-    """Call act() for each item. The OSError of one item, a task or a directory, must not keep the
-    other items waiting. So the first such error is raised after the last item."""
+    """Call act() for each item, for example for each task of a list. The OSError of one item must
+    not keep the other items waiting. So the first such error is raised after the last item."""
     errors = []
     for item in items:
         try:
@@ -476,9 +497,9 @@ def _check_str(name: str, value: object) -> str:
 
 
 def _finalize(close: Callable[..., object], *args: object) -> None:
-    """Call close(*args) for a finalizer. As the interpreter ends, it may already have cleared a
-    module that close() needs. Then close() raises AttributeError or TypeError, and this error is
-    ignored."""
+    """Call close(*args) for a finalizer. When the interpreter ends, it may call the finalizer after
+    it has cleared a module that close() needs. Then close() raises AttributeError or TypeError, and
+    this error is ignored. At other times, the error is raised."""
     try:
         close(*args)
     except (AttributeError, TypeError):
@@ -500,19 +521,22 @@ def _backoff_s(longest_s: float) -> Iterator[float]:
 
 
 # ==================================================================================================
-# 2. Names: of tasks, directories and keys, with their parsers and formatters. Other rooms only join
-#    a directory and a name, or split a path at "/".
-#    Invariant: a name matches a form of its directory (_FORMS), or the name is foreign. The name of
-#    a task begins with a number of 20 digits and ends with an id of 29 characters.
+# 2. Names: of tasks, directories and keys, with their parsers and formatters. Other rooms usually
+#    only join a directory and a name, or split a path at "/". But a few methods write a name
+#    themselves, such as _QueueClock.new_id() (7), _LeaseDir.claim() (9) and _Worker.renew() (10).
+#    Invariant: a name matches a form of its directory (_FORMS, _parse_reason, _parse_tag), or the
+#    name is foreign. The name of a task begins with a number of 20 digits and ends with an id of 29
+#    characters.
 # ==================================================================================================
 
 # TOPIC: a new state. It touches all of these places:
 #
 # - Here, STATES and _FORMS have each state. A state whose tasks have ended is also in _ENDED, and
-#   any other state is in _LIVE. A state whose tasks wait is in _WAITING_DIRS, too. If its directory
-#   is made when the queue is opened, _STATE_DIRS has it. Most other code uses these tuples.
-# - Here, the functions that name directories: _state_of(), _waiting_path() and _fresh_path(). The
-#   pattern _parse_key_state has the directories of live states.
+#   any other state is in _LIVE. A state whose tasks wait is in _WAITING_DIRS, too. If the directory
+#   of the state is made when the queue is opened, the directory is in _STATE_DIRS. Most other code
+#   uses these tuples.
+# - Here, the functions that name directories: _state_of(), _front_path(), _waiting_path() and
+#   _fresh_path(). The pattern _parse_key_state has the directories of live states.
 # - Room 3: a field of Stats. FemtoTask.until, if names of the state begin with a due time or a
 #   deadline.
 # - Room 6: _Files.find_id(), if a name of the state is only the id. _Files.has_work(), if
@@ -523,7 +547,7 @@ def _backoff_s(longest_s: float) -> Iterator[float]:
 #   _path_to_take().
 # - Room 11: a job, if time moves tasks out of the state.
 # - Room 12: stats() unpacks _WAITING_DIRS. peek() and purge() follow _LIVE and _ENDED.
-# - Room 14: put(), _replace(), move_keyed() and newest_of() ask for single states.
+# - Room 14: put(), _replace(), move_keyed() and newest_of() test in which state a task is.
 # - Room 15: _WATCHED, if a task that comes into the state can end a wait.
 # - Room 18: _Inspector._records() repairs in _WAITING_DIRS only.
 # - Room 20: _SharedFiles.read(), _free_path() and _found_moved(); _SharedKeys.
@@ -541,7 +565,8 @@ def _backoff_s(longest_s: float) -> Iterator[float]:
 #   front of the id. _parse() unpacks three groups (attempts, boot and id) from the form of each
 #   task's name. So if the new field is a group, each of these forms needs the group. The constant
 #   _LEASE_BYTES includes the length of the name.
-# - Room 6: _Files.move() looks for "~1~", the mark of a first delivery. No other field may be 1.
+# - Room 6: _Files.move() looks for "~1~", the mark of a first delivery. So the text of the new
+#   field must never be "1".
 # - Room 9: _LeaseDir.claim() is the only function that writes the whole name.
 # - Room 10: _Worker.renew() replaces the deadline, and keeps all other fields. Every move of a task
 #   out of the lease directory drops the new field.
@@ -552,9 +577,10 @@ def _backoff_s(longest_s: float) -> Iterator[float]:
 STATES = ("pending", "scheduled", "inflight", "done", "failed")
 _ENDED = ("done", "failed")
 # The states of a task that has not ended, in the order of a search. The search looks at the leases
-# first and again at the end. A claim by pop() and the undoing of a claim do not take the lock of a
-# key, so either may move a task during the search. A task that makes one of these two moves is
-# still found. A task that makes both moves may be missed.
+# first and again at the end. A search for the task of a key holds the lock of the key. But a claim
+# by pop() and the undoing of a claim do not take this lock, so either may move the task during the
+# search. If the task makes one of these two moves, the search still finds the task. If the task
+# makes both moves, the search may miss the task.
 _LIVE = ("inflight", "scheduled", "pending", "inflight")
 _WAITING_DIRS = ("pending", "scheduled")
 _STATE_DIRS = ("creating", *_WAITING_DIRS, *_ENDED)  # made when the queue is opened
@@ -566,15 +592,16 @@ _PATH_MAX = 4096  # the longest path on Linux, with the zero byte at its end
 # name with six digits of attempts (66), and the zero byte at the end (1).
 _LEASE_BYTES = 9 + 1 + 67
 # schedule() refuses due times between these two numbers: one second after the epoch, and the end of
-# 1972. The caller gave such a time in seconds or milliseconds, not in microseconds. Earlier times
-# are accepted, because programs written for version 0.4 pass numbers near 0 for a task due at once.
+# 1972. Most likely, the caller gave such a time in seconds or milliseconds, not in microseconds.
+# Earlier times are accepted, because programs written for version 0.4 pass numbers near 0 for a
+# task due at once.
 _REFUSED_DUE_NS = (10**9, 94_694_400 * 10**9)
 # September 2001. No queue clock starts earlier, so the times of a queue clock have 19 digits.
 _EARLIEST_NS = 10**18
 # The year 2096. No queue clock starts later, even if a name carries a later time.
 _FARTHEST_NS = 4 * 10**18
 _MAX_ATTEMPTS = 999_999  # a name has room for six digits
-_DETACHED = "00000000"  # the <boot> of a detached lease, which only its deadline ends
+_DETACHED = "00000000"  # the <boot> of a detached lease
 _MAX_KEY_BYTES = 200
 _ID_LENGTH = 29
 
@@ -583,11 +610,11 @@ _ID = f"({_NS}-[0-9a-f]{{8}})"
 _ATTEMPTS = "([0-9]{1,6})"
 _BOOT = "([0-9a-f]{8})"
 # The form of names in pending/, done/ and failed/. The queue itself never writes <boot> in these
-# names, and in done/ only the id. But a person may move a task from another directory to one of
-# these three, and keep the name.
+# names, and in done/ it writes only the id. But a person may move a task from another directory to
+# one of these three, and keep the name.
 _TASK_NAME = f"(?:{_NS}~{_ATTEMPTS}~(?:{_BOOT}~)?)?{_ID}"
-# The form of the names in each directory of data_dir. The form of a task's name has three groups:
-# attempts, boot and id.
+# The form of the names in data_dir (".") and in each of its directories. The form of a task's name
+# has three groups: attempts, boot and id.
 _FORMS = {
     state: re.compile(form).fullmatch
     for state, form in {
@@ -606,11 +633,13 @@ _FORMS = {
     }.items()
 }
 _parse_reason = re.compile(rf"{_ID}\.error").fullmatch  # the other form of a name in failed/
-# The tag of a key. The tag of a queue object begins with 0 to 7.
+# The tag of a key, which is also the other form of a name in keys/. The tag of a queue object
+# begins with 0 to 7.
 _parse_tag = re.compile("[89a-f][0-9a-f]{7}").fullmatch
 _parse_id = re.compile(_ID).fullmatch
 _parse_ticket = re.compile(r"[0-9]{20}~[0-9a-f]{8}~[0-9a-f]{16}").fullmatch
 _parse_node_dir = re.compile(r"inflight-([A-Za-z0-9._-]{1,100})").fullmatch
+# A line of a file keys/<hash>, see room 13: the key, the path of its task, and a payload or "-".
 _parse_key_state = re.compile(
     r"([!-~]+) ((?:pending|scheduled|inflight-[A-Za-z0-9._-]{1,100})/"
     rf"(?:[0-9a-f~]+~)?{_ID}) ((?:[0-9~]+~)?{_NS}-[0-9a-f]{{8}}|-)"
@@ -698,8 +727,8 @@ def _front_path(ident: str, attempts: int) -> str:
 
 
 def _waiting_path(buffered: str) -> str:
-    """Return the path that a buffered payload gets when it becomes a task. `buffered` is its path
-    in keys/."""
+    """Return the path that a buffered payload gets when it becomes a task. `buffered` is the path
+    of the payload in keys/."""
     return buffered.replace("keys", "scheduled" if "~" in buffered else "pending")
 
 
@@ -726,7 +755,7 @@ def _encode_key(key: object) -> str:
     if not 1 <= len(raw) <= _MAX_KEY_BYTES:
         wanted = f"1 to {_MAX_KEY_BYTES} bytes in UTF-8"
         raise ValueError(f"key must be {wanted}, not {len(raw)}: {key!r}")
-    return _quote_key(raw)  # not the key itself: the str() of an Enum is another text
+    return _quote_key(raw)  # not the key itself: a member of a str Enum counts as its value
 
 
 def _quote_key(key: str | bytes) -> str:
@@ -746,7 +775,7 @@ def _decode_key(name: str) -> str:
 # ==================================================================================================
 # 3. Errors and values: what the interface raises and returns, and the checks of its arguments.
 #    Invariant: a value is a snapshot. Only `_lease` and `checkpoint` of a task change later, by
-#    calls on the queue object that leased the task.
+#    calls that renew or end the lease, or save a checkpoint.
 # ==================================================================================================
 
 _BytesLike = bytes | bytearray | memoryview
@@ -762,9 +791,10 @@ class LeaseLost(FemtoQueueError):
     """The lease of the task is not held by this delivery. Nothing was changed.
 
     id:  the id of the task.
-    expired:  True if the deadline of the lease has passed: another worker may have the task now.
-        False if the deadline has not passed: the delivery had ended, or a person had moved the
-        file, or close() had given up the lease. Also False for a task that never had a lease.
+    expired:  True if the deadline of the lease has passed: another worker may have the task now, or
+        the delivery had ended before. False if the deadline has not passed: usually the delivery
+        had ended, a person had moved the file, or close() had given up the lease. Also False for a
+        task that never had a lease, and if attach() was called with an id.
     why:  the reason, as text.
 
     A lease past its deadline stays valid until a worker takes the task back. Only then is the lease
@@ -827,10 +857,13 @@ class _Lease:
     and the caller has no lease.
 
     path: the path of the file. For a leased task, the path is the fence. A renewal writes the new
-    path here. source: the path that the task was claimed from. length_ns: how long the claim, and a
-    renewal of processing(), make the lease last. outcome: the field of WorkCounts that counts the
-    delivery. "": the delivery still runs, the lease was lost, or the end of the delivery could not
-    be written to the disk. has_checkpoint: True if the task may have a checkpoint.
+        path here.
+    source: the path that the task was claimed from.
+    length_ns: the time from the claim to the deadline. After a renewal, the new deadline is at
+        least as far away, unless extend() was called with another time.
+    outcome: the field of WorkCounts that counts the delivery. "": the delivery still runs, the
+        lease was lost, or the end of the delivery could not be written to the disk.
+    has_checkpoint: True if the task may have a checkpoint.
     """
 
     path = source = outcome = ""
@@ -844,21 +877,24 @@ _NO_LEASE = _Lease()
 class FemtoTask:
     """A task, as it was when its file was read.
 
-    id:  the id. The task keeps it for life, through retries and delays.
-    data:  the payload as pushed.
-    attempts:  the number of deliveries so far, including the current one. None: unknown, because
-        done/ and failed/ do not record the number.
-    key:  the key, or None for a task without a key.
-    checkpoint:  the last bytes that checkpoint() saved, in this delivery or before. Only pop() and
-        take() read the saved bytes. None: nothing was saved, or another method returned the task.
-    error:  the reason of a task in failed/, else None.
+    id:  the id. The task keeps the id for life, through retries and delays.
+    data:  the payload as pushed. b"": the payload is empty, or was not read: attach(), and
+        tasks(data=False).
+    attempts:  the number of deliveries so far, including the current one. A delivery that was given
+        back uncounted is left out. None: unknown, because the names in done/ and failed/ usually do
+        not have the number.
+    key:  the key, or None for a task without a key, and for a task of attach().
+    checkpoint:  the last bytes that checkpoint() saved, in this delivery or before. Only methods
+        that take a lease, such as pop() and take(), read the saved bytes. None: nothing was saved,
+        or another method returned the task.
+    error:  the reason of a task in failed/. None: the task has no reason, or is not in failed/.
     size_bytes:  the length of the payload in bytes. None: the file was not read (attach()), or its
         header is invalid (tasks(data=False) only).
 
     Assigning to an attribute changes nothing in the queue, with one exception: checkpoint() saves
     the checkpoint for the payload in `data`. If `data` is not the task's payload, the next delivery
-    does not get the checkpoint. Calls of the queue that leased the task update `path` and
-    `checkpoint`. Two tasks are equal if `id`, `data`, `attempts` and `key` are equal.
+    does not get the checkpoint. A renewal of the lease updates `path`, and checkpoint() also
+    updates `checkpoint`. Two tasks are equal if `id`, `data`, `attempts` and `key` are equal.
     """
 
     # _anchor_ns: the anchor of the queue clock, for `until`.
@@ -899,14 +935,14 @@ class FemtoTask:
 
     @property
     def path(self) -> str:
-        """The path of the task's file, relative to data_dir, when the file was read. For a leased
-        task, the path is the fence (a fencing token). Each renewal of the lease changes the path.
-        """
+        """The path of the task's file, relative to data_dir, when the file was read or the lease
+        was renewed. For a leased task, the path is the fence (a fencing token). Each renewal
+        changes the path."""
         return self._lease.path
 
     @property
     def state(self) -> str:
-        """The state when the file was read, one of STATES. "buffered" means a newer payload of a
+        """The state when the file was read: one of STATES, or "buffered" for a newer payload of a
         key, which waits in keys/ behind the task of the key."""
         state = _state_of(self.path)
         return "buffered" if state == "keys" else state
@@ -953,9 +989,10 @@ class NodeStats(NamedTuple):
     expired:  how many of these leases are past their deadline.
     liveness:  "alive": a process holds the lock of the worker's lease directory.
         "dead": no process holds the lock, and the directory has leases of this boot.
-        "unknown": the lock does not tell. No process holds the lock, and the directory has no lease
-            of this boot: it is empty, or each lease is detached, of another host, or of an earlier
-            boot. Or there is no flock(2) here. The death of the worker does not end these leases.
+        "unknown": the lock does not tell, for one of two reasons. First, no process holds the lock,
+            and no lease in the directory is of this boot: the directory is empty, or each lease is
+            detached, of another host, or of an earlier boot. Second, there is no flock(2) here. The
+            death of the worker does not end these leases.
     """
 
     node: str
@@ -969,10 +1006,10 @@ class Stats(NamedTuple):
 
     pending, scheduled, inflight, done, failed:  the number of tasks in that state.
     buffered:  the number of newer payloads in keys/, each behind the task of its key.
-    oldest_pending_age_s:  the longest time, in seconds, for which a task has waited its turn. A
-        task in pending/ has waited since the time in its name, a task in scheduled/ since its due
-        time. None: pending/ is empty, and no scheduled task is due.
-    nodes:  the leases of each worker, by node_id.
+    oldest_pending_age_s:  the longest time, in seconds, for which a task has waited for its
+        turn. A task in pending/ has waited since the time in its name, a task in scheduled/ since
+        its due time. None: pending/ is empty, and no scheduled task is due.
+    nodes:  the leases of each worker, sorted by node_id.
     expired:  the number of leases past their deadline whose tasks no worker has taken back.
     """
 
@@ -1012,7 +1049,8 @@ class Finding(NamedTuple):
     kind:  the kind of the finding, such as "corrupt" or "leftover".
     path:  the file or directory, relative to data_dir.
     text:  what is wrong with it.
-    repaired:  True if check(repair=True) repaired it.
+    repaired:  True if check(repair=True) repaired it. Also True for a clock file that this queue
+        object has made anew.
     """
 
     kind: str
@@ -1081,7 +1119,7 @@ def _check_node_id(node_id: object) -> str | None:
     match = _parse_node_dir("inflight-" + node_id) if isinstance(node_id, str) else None
     if match is None or match[1] in (".", ".."):
         raise ValueError(f"node_id must be 1 to 100 of A-Z a-z 0-9 . _ -, not {node_id!r}")
-    return match[1]  # not node_id, which may be an Enum: its format() is another text
+    return match[1]  # not node_id itself: a member of a str Enum counts as its value
 
 
 def _check_max_attempts(max_attempts: object) -> None:
@@ -1095,7 +1133,7 @@ def _check_max_attempts(max_attempts: object) -> None:
 def _check_state(state: str) -> str:
     if state not in STATES:
         raise ValueError(f"state must be one of {', '.join(STATES)}, not {state!r}")
-    return STATES[STATES.index(state)]  # not `state` itself, which may be an Enum
+    return STATES[STATES.index(state)]  # a plain str: `state` may be a member of a str Enum
 
 
 def _check_id(id: object) -> str:
