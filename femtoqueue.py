@@ -6700,7 +6700,7 @@ class _SharedFiles(_Files):
     def _refresh(self, directory: str) -> None:
         """Open a directory, so that the names in it are looked up anew. This is the close-to-open
         consistency of nfs(5)."""
-        with suppress(OSError):  # the look that follows meets the same trouble, and raises an error
+        with suppress(OSError):  # the look that follows meets the same trouble, and raises OSError
             os.close(os.open(self.root + directory, os.O_RDONLY | os.O_DIRECTORY))
 
     def exists(self, path: str) -> bool:
@@ -6764,8 +6764,8 @@ class _SharedFiles(_Files):
             ours = self.lstat(path)
             return ours.st_nlink > 1 and os.path.samestat(ours, self.lstat(f"done/{_id_of(path)}"))
         except FileNotFoundError:
-            # Either done/ has no file of this id, or the file at `path` is missing. If the file at
-            # `path` is missing, the caller's read raises FileNotFoundError.
+            # Either done/ has no file of this id, or the file at `path` is missing. In the second
+            # case, the caller's read raises the error.
             return False
 
     # Moving
@@ -6821,8 +6821,8 @@ class _SharedFiles(_Files):
 
         If the file comes from creating/ and is younger than half an hour, no file is looked for at
         the target either. Another worker may already have moved the file on. The missing source is
-        enough to show that the rename was carried out, because other processes only remove files
-        from creating/ that are more than an hour old. The age is taken from the wall clock, because
+        enough to show that the rename was carried out, because other processes remove a file from
+        creating/ only if it is more than an hour old. The age is taken from the wall clock, because
         the monotonic clock stands still while this host is suspended."""
         if self.exists(source):
             return False
@@ -7047,7 +7047,7 @@ class _SharedNumbers(_Numbers):
 #     Invariant: data is written to a stream as a whole, or an error is raised.
 # ==================================================================================================
 
-_REDRAW_S = 0.5  # the pause between two drawings of the line at the bottom of a terminal
+_REDRAW_S = 0.5  # the shortest pause between two drawings of the line at the bottom of a terminal
 _OPEN_LINE_S = 10.0  # for at most this time, an unfinished line keeps other jobs from writing
 _OUTCOMES = ("done", "failed", "retried", "released", "lost")  # the fields of WorkCounts
 
@@ -7056,11 +7056,11 @@ _OUTCOMES = ("done", "failed", "retried", "released", "lost")  # the fields of W
 
 
 def _writable(fd: int) -> None:
-    """Wait until a descriptor can be written to, or for 50 ms."""
+    """Wait until a descriptor can be written to, for at most 50 ms."""
     import select
 
-    # Without poll(), a descriptor of 1024 or more raises ValueError. Then the caller tries again at
-    # once.
+    # select.poll() may be missing, as in _readable(). Then select.select() raises ValueError for a
+    # descriptor of 1024 or more, and the caller tries again at once.
     with suppress(ValueError):
         if hasattr(select, "poll"):
             poll = select.poll()
@@ -7074,7 +7074,7 @@ def _write_all(fd: int, data: bytes) -> None:
     """Write all of the data to a descriptor.
 
     write(2) may take only a part of the data, for example if the process is stopped and continued.
-    The descriptor may be non-blocking: every process that shares a pipe can set this.
+    The descriptor may be non-blocking: any process that shares a pipe can make it so.
     """
     left = memoryview(data)
     while left:
@@ -7097,10 +7097,10 @@ def _read_some(fd: int) -> bytes:
 class _Progress:
     """The progress of a queue: how many tasks are left, the rate, and the time until none is left.
 
-    A task is left if it waits or is leased. The rate is the decrease per second of the number of
-    tasks left, which all workers lower and all producers raise. But the rate is never less than the
-    number of tasks per second that this worker ends. Otherwise the rate would be 0 if producers
-    push as fast as workers take tasks.
+    A task is left if it waits or is leased. All workers lower the number of tasks left, and all
+    producers raise it. The rate is the decrease of this number per second. But the rate is never
+    less than the number of tasks per second that this worker ends. Without this minimum, the rate
+    would be 0 if producers push tasks as fast as workers end tasks.
     """
 
     # The rate is measured over at least _SPAN_S seconds and at least _SPAN_TASKS tasks, or over all
@@ -7122,12 +7122,12 @@ class _Progress:
         return {*filter(_FORMS[_state_of(directory)], os.listdir(path))}
 
     def latest_dead_letters(self, count: int = 5) -> list[str]:
-        """Return the ids of the tasks that came to failed/ last, the last one first. To save time,
-        only the thousand tasks in failed/ that were pushed last are looked at: an older task that
-        failed just now may be missed."""
+        """Return the ids of the `count` tasks that came to failed/ last, the last one first. To
+        save time, only the last thousand names in failed/ are looked at. Usually these are the
+        tasks that were pushed last. So an older task that failed just now may be missed."""
 
         def moved_s(name: str) -> float:
-            with suppress(OSError):  # RACE: another process has just retried the task
+            with suppress(OSError):  # RACE: another process has retried or removed the task
                 return os.stat(os.path.join(self._root, "failed", name)).st_ctime
             return 0.0
 
@@ -7146,7 +7146,8 @@ class _Progress:
         self.waiting = sum(len(self.names(it)) for it in _WAITING_DIRS)
         self.running = 0
         for directory in filter(_parse_node_dir, os.listdir(self._root)):
-            # RACE: the worker has ended, and its directory was removed after the listing.
+            # RACE: the worker ended, and its directory was removed after the listing.
+            # NotADirectoryError: the name is that of a foreign file.
             with suppress(FileNotFoundError, NotADirectoryError):
                 self.running += len(self.names(directory))
         now_s = time.monotonic()
@@ -7162,8 +7163,9 @@ class _Progress:
     def estimate(self) -> tuple[float, float | None, bool]:
         """Return the rate, the time until no task is left, and whether the queue grows.
 
-        The rate is in tasks per second; 0 means unknown. The time is in seconds; None means
-        unknown."""
+        The rate is in tasks per second. It is 0 if the number of tasks left does not fall and this
+        worker ends no task. The time is in seconds. It is None if the number does not fall. Until
+        the samples span a second, the rate is 0 and the time is None."""
         rate, shrinks, span_s = 0.0, 0.0, 0.0
         now_s, left, ended = self._samples[-1] if self._samples else (0.0, 0, 0)
         for since_s, before, ended_before in reversed(self._samples[:-1]):
@@ -7178,8 +7180,8 @@ class _Progress:
         return rate, left / shrinks if shrinks > 0 else None, grows
 
     def pace_text(self) -> str:
-        """Return the rate, and the time left or that the queue grows, in words. Return "" if
-        nothing is known."""
+        """Return a text with the rate, and with the time until no task is left, or "growing" if the
+        queue grows. A number that is not known is left out."""
         rate, left_s, grows = self.estimate()
         texts = []
         if rate > 0:
@@ -7214,8 +7216,8 @@ def _rough_time(seconds: float) -> str:
 
 
 def _terminal_size(fd: int) -> tuple[int, int]:
-    """Return the columns and rows of the terminal `fd`. A number is 0 if it is not known, or if
-    `fd` is not a terminal. $COLUMNS is not used, because it does not follow a change of the
+    """Return the columns and rows of the terminal `fd`. A number that is not known is 0. If `fd` is
+    not a terminal, both are 0. $COLUMNS is not used, because it does not follow a change of the
     size."""
     with suppress(OSError):
         return os.get_terminal_size(fd)
@@ -7223,11 +7225,13 @@ def _terminal_size(fd: int) -> tuple[int, int]:
 
 
 class _Output:
-    """The worker's standard output and standard error, which all of its threads write to.
+    """The standard output and standard error of a worker, which all its threads write to. Other
+    long commands use an object of this class only to show their progress (_showing).
 
-    While a line is unfinished, other jobs and the worker wait for the end of the line, but for at
-    most _OPEN_LINE_S. On a terminal, the line at the bottom shows the progress. The line is cleared
-    before other output is written, and drawn again after that.
+    While a job has an unfinished line on a stream, other jobs and the worker wait for the end of
+    the line, but for at most _OPEN_LINE_S. If standard error is a terminal, the line at the bottom
+    shows the progress. This progress line is cleared before other output is written to the
+    terminal. It is drawn again after the output, unless the output ends within a line.
     """
 
     def __init__(self) -> None:
@@ -7238,14 +7242,15 @@ class _Output:
         with suppress(OSError):
             if os.path.sameopenfile(1, 2):
                 self._turns[1] = self._turns[2]
-        # The job that has an unfinished line on the stream, by the turn of the stream.
+        # The owner (see put()) of the unfinished line on the stream, by the turn of the stream.
+        # None: nobody has to wait for the end of a line.
         self._owners: dict[threading.Condition, object] = {}
         self.has_terminal = os.isatty(2)
         self._is_dumb = os.environ.get("TERM", "dumb") == "dumb"
         self._has_colours = not (self._is_dumb or os.environ.get("NO_COLOR"))
         self._line: str | None = ""  # to show at the bottom of the terminal; None: show no more
-        self._shown = 0  # the length of the line that is on the terminal now
-        self._unfinished = set[threading.Condition]()  # the streams whose last line has not ended
+        self._shown = 0  # the length of the progress line that is on the terminal now
+        self._unfinished = set[threading.Condition]()  # of streams whose last line has not ended
 
     def put(
         self,
@@ -7255,11 +7260,14 @@ class _Output:
         is_whole: bool = True,
         begins_line: bool = False,
     ) -> None:
-        """Write bytes of a job (the `owner` is the relay of its pipe) or of the worker (None).
+        """Write bytes to a stream. While another owner has an unfinished line there, wait first,
+        but for at most _OPEN_LINE_S. Raises OSError if the write fails.
 
-        is_whole: True: other jobs may write after these bytes. False: the bytes end within a line,
-        and other jobs wait for the end of the line. begins_line: if the last line of the stream has
-        not ended, end it first."""
+        owner: for output of a job, the relay of its pipe. None: the bytes are from the worker, or
+        no jobs run side by side.
+        is_whole: True: others may write after these bytes. False: the bytes end within a line, and
+        others wait for the end of the line.
+        begins_line: if the last line of the stream has not ended, end it first."""
         if not data:
             return
         turn = self._turns[fd]
@@ -7282,8 +7290,9 @@ class _Output:
                 self._draw()
 
     def show(self, line: str | None) -> None:
-        """Show a line at the bottom of the terminal, in place of the last one. None: show no line
-        from now on."""
+        """Show a progress line at the bottom of the terminal, in place of the previous one. While
+        other output has an unfinished line there, the progress line is only stored: put() draws it
+        later. None: show no progress line from now on."""
         with self._turns[2]:
             if self._line is not None:
                 self._line = line
@@ -7301,16 +7310,19 @@ class _Output:
         self._shown = len(line)
 
     def clearing_for_signal(self) -> bytes:
-        """Return the bytes that begin a new line on the terminal. A signal handler uses this method
-        instead of put(), because it must not wait for a lock."""
+        """Return the bytes that make room for a message on the terminal: they clear the progress
+        line, or begin a new line if no progress line is shown. A signal handler uses this method
+        instead of put(), because a signal handler must not wait for a lock."""
         return self._clearing() if self._shown else b"\n"
 
     def _columns(self) -> int:
         return _terminal_size(2)[0] or 80
 
     def _clearing(self) -> bytes:
-        """Return the bytes that clear the line at the bottom. If the terminal has become narrower
-        than the line, the line takes several rows, and all of these are cleared."""
+        """Return the bytes that clear the progress line, or b"" if none is shown. If the terminal
+        has become narrower than the line, the line takes several rows, and all of these are
+        cleared. But on a terminal without escape sequences (TERM=dumb), only the last row is
+        cleared, by spaces."""
         if not self._shown:
             return b""
         if self._is_dumb:
