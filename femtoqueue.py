@@ -6438,10 +6438,10 @@ class TicketQueue:
 #     the classes of the keys and of the ticket numbers may change later: see "mounts" below.
 #
 #     TOPIC: what differs on other file systems. In short: Locks are polled. A file is synced before
-#     its rename. Before a look whether a file exists, its directory is opened. Key states are found
-#     by listings. Waits look again after short pauses. A lease of another host is reclaimed only
-#     after its deadline. If a rename raises ENOENT (NFS), a look at both paths tells whether the
-#     rename was carried out. A missing file is looked for several times (for GlusterFS). An old
+#     its rename. Before exists() looks for a file, the file's directory is opened. Key states are
+#     found by listings. Waits look again after short pauses. A lease of another host is reclaimed
+#     only after its deadline. If a rename raises ENOENT (NFS), a look at both paths tells whether
+#     the rename was carried out. A missing file is looked for several times (for GlusterFS). An old
 #     name that comes back after its rename is usually recognised (GlusterFS).
 #
 #     Seven facts about NFS and GlusterFS have names. The comments in this room give these names in
@@ -6876,7 +6876,7 @@ class _SharedLeaseDir(_LeaseDir):
 
 def _younger(buffered: str, path: str) -> str:
     """Return `buffered`, the path of a payload in keys/, if the payload is younger than the task at
-    `path`. For an older payload, return "": it is not behind the task. Its name came back after the
+    `path`. Otherwise return "": the payload is not behind the task. Its name came back after the
     payload was promoted or replaced (healed)."""
     return buffered if _id_of(buffered) > _id_of(path) else ""
 
@@ -6954,6 +6954,7 @@ class _SharedKeys(_Keys):
         return True
 
     def newest_of(self, entry: _Entry) -> str:
+        # super().newest_of() lists all tasks. So call it only if keys/ has a payload of this hash.
         tag = _tag_of(entry.id)
         is_behind = any(_tag_of(buffered.id) == tag for buffered in self._files.entries("keys"))
         return super().newest_of(entry) if is_behind else entry.path
@@ -7228,10 +7229,11 @@ class _Output:
     """The standard output and standard error of a worker, which all its threads write to. Other
     long commands use an object of this class only to show their progress (_showing).
 
-    While a job has an unfinished line on a stream, other jobs and the worker wait for the end of
-    the line, but for at most _OPEN_LINE_S. If standard error is a terminal, the line at the bottom
-    shows the progress. This progress line is cleared before other output is written to the
-    terminal. It is drawn again after the output, unless the output ends within a line.
+    If jobs run side by side, and one of them has an unfinished line on a stream, the other jobs and
+    the worker wait for the end of the line, but for at most _OPEN_LINE_S. If standard error is a
+    terminal, the line at the bottom shows the progress. This progress line is cleared before other
+    output is written to the terminal. The progress line is drawn again after the output, unless the
+    output ends within a line.
     """
 
     def __init__(self) -> None:
