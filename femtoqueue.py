@@ -6471,62 +6471,63 @@ class TicketQueue:
 
 
 # ==================================================================================================
-# 20. Other file systems: those that other hosts write to, and systems without flock. The door is
-#     _open_files(), which chooses the classes of an object once.
+# 20. Other file systems: those that other hosts may write to, and systems without flock. The door
+#     is _open_files(). It chooses the classes when a queue object or a TicketQueue is made. Only
+#     the classes of the keys and of the ticket numbers may change later: see "mounts" below.
 #
 #     TOPIC: what differs on other file systems. In short: Locks are polled. A file is synced before
-#     its rename. A directory is opened before its names are looked up. Key states are found by
-#     listings. Waits look again after short pauses. A lease of another host ends by its deadline
-#     only. On NFS, after ENOENT, a look tells whether a rename was carried out. On GlusterFS, a
-#     missing file is looked for several times, and an old name that comes back after its rename is
-#     recognised.
+#     its rename. Before exists() looks for a file, the file's directory is opened. Key states are
+#     found by listings. Waits look again after short pauses. A lease of another host is reclaimed
+#     only after its deadline. If a rename raises ENOENT (NFS), a look at both paths tells whether
+#     the rename was carried out. A missing file is looked for several times (for GlusterFS). An old
+#     name that comes back after its rename is usually recognised (GlusterFS).
 #
 #     Seven facts about NFS and GlusterFS have names. The comments in this room give these names in
 #     parentheses.
 #
 #       stale     A host may see an old state after a change by another host. On NFS it may see old
 #                 names and contents for 30 s, on GlusterFS old contents for a second. A listing, a
-#                 rename, and a read that follows a listing are not stale, because the server
-#                 itself answers them. So the tasks of a key are found by listings, and key states
-#                 are not kept in files.
+#                 rename, and a read that follows a listing use the current state, because the
+#                 server itself answers them. So the tasks of a key are found by listings, and key
+#                 states are not kept in files.
 #
-#       replaced  After a listing, a name may still lead to a file that was replaced. Then open(),
-#                 read() or close() raises ESTALE or ENOENT. The next attempt looks the name up
-#                 again (GlusterFS).
+#       replaced  Even after a listing, a name may still lead to the old file if another file was
+#                 renamed over it (GlusterFS). Then open(), read() or close() raises ESTALE or
+#                 ENOENT. The next attempt looks the name up again.
 #
 #       phantom   A name that GlusterFS has not healed may be listed for minutes, though it leads to
 #                 no file.
 #
-#       healed    After a network cut, a name that was renamed during the cut may come back
-#                 (GlusterFS). The name is then a second link to the same file, or leads to a record
-#                 that was replaced meanwhile. If a key has several tasks for this reason, the
-#                 youngest task counts. The ids tell which task is the youngest, as far as the
-#                 clocks of the hosts agree.
+#       healed    If a host was down or cut off while a file was renamed, the old name of the file
+#                 may come back (GlusterFS). The old name is then a second link to the same file, or
+#                 leads to a record that was replaced meanwhile. If a key has several tasks for this
+#                 reason, the youngest task counts. The ids tell which task is the youngest, as far
+#                 as the clocks of the hosts agree.
 #
 #       replies   A rename that was carried out may raise ENOENT (NFS, perhaps others). This happens
 #                 if the server reboots before it has answered. Then the client repeats the request,
 #                 and the old name no longer exists. So after ENOENT, this room checks whether the
 #                 file has moved. GlusterFS loses no replies, but a replica may show a failed rename
-#                 as carried out. So on GlusterFS nothing is checked: a rename that raises has
+#                 as carried out. So on GlusterFS nothing is checked: a rename that raises counts as
 #                 failed.
 #
-#       flock     A waiting flock() asks the server again after 1, 2, 4 ... seconds (NFS). If the
-#                 network is cut during the wait, the request keeps the servers busy for ever
-#                 (GlusterFS). So locks are polled. A host that is cut off from the network may lose
-#                 its locks, and is not told (both).
+#       flock     While flock() waits for a lock, it asks the server again only after 1, 2, 4 ...
+#                 seconds (NFS). If the network is cut during the wait, the request keeps the
+#                 servers busy for ever (GlusterFS). So locks are polled. A host that is cut off
+#                 from the network may lose its locks, and is not told (both).
 #
 #       mounts    One directory may be used through two kinds of mount at once. An NFS server may
 #                 use its own disk beside its clients. A host and a container may share a directory
 #                 through FUSE. The locks of the two kinds do not exclude each other. So the first
-#                 object on a mount of these file systems makes the file SHARED. Local objects that
-#                 find this file use _SharedKeys and _SharedNumbers, too. These two classes work
-#                 even if a host has lost its locks.
+#                 object on NFS, FUSE or a similar mount makes the file SHARED. Local objects that
+#                 find this file use _SharedKeys and _SharedNumbers, too. These two classes allow
+#                 for locks that were lost or do not exclude each other.
 #
 #     The overrides for these file systems follow. Beside the name of each override are the facts
 #     that make the override necessary, and the file systems: "both" means NFS and GlusterFS. Each
-#     override is used on all file systems that other hosts write to. An override with a * depends
-#     on the file system: on GlusterFS and other FUSE mounts (_SharedFiles.is_fuse), it does what
-#     the row says for GlusterFS, and elsewhere what the row says for NFS.
+#     override is used on every file system that is not known to be local (_open_files). An override
+#     with a * depends on the file system. On GlusterFS and other FUSE mounts (_SharedFiles.is_fuse)
+#     it does what the row says for GlusterFS. Elsewhere it does what the row says for NFS.
 #
 #       _SharedLock.reading_is_enough         flock (NFS)
 #       _SharedLock.acquire_exclusive         flock (both)
@@ -6537,15 +6538,16 @@ class TicketQueue:
 #       _SharedFiles.names                    stale (NFS), replaced (GlusterFS)
 #       _SharedFiles.read                     stale (both), replaced (GlusterFS)
 #       _SharedFiles.read_listed              phantom, replaced (GlusterFS)
-#       _SharedFiles.came_back *                healed (GlusterFS)
+#       _SharedFiles.came_back *              healed (GlusterFS)
 #       _SharedFiles.move *                   replies (NFS), healed (GlusterFS)
-#       _SharedFiles.put_in_place *              replies (NFS)
+#       _SharedFiles.put_in_place *           replies (NFS)
 #       _SharedFiles.shrink                   stale (both)
-#       _SharedFiles.open_lock                flock (both), replaced (GlusterFS)
+#       _SharedFiles.open_lock                flock, mounts (both), replaced (GlusterFS)
 #       _SharedLeaseDir.claim *               replies (NFS), healed (GlusterFS)
 #       _SharedKeys.lock                      flock (both)
 #       _SharedKeys._load                     stale (both), healed and phantom (GlusterFS)
-#       _SharedKeys._save, _has_no_buffered          stale (both)
+#       _SharedKeys._save, _has_no_buffered   stale (both)
+#       _SharedKeys._paths                    mounts (both)
 #       _SharedKeys.may_have_task, newest_of  stale (both)
 #       _SharedKeys._note_or_give_way         flock (both), healed (GlusterFS)
 #       _SharedNumbers.draw                   stale, flock (both)
@@ -6553,26 +6555,29 @@ class TicketQueue:
 #       _SharedNumbers.late                   a host may be cut off or stopped for long (both)
 #       _SharedNumbers.remove_dir             stale (both)
 #
-#     The overrides for systems without flock follow. On these systems, every lease ends by its
-#     deadline only. Tasks with a key and tickets are not available.
+#     The overrides for systems without flock (Python has no module fcntl) follow. On these systems,
+#     the leases of a worker that died or was closed are reclaimed only after their deadlines. Tasks
+#     with a key and tickets are not available.
 #
 #       _Unlocked, _UnlockedFiles.open_dir    stand for the lock of a lease directory
 #       _UnlockedFiles.open_lock              raises ENOTSUP
 #       _UnlockedLeaseDir.claim               leaves a task with a key where it waits
 #
-#     Three places outside this room do something for these file systems, too.
+#     Three places outside this room also do something for file systems that other hosts write to.
 #
 #       _Watcher.sees_all (15)                Inotify does not report the changes of other hosts. So
 #                                             a wait looks again after short pauses (both).
-#       _Keys._overwrite (14)                  The file system can't exchange two names. So a new
+#       _Keys._overwrite (14)                 The file system can't exchange two names. So a new
 #                                             payload is renamed over the old one, or is put into
 #                                             keys/, behind the task (both).
 #       _Housekeeper._renewed_recently (11)   The queue clocks of hosts drift apart. So the deadline
 #                                             alone does not end a lease of another host (both).
 #
-#     Other rooms take smaller measures. ESTALE counts as ENOENT (1). The directory of an idle
-#     worker is kept for a minute (11). The next payload of a key gets a younger id than its task,
-#     even if the clock is behind (14). The age of a ticket is read from its open file (19).
+#     Other rooms take smaller measures. ESTALE counts as ENOENT (1). The error of the close() after
+#     a read is raised (6). No process removes the clock file of another host (7). The empty lease
+#     directory of an idle worker is kept for a minute (11). A payload that is put behind a task
+#     gets a younger id than the task, even if the clock is behind (14). The age of a ticket is read
+#     from its open file (19).
 # ==================================================================================================
 
 _FUSE_TYPE = 0x65735546  # f_type of every FUSE mount, not of GlusterFS alone
@@ -6593,10 +6598,13 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def _open_files(data_dir: str, is_durable: bool) -> _Files:
-    """Make data_dir if it is missing, and return the _Files object for its file system. Raises
-    OSError if statfs(2) fails, because a file system that other hosts write to must not be taken
-    for a local one."""
-    # The kernel follows a symbolic link before a ".." in a path; os.path drops both. Remove each
+    """Make data_dir if it is missing, and return the _Files object for its file system.
+
+    A file system whose type is not in _LOCAL_TYPES counts as one that other hosts write to. Where
+    statfs(2) does not exist (not Linux), no file system counts as one. Raises OSError if data_dir
+    can't be made. Also raises OSError if statfs(2) fails, because a file system that other hosts
+    write to must not be taken for a local one."""
+    # For "link/..", the kernel follows the link first, but os.path drops both parts. Remove each
     # ".." once here, so that all later calls mean the same directory.
     data_dir = os.path.abspath(data_dir)
     _make_dir(data_dir, 0o700, is_durable)
@@ -6610,7 +6618,8 @@ def _open_files(data_dir: str, is_durable: bool) -> _Files:
     else:
         files = _Files(data_dir, is_durable)
         files.parts, files.if_shared = (_LeaseDir, _Keys, _Numbers), (_SharedKeys, _SharedNumbers)
-        # The upper directory of an overlay may also be used by its own path, with other locks.
+        # An overlay is not certainly local: its upper directory may also be used by its own path,
+        # and locks taken there do not exclude locks taken through the overlay.
         files.is_local = fs_type in _LOCAL_TYPES - {_OVERLAY_TYPE}
     return files
 
@@ -6653,9 +6662,9 @@ class _UnlockedLeaseDir(_LeaseDir):
 
 
 def _afresh(look: _Method) -> _Method:
-    """Return a method that calls `look` until the file is found, but at most _LOOKS times
-    (replaced). There is no listing between the calls. If the last call raises ENOENT or ESTALE, the
-    method raises FileNotFoundError."""
+    """Return a method that calls `look`, and calls it again at once if it raises ENOENT or ESTALE,
+    up to _LOOKS times in all (replaced). No listing is needed between the calls. If the last call
+    raises ENOENT or ESTALE, too, the method raises FileNotFoundError."""
 
     @functools.wraps(look)
     def call(*args: Any) -> Any:
@@ -6674,8 +6683,8 @@ def _afresh(look: _Method) -> _Method:
 class _SharedLock(_FileLock):
     """A lock that is polled at a constant rate (flock)."""
 
-    # NFS turns flock() into a lock on a range of bytes. An exclusive one needs a descriptor that is
-    # open for writing.
+    # NFS turns flock() into a lock on a range of bytes. An exclusive lock of this kind needs a
+    # descriptor that is open for writing.
     reading_is_enough = False
 
     def acquire_exclusive(self, wait: bool = True) -> None:
@@ -6689,9 +6698,11 @@ class _SharedLock(_FileLock):
 
 
 class _SharedFiles(_Files):
-    """The steps on files that other hosts read and write at the same time. `is_fuse`: the file
-    system is GlusterFS (or another FUSE mount), which heals names and loses no replies. `phantoms`:
-    the paths of the phantoms that were found so far."""
+    """The steps on files that other hosts read and write at the same time.
+
+    is_fuse: the file system is a FUSE mount. It is treated as GlusterFS, which heals names and
+    loses no replies.
+    phantoms: the paths that were found to be phantoms, and have not been read since."""
 
     # A file is synced before its rename. Otherwise another host could read a torn file between the
     # rename and the sync.
@@ -6709,8 +6720,8 @@ class _SharedFiles(_Files):
 
     def _mark(self) -> None:
         """Make SHARED. Objects on a local mount look for this file, to learn that a mount of
-        another kind is in use: see "mounts" above. If the disk is full, or if this user may only
-        read the directory, do nothing. The next open_lock() tries again."""
+        another kind is in use: see "mounts" at the top of this room. If the disk is full, or if
+        this user may only read the directory, do nothing: the next open_lock() tries again."""
         with _ignore_missing(*_NO_WRITE_ERRNOS):
             with suppress(FileExistsError):
                 os.close(os.open(f"{self.root}SHARED", _CREATE_FLAGS, 0o666))
@@ -6727,7 +6738,7 @@ class _SharedFiles(_Files):
     def _refresh(self, directory: str) -> None:
         """Open a directory, so that the names in it are looked up anew. This is the close-to-open
         consistency of nfs(5)."""
-        with suppress(OSError):  # the look that follows meets the same trouble, and raises it
+        with suppress(OSError):  # the look that follows meets the same trouble, and raises OSError
             os.close(os.open(self.root + directory, os.O_RDONLY | os.O_DIRECTORY))
 
     def exists(self, path: str) -> bool:
@@ -6745,8 +6756,9 @@ class _SharedFiles(_Files):
         return super().has_work()
 
     def read(self, path: str, ident: str) -> _Record:
-        """Read a record. If another host may have replaced the file before the task came to this
-        host, list the directory first: a read that follows a listing is not stale."""
+        """Read a record. For a checkpoint, and for the lease of a task with a key, list the
+        directory first. Another host may have replaced the file before this host claimed the task.
+        A read that follows a listing is not stale."""
         state = _state_of(path)
         if state == "checkpoints" or (state == "inflight" and _is_keyed(ident)):
             self.names(os.path.dirname(path))
@@ -6756,11 +6768,13 @@ class _SharedFiles(_Files):
     def read_listed(self, path: str, ident: str) -> _Record:
         """Read a record whose name was listed just now. If its file is missing, repeat the read
         while the name is listed, because the file may have been replaced. A name that is still
-        listed after the last look is a phantom.
+        listed after the last look is a phantom. A known phantom gets fewer looks.
 
-        The limit is a number of looks, not a time: while a mount hangs, time passes without an
-        answer from the server. A known phantom gets fewer looks. Raises FileNotFoundError if the
-        file stays missing."""
+        Raises FileNotFoundError if the name is no longer listed, or is a phantom.
+
+        The limit is a number of looks, not a time. While a mount hangs, time passes without an
+        answer from the server. With a limit of time, a file that exists could count as a
+        phantom."""
         directory, name = os.path.split(path)
         looks = 5 if path in self.phantoms else _LISTED_LOOKS
         for pause_s in itertools.islice(_backoff_s(_STALE_S / 24), looks):
@@ -6788,7 +6802,9 @@ class _SharedFiles(_Files):
             ours = self.lstat(path)
             return ours.st_nlink > 1 and os.path.samestat(ours, self.lstat(f"done/{_id_of(path)}"))
         except FileNotFoundError:
-            return False  # done/ has no such file. If `path` is missing, the caller's read raises.
+            # Either done/ has no file of this id, or the file at `path` is missing. In the second
+            # case, the caller's read raises the error.
+            return False
 
     # Moving
 
@@ -6799,8 +6815,9 @@ class _SharedFiles(_Files):
         return target
 
     def _free_path(self, path: str) -> str:
-        """Return `path`. But if a task with a key is to wait there, and another record already has
-        this path (healed), return a path with a higher number of attempts.
+        """Return the path for a task that is to be moved to `path`. This is usually `path` itself.
+        But if the task has a key and is to wait, and another record has this path already (healed),
+        return a path with a higher number of attempts.
 
         A rename to `path` would replace the other record. Both are records of the same task, and
         the other record may be the newer one. If each record has its own name, both records are
@@ -6821,8 +6838,8 @@ class _SharedFiles(_Files):
         the rename was carried out in spite of the error (replies).
 
         If the source is a lease whose deadline has passed, the error is not suppressed. Another
-        worker may have reclaimed and ended the task, with the same result on disk. On GlusterFS no
-        error is suppressed: see "replies" at the top of this room."""
+        worker may have reclaimed the task and ended it in the same way, and the disk would look the
+        same. On GlusterFS no error is suppressed: see "replies" at the top of this room."""
         before = None
         is_lease = _state_of(source) == "inflight"
         if not (self.is_fuse or (is_lease and _stamp_of(source) <= self.clock.now_ns())):
@@ -6840,11 +6857,11 @@ class _SharedFiles(_Files):
         The source must be gone, and the same file must be at the target. A target of "" stands for
         a removal. In that case, no file is looked for at the target.
 
-        A file from creating/ need not be at the target, because another worker may already have
-        moved it on. Other processes take a file from creating/ only to remove it when it is an hour
-        old. So if the file is younger than half an hour, the missing source shows that the rename
-        was carried out. The age is taken from the wall clock, because the monotonic clock stands
-        still while this host is suspended."""
+        If the file comes from creating/ and is younger than half an hour, no file is looked for at
+        the target either. Another worker may already have moved the file on. The missing source is
+        enough to show that the rename was carried out, because other processes remove a file from
+        creating/ only if it is more than an hour old. The age is taken from the wall clock, because
+        the monotonic clock stands still while this host is suspended."""
         if self.exists(source):
             return False
         is_ours = _state_of(source) == "creating"
@@ -6883,28 +6900,29 @@ class _SharedLeaseDir(_LeaseDir):
         return False
 
     def _was_claimed(self, lease: str) -> bool:
-        """Return whether a claim that failed was carried out nevertheless (replies)."""
+        """Return whether the rename of a claim was carried out, although super().claim() returned
+        False (replies)."""
         if self._files.is_fuse:
             return False
         try:
             return os.path.basename(lease) in os.listdir(self.path)
         except OSError:
-            self.orphans[lease] = None  # without a listing, the lease may be there
+            self.orphans[lease] = None  # the listing failed, so the lease may be there
             self._worker.house.look_again()  # the lease directory may be gone
             return False
 
 
 def _younger(buffered: str, path: str) -> str:
     """Return `buffered`, the path of a payload in keys/, if the payload is younger than the task at
-    `path`. Otherwise return "": the payload is not behind the task, but came back after it was
-    replaced (healed)."""
+    `path`. Otherwise return "": the payload is not behind the task. Its name came back after the
+    payload was promoted or replaced (healed)."""
     return buffered if _id_of(buffered) > _id_of(path) else ""
 
 
 class _SharedKeys(_Keys):
-    """Finds the tasks of a key by listings, with the lock of the key held. The states of keys are
-    not kept in files (stale). A phantom counts as a task without a key. A _Keys object that finds
-    SHARED becomes an object of this class (mounts)."""
+    """Finds the tasks of a key by listings, usually with the lock of the key held. The states of
+    keys are not kept in files (stale). A known phantom is ignored. A _Keys object that finds SHARED
+    becomes an object of this class (mounts): see heed_mark()."""
 
     @contextmanager
     def lock(self, tag: str, wait: bool = True) -> Iterator[_States]:
@@ -6922,16 +6940,17 @@ class _SharedKeys(_Keys):
     def _load(self, tag: str, but: str = "") -> _States:
         """Return the states of a hash as the listings show them, without the file at `but`.
 
-        RACE: another process may move a task while the directories are listed. Then the directories
-        are listed again, at most _MAX_LISTINGS times."""
+        RACE: another process moves a task after its name was listed here and before its record is
+        read. Then the directories are listed again, at most _MAX_LISTINGS times. After that,
+        FileNotFoundError is raised."""
         for _ in range(_MAX_LISTINGS):
             with suppress(FileNotFoundError):
                 return self._listed(tag, but)
         return self._listed(tag, but)
 
     def _listed(self, tag: str, but: str) -> _States:
-        """Do as _load(), but list the directories once. Raises FileNotFoundError if a task moves
-        meanwhile."""
+        """Do as _load(), but list the directories once. Raises FileNotFoundError if a listed file
+        is missing when its record is read."""
         states = _States()
         for entry in self._files.find("keys", *_LIVE):
             if _tag_of(entry.id) != tag or entry.path == but or self._files.came_back(entry.path):
@@ -6943,14 +6962,14 @@ class _SharedKeys(_Keys):
                     states[name] = path, buffered
                     if older and _id_of(older) != _id_of(buffered):
                         states.outdated += (older,)
-                # The youngest task counts. An older one has come back (healed).
+                # The youngest task counts, because an older task may have come back (healed).
                 elif entry.id >= _id_of(path):
                     states[name] = entry.path, _younger(buffered, entry.path)
         return states
 
     def _key_at(self, entry: _Entry) -> str:
-        """Do as _key_in(), but return "" for a known phantom. For a new phantom, raise
-        FileNotFoundError: its task may have moved to a directory that was listed before."""
+        """Do as _key_in(), but return "" for a known phantom. If any other file is missing, raise
+        FileNotFoundError: the task may have moved to a directory that was listed before."""
         was_phantom = entry.path in self._files.phantoms
         try:
             return self._key_in(entry.path)
@@ -6960,6 +6979,7 @@ class _SharedKeys(_Keys):
             return ""
 
     def _save(self, tag: str, states: _States, sync: bool = False) -> None:
+        # No file has the states. But with `sync`, the caller may put a payload into keys/ next.
         if sync:
             self._make_dir("keys")
 
@@ -6972,6 +6992,7 @@ class _SharedKeys(_Keys):
         return True
 
     def newest_of(self, entry: _Entry) -> str:
+        # super().newest_of() lists all tasks. So call it only if keys/ has a payload of this hash.
         tag = _tag_of(entry.id)
         is_behind = any(_tag_of(buffered.id) == tag for buffered in self._files.entries("keys"))
         return super().newest_of(entry) if is_behind else entry.path
@@ -6984,14 +7005,18 @@ class _SharedKeys(_Keys):
         task, one of the two tasks gives way. Return True if the claimed task gives way. Raises
         FileNotFoundError if the lease of the claimed task is gone.
 
-        If the other task is younger, the claimed task is quarantined. If the other task is older
-        and waits, or its lease has ended, the other task is quarantined. If the other task is older
-        and its lease has not ended, a worker may run the other task, or its lease has come back
-        (healed). Then the claimed task waits in scheduled/, and the delivery is not counted. It
-        waits for at most _STALE_S at a time, until the lease of the other task has ended.
+        - The other task is younger: the claimed task is quarantined.
+        - The other task is older, and waits or has a lease whose deadline has passed: the other
+          task is quarantined.
+        - The other task is older, and the deadline of its lease has not passed: the claimed task
+          waits in scheduled/, and the delivery is not counted. The reason is that a worker may be
+          running the other task, or that the lease has come back (healed). The claimed task waits
+          until that deadline, but for at most _STALE_S. Its next claim decides again.
 
-        RACE: two workers may claim the two tasks at once. Each worker lists the directories after
-        its claim and finds the other task, so that at most one of the tasks runs."""
+        RACE: two workers claim the two tasks at once. Each worker lists the directories after its
+        own claim. The worker of the older task finds the younger task, and quarantines the older
+        one. The worker of the younger task delivers it, or puts it into scheduled/ if the older
+        task is still leased. So at most one of the tasks runs."""
         directory, ident = os.path.dirname(lease), _id_of(lease)
         if os.path.basename(lease) not in self._files.names(directory):
             raise _os_error(errno.ENOENT, lease)
@@ -7021,14 +7046,14 @@ class _SharedNumbers(_Numbers):
     # RACE: another host finds this member's ticket stale, and is about to remove the ticket and to
     # take the turn. Meanwhile the member touches the ticket. Until the ticket is removed, it may be
     # the first in line, but the member must not take the turn. So the member gives the ticket up
-    # after this part of stale_timeout without a touch, before any host can find the ticket stale.
-    # The last quarter is for clocks that differ.
+    # after three quarters of stale_timeout without a touch, before any host can find the ticket
+    # stale. The last quarter is for clocks that differ.
     late = 0.75
     _parse = re.compile(r"last~[0-9]{20}").fullmatch
 
     def draw(self, last: _FileLock, highest: int) -> int:
         noted = self._last_name()
-        # If no name has the number, a local object may have written it into "last".
+        # If no file last~<number> exists, a local object may have written the number into "last".
         before = noted[5:] or os.read(last.fd, 20).decode("ascii", "replace")
         number = max(int(before) if before.isdigit() else 0, highest) + 1
         if noted:
@@ -7051,8 +7076,9 @@ class _SharedNumbers(_Numbers):
             raise FileExistsError(errno.EEXIST, "another host was faster", self._root)
 
     def remove_dir(self) -> None:
-        """Do nothing. Another host may lock the removed file "last", and take this file for the
-        current one (stale). Then two hosts would hold the lock of one line."""
+        """Do nothing. If "last" were removed, another host could still open and lock the removed
+        file, and take it for the current one (stale). Then two hosts would hold the lock of one
+        line."""
 
 
 # ==================================================================================================
@@ -7060,7 +7086,7 @@ class _SharedNumbers(_Numbers):
 #     Invariant: data is written to a stream as a whole, or an error is raised.
 # ==================================================================================================
 
-_REDRAW_S = 0.5  # the pause between two drawings of the line at the bottom of a terminal
+_REDRAW_S = 0.5  # the shortest pause between two drawings of the line at the bottom of a terminal
 _OPEN_LINE_S = 10.0  # for at most this time, an unfinished line keeps other jobs from writing
 _OUTCOMES = ("done", "failed", "retried", "released", "lost")  # the fields of WorkCounts
 
@@ -7069,11 +7095,11 @@ _OUTCOMES = ("done", "failed", "retried", "released", "lost")  # the fields of W
 
 
 def _writable(fd: int) -> None:
-    """Wait until a descriptor can be written to, or for 50 ms."""
+    """Wait until a descriptor can be written to, for at most 50 ms."""
     import select
 
-    # Without poll(), a descriptor of 1024 or more raises ValueError. Then the caller tries again at
-    # once.
+    # select.poll() may be missing, as in _readable(). Then select.select() raises ValueError for a
+    # descriptor of 1024 or more, and the caller tries again at once.
     with suppress(ValueError):
         if hasattr(select, "poll"):
             poll = select.poll()
@@ -7087,7 +7113,7 @@ def _write_all(fd: int, data: bytes) -> None:
     """Write all of the data to a descriptor.
 
     write(2) may take only a part of the data, for example if the process is stopped and continued.
-    The descriptor may be non-blocking: every process that shares a pipe can set this.
+    The descriptor may be non-blocking: any process that shares a pipe can make it so.
     """
     left = memoryview(data)
     while left:
@@ -7110,10 +7136,10 @@ def _read_some(fd: int) -> bytes:
 class _Progress:
     """The progress of a queue: how many tasks are left, the rate, and the time until none is left.
 
-    A task is left if it waits or is leased. The rate is the decrease per second of the number of
-    tasks left, which all workers lower and all producers raise. But the rate is never less than the
-    number of tasks per second that this worker ends. Otherwise the rate would be 0 if producers
-    push as fast as workers take tasks.
+    A task is left if it waits or is leased. All workers lower the number of tasks left, and all
+    producers raise it. The rate is the decrease of this number per second. But the rate is never
+    less than the number of tasks per second that this worker ends. Without this minimum, the rate
+    would be 0 if producers push tasks as fast as workers end tasks.
     """
 
     # The rate is measured over at least _SPAN_S seconds and at least _SPAN_TASKS tasks, or over all
@@ -7135,12 +7161,12 @@ class _Progress:
         return {*filter(_FORMS[_state_of(directory)], os.listdir(path))}
 
     def latest_dead_letters(self, count: int = 5) -> list[str]:
-        """Return the ids of the tasks that came to failed/ last, the last one first. To save time,
-        only the thousand tasks in failed/ that were pushed last are looked at: an older task that
-        failed just now may be missed."""
+        """Return the ids of the `count` tasks that came to failed/ last, the last one first. To
+        save time, only the last thousand names in failed/ are looked at. Usually these are the
+        tasks that were pushed last. So an older task that failed just now may be missed."""
 
         def moved_s(name: str) -> float:
-            with suppress(OSError):  # RACE: another process has just retried the task
+            with suppress(OSError):  # RACE: another process has retried or removed the task
                 return os.stat(os.path.join(self._root, "failed", name)).st_ctime
             return 0.0
 
@@ -7159,7 +7185,8 @@ class _Progress:
         self.waiting = sum(len(self.names(it)) for it in _WAITING_DIRS)
         self.running = 0
         for directory in filter(_parse_node_dir, os.listdir(self._root)):
-            # RACE: the worker has ended, and its directory was removed after the listing.
+            # RACE: the worker ended, and its directory was removed after the listing.
+            # NotADirectoryError: the name is that of a foreign file.
             with suppress(FileNotFoundError, NotADirectoryError):
                 self.running += len(self.names(directory))
         now_s = time.monotonic()
@@ -7175,8 +7202,9 @@ class _Progress:
     def estimate(self) -> tuple[float, float | None, bool]:
         """Return the rate, the time until no task is left, and whether the queue grows.
 
-        The rate is in tasks per second; 0 means unknown. The time is in seconds; None means
-        unknown."""
+        The rate is in tasks per second. It is 0 if the number of tasks left does not fall and this
+        worker ends no task. The time is in seconds. It is None if the number does not fall. Until
+        the samples span a second, the rate is 0 and the time is None."""
         rate, shrinks, span_s = 0.0, 0.0, 0.0
         now_s, left, ended = self._samples[-1] if self._samples else (0.0, 0, 0)
         for since_s, before, ended_before in reversed(self._samples[:-1]):
@@ -7191,8 +7219,8 @@ class _Progress:
         return rate, left / shrinks if shrinks > 0 else None, grows
 
     def pace_text(self) -> str:
-        """Return the rate, and the time left or that the queue grows, in words. Return "" if
-        nothing is known."""
+        """Return a text with the rate, and with the time until no task is left, or "growing" if the
+        queue grows. A number that is not known is left out."""
         rate, left_s, grows = self.estimate()
         texts = []
         if rate > 0:
@@ -7227,8 +7255,8 @@ def _rough_time(seconds: float) -> str:
 
 
 def _terminal_size(fd: int) -> tuple[int, int]:
-    """Return the columns and rows of the terminal `fd`. A number is 0 if it is not known, or if
-    `fd` is not a terminal. $COLUMNS is not used, because it does not follow a change of the
+    """Return the columns and rows of the terminal `fd`. A number that is not known is 0. If `fd` is
+    not a terminal, both are 0. $COLUMNS is not used, because it does not follow a change of the
     size."""
     with suppress(OSError):
         return os.get_terminal_size(fd)
@@ -7236,11 +7264,14 @@ def _terminal_size(fd: int) -> tuple[int, int]:
 
 
 class _Output:
-    """The worker's standard output and standard error, which all of its threads write to.
+    """The standard output and standard error of a worker, which all its threads write to. Other
+    long commands use an object of this class only to show their progress (_showing).
 
-    While a line is unfinished, other jobs and the worker wait for the end of the line, but for at
-    most _OPEN_LINE_S. On a terminal, the line at the bottom shows the progress. The line is cleared
-    before other output is written, and drawn again after that.
+    If jobs run side by side, and one of them has an unfinished line on a stream, the other jobs and
+    the worker wait for the end of the line, but for at most _OPEN_LINE_S. If standard error is a
+    terminal, the line at the bottom shows the progress. This progress line is cleared before other
+    output is written to the terminal. The progress line is drawn again after the output, unless the
+    output ends within a line.
     """
 
     def __init__(self) -> None:
@@ -7251,14 +7282,15 @@ class _Output:
         with suppress(OSError):
             if os.path.sameopenfile(1, 2):
                 self._turns[1] = self._turns[2]
-        # The job that has an unfinished line on the stream, by the turn of the stream.
+        # The owner (see put()) of the unfinished line on the stream, by the turn of the stream.
+        # None: nobody has to wait for the end of a line.
         self._owners: dict[threading.Condition, object] = {}
         self.has_terminal = os.isatty(2)
         self._is_dumb = os.environ.get("TERM", "dumb") == "dumb"
         self._has_colours = not (self._is_dumb or os.environ.get("NO_COLOR"))
         self._line: str | None = ""  # to show at the bottom of the terminal; None: show no more
-        self._shown = 0  # the length of the line that is on the terminal now
-        self._unfinished = set[threading.Condition]()  # the streams whose last line has not ended
+        self._shown = 0  # the length of the progress line that is on the terminal now
+        self._unfinished = set[threading.Condition]()  # of streams whose last line has not ended
 
     def put(
         self,
@@ -7268,11 +7300,14 @@ class _Output:
         is_whole: bool = True,
         begins_line: bool = False,
     ) -> None:
-        """Write bytes of a job (the `owner` is the relay of its pipe) or of the worker (None).
+        """Write bytes to a stream. While another owner has an unfinished line there, wait first,
+        but for at most _OPEN_LINE_S. Raises OSError if the write fails.
 
-        is_whole: True: other jobs may write after these bytes. False: the bytes end within a line,
-        and other jobs wait for the end of the line. begins_line: if the last line of the stream has
-        not ended, end it first."""
+        owner: for output of a job, the relay of its pipe. None: the bytes are from the worker, or
+        no jobs run side by side.
+        is_whole: True: others may write after these bytes. False: the bytes end within a line, and
+        others wait for the end of the line.
+        begins_line: if the last line of the stream has not ended, end it first."""
         if not data:
             return
         turn = self._turns[fd]
@@ -7295,8 +7330,9 @@ class _Output:
                 self._draw()
 
     def show(self, line: str | None) -> None:
-        """Show a line at the bottom of the terminal, in place of the last one. None: show no line
-        from now on."""
+        """Show a progress line at the bottom of the terminal, in place of the previous one. While
+        other output has an unfinished line there, the progress line is only stored: put() draws it
+        later. None: show no progress line from now on."""
         with self._turns[2]:
             if self._line is not None:
                 self._line = line
@@ -7314,16 +7350,19 @@ class _Output:
         self._shown = len(line)
 
     def clearing_for_signal(self) -> bytes:
-        """Return the bytes that begin a new line on the terminal. A signal handler uses this method
-        instead of put(), because it must not wait for a lock."""
+        """Return the bytes that make room for a message on the terminal: they clear the progress
+        line, or begin a new line if no progress line is shown. A signal handler uses this method
+        instead of put(), because a signal handler must not wait for a lock."""
         return self._clearing() if self._shown else b"\n"
 
     def _columns(self) -> int:
         return _terminal_size(2)[0] or 80
 
     def _clearing(self) -> bytes:
-        """Return the bytes that clear the line at the bottom. If the terminal has become narrower
-        than the line, the line takes several rows, and all of these are cleared."""
+        """Return the bytes that clear the progress line, or b"" if none is shown. If the terminal
+        has become narrower than the line, the line takes several rows, and all of these are
+        cleared. But on a terminal without escape sequences (TERM=dumb), only the last row is
+        cleared, by spaces."""
         if not self._shown:
             return b""
         if self._is_dumb:
