@@ -1259,17 +1259,17 @@ def _finish_read(fd: int, head: bytes, ident: str) -> _Record:
 # - _fork_lock (5) is held during fork(), and while a thread enters a block of _no_fork(). A fork()
 #   waits 0.5 s at most for the threads that are in such a block.
 #
-# The locks of a ticket line (19) are not in this list. While room 19 holds such a lock, it takes
-# only _fork_lock and other locks of the line. (In a block of turn(), the program may take any
-# lock.) register(), turn() and maybe_cleanup() wait for the lock of the file "last". Other
-# processes only try to take the lock of a ticket.
+# The locks of a ticket line (19) are not in this list. A thread that holds such a lock takes only
+# _fork_lock and other locks of the line. (In a block of turn(), the program may take any lock.)
+# register(), turn() and maybe_cleanup() wait for the lock of the file "last". Other processes only
+# try to take the lock of a ticket.
 
 _NO_FLOCK = "keyed tasks and tickets need flock(2), which is not available here"
 # NFS returns EBADF for an exclusive lock on a file that is open for reading only. Some file systems
 # return EINVAL for a lock on a directory.
 _NO_FLOCK_ERRNOS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EBADF, errno.EINVAL)
 _LOCK_FLAGS = os.O_RDWR | os.O_CREAT | _NO_FOLLOW_OR_BLOCK
-_MAX_OPENINGS = 100  # attempts to open a lock's file that other processes make and remove
+_MAX_OPENINGS = 100  # attempts to open a lock's file, if others make and remove it meanwhile
 _FORK_WAIT_S, _FORK_POLL_S = 0.5, 0.001
 
 _open_lock_fds: set[int] = set()  # the descriptors of all locks; a forked child closes its copies
