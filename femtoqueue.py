@@ -1180,31 +1180,33 @@ def _write_record(fd: int, header: bytes, payload: bytes | memoryview) -> None:
     size = len(header) + len(payload)
     if size <= _JOINED_BYTES and os.write(fd, header + payload) == size:
         return
-    os.lseek(fd, 0, os.SEEK_SET)  # after a short write, begin again
+    os.lseek(fd, 0, os.SEEK_SET)  # if the write above was short, begin again
     for part in (header, payload):
         rest = memoryview(part)
         while rest:
             rest = rest[os.write(fd, rest) :]
 
 
-# TOPIC: a torn file. Power loss has left only a part of the record. The disk may keep a rename and
-# lose the contents of the file. With sync_after_write, only a push that did not return can leave a
-# torn file. The death of a process never does, because a record is renamed into place only after it
-# was written. A torn file is handled like any other file that is not a whole record:
+# TOPIC: a torn file. Power loss has left only a part of the record, because the disk may keep a
+# rename and lose the contents of the file. With sync_after_write, only a push that did not return
+# can leave a torn file. The death of a process never leaves one: a record is written first, and
+# then renamed into place. A torn file is handled like any other file that is not a whole record:
 #
-# - _Files.read() (room 6) compares the header with the bytes that follow. If the bytes do not match
-#   the header, _finish_read() looks closer, and raises CorruptTask for a torn file.
+# - _Files.read() (room 6) compares the header with the bytes that follow. If the comparison fails,
+#   _finish_read() checks the whole file, and raises CorruptTask for a torn file.
 # - _Worker._deliver() (room 10) reads a task after its claim, and catches the CorruptTask.
 # - _Worker.quarantine() (room 10) renames the lease to failed/<id>, and writes the reason to
-#   failed/<id>.error and to the log. Then pop() takes the next task.
-# - If the rename to failed/ fails, _Worker._take_back() puts the task at the back of pending/,
-#   uncounted. Then pop() raises the OSError of the rename.
+#   failed/<id>.error and to the log. If failed/<id> exists already, the task gets another name in
+#   failed/, and only the log has the reason. Then pop() takes the next task.
+# - If the rename to failed/ fails, _Worker._take_back() usually puts the task at the back of
+#   pending/, uncounted. The docstring of _take_back() has the exceptions. Then pop() raises the
+#   OSError of the rename.
 #
 # check(repair=True) (room 18) also quarantines a torn file, if the task waits. No other method
 # quarantines a file because the file is torn. A peek() (room 12) raises CorruptTask. The method
-# tasks() logs the error and leaves the task out. _key_in() (room 14) takes a torn record for a
-# record without a key. A torn checkpoint is logged and ignored, and the work on the task begins
-# anew (room 16).
+# tasks() logs the error and leaves the task out, but tasks(data=False) reads only the headers, and
+# shows the task. _key_in() (room 14) treats a torn record as a record without a key. A torn
+# checkpoint is logged and ignored, and the work on the task begins anew (room 16).
 def _finish_read(fd: int, head: bytes, ident: str) -> _Record:
     """Finish the read of a large record, of a record with a key, or of a corrupt file. Return the
     payload and the key. Raises CorruptTask, with the reason, if the file is not a whole record.
@@ -1222,7 +1224,8 @@ def _finish_read(fd: int, head: bytes, ident: str) -> _Record:
         raise CorruptTask(ident, f"{status.st_size - start} bytes, where the header says {length}")
     payload = head[start:]
     if len(payload) < length:
-        # Read a large payload in one piece, unless the system returns less at a time.
+        # Begin again at the start of the payload, so that one read can return all of it. The loop
+        # is for a system that returns less at a time.
         os.lseek(fd, start, os.SEEK_SET)
         payload = b""
     while len(payload) < length and (part := os.read(fd, length - len(payload))):
@@ -1247,74 +1250,82 @@ def _finish_read(fd: int, head: bytes, ident: str) -> _Record:
 
 # TOPIC: fork(), and what a forked child has.
 #
-# - The locks of the parent end in the child. _after_fork_in_child() closes the child's copies of
-#   all descriptors in _open_lock_fds. The parent keeps its locks.
+# - The child has none of the parent's file locks. _after_fork_in_child() closes the child's copies
+#   of all descriptors in _open_lock_fds. The parent keeps its locks.
 # - A queue object in the child is another worker. FemtoQueue._after_fork() (12) makes a new
-#   _Worker, with new locks of threads, an empty batch, and a new tag for ids. The node_id is new,
-#   too, unless the program has given one. No thread of the parent runs in the child. The threads
-#   that serve coroutines and renew leases start when they are needed.
-# - A task that the parent has leased stays the parent's. In the child, the end of a block of
-#   processing() does nothing (16), and a wait does not put a task back (15).
+#   _Worker, with new thread locks, an empty batch, and a new tag for ids. The node_id is new, too,
+#   unless the program has given one. No thread of the parent runs in the child. The child starts
+#   its own threads that serve coroutines and renew leases when it needs them.
+# - A task that the parent has leased stays the parent's. If the fork was in a block of
+#   processing(), the end of the block does nothing in the child (16). If the fork was in a wait,
+#   the wait does not put a task back in the child (15).
 # - A watcher closes its descriptors in the child (15). A TicketQueue has no tickets in the child
 #   (19).
-# - In a child of a handler of work(), a signal is handled as before work() (17).
+# - If a handler of work() forks, the child handles SIGINT and SIGTERM as the program did before
+#   work() (17).
 #
 # TOPIC: locks, and their order. A thread that holds a lock takes only locks further down in this
 # list. The number after a lock is the number of its room.
 #
-# - _WorkerPool._take_lock (17) is held by the thread of work() that takes a task. This lasts 0.4 s
-#   at most, if the disk does not hang.
+# - _WorkerPool._take_lock (17) is held by the thread of work() that takes a task. The thread waits
+#   for a task for 0.4 s at most. The lock is held longer if a look at the queue takes longer, for
+#   example because a job runs long, or because the thread waits for locks/NN.
 # - locks/NN (13) guards the keys whose hash ends with NN, which is 1 key in 256. The lock is held
-#   while a task with such a key is pushed, taken by key or id, settled, renewed or moved. A stopped
-#   process may hold the lock for ever. These calls wait for the lock: push() and schedule() with
-#   such a key, take(), done(), fail(), release(), extend(), checkpoint() and retry() of such a
-#   task, contains(), peek() by key, and a pop() that finds a newer payload behind its task (on file
-#   systems of several hosts, any pop() of such a task). Housekeeping jobs, take_async() and the
-#   renewals of processing() only try to take the lock (wait=False). A thread that holds such a lock
-#   takes no second one, unless a signal handler of the program uses the queue.
+#   while a task with such a key is pushed, taken by key or id, settled, renewed or moved. (Only a
+#   claim by pop() and the undoing of a claim do not take the lock.) A stopped process may hold the
+#   lock for ever. These calls wait for the lock: push() and schedule() with such a key, contains(),
+#   and peek() by key. For a task with such a key, take(), done(), fail(), release(), extend(),
+#   checkpoint(), retry(), the beginning and the end of processing(), and the quarantine by
+#   check(repair=True) wait, too. A pop() of such a task waits if the task becomes a dead letter, if
+#   a newer payload is behind the task, or if keys/<hash> does not name the task. (On file systems
+#   of several hosts, each pop() of such a task waits.) Housekeeping jobs, take_async() and the
+#   thread that renews leases only try to take the lock (wait=False). A thread that holds such a
+#   lock takes no second one, unless a signal handler of the program uses the queue.
 # - _Worker.lock (10) is held while a task is claimed, renewed, settled or reclaimed, and while a
 #   job runs. _LeaseDir, _Backlog, _Housekeeper and _LeaseRenewer have the same lock as `_lock`. A
 #   thread that holds this lock may try to take locks/NN, but does not wait for it.
-# - inflight-<node>/ (9) is locked by its worker, with a shared lock, as long as the worker lives.
-#   Another process tries to take the exclusive lock, to find out whether the worker is dead. If the
-#   worker is dead, the process holds the lock while it reclaims the leases. Only a worker that
-#   opens its directory waits for this lock. So a stopped process may block the start of a worker
-#   with the same node_id.
-# - The lock of a log handler: messages are logged with any of the locks above held. The log of the
-#   command `work` takes _Output._turns (21), and waits while nobody reads standard error.
-# - _WorkerPool._changed (17), _Waits._lock (15), _Processes._lock (22) and _QueueClock._lock (7)
-#   guard a few fields for a moment.
+# - inflight-<node>/ (9) is locked by its worker, with a shared lock, while the worker has the
+#   directory open. Another process tries to take the exclusive lock, to find out whether the worker
+#   is dead. If the worker is dead, the other process holds the exclusive lock while it reclaims the
+#   leases. Only a worker that opens its directory waits for this lock. So a process that is stopped
+#   with the exclusive lock blocks the start of a worker with the node_id of the dead worker.
+# - The lock of a log handler: a thread may log a message while it holds any of the locks above. The
+#   log of the command `work` takes _Output._turns (21), and waits while nobody reads standard
+#   error.
+# - _WorkerPool._changed (17), _Waits._lock (15) and _QueueClock._lock (7) guard a few fields for a
+#   moment. _Processes._lock (22) is held while a process of CMD is started or reaped.
 # - _fork_lock (5) is held during fork(), and while a thread enters a block of _no_fork(). A fork()
 #   waits 0.5 s at most for the threads that are in such a block.
 #
-# The locks of a ticket line (19) are not in this list. While room 19 holds such a lock, it takes
-# only _fork_lock and other locks of the line. (In a block of turn(), the program may take any
-# lock.) register(), turn() and maybe_cleanup() wait for the lock of the file "last". Other
-# processes only try to take the lock of a ticket.
+# The locks of a ticket line (19) are not in this list. A thread that holds such a lock takes only
+# _fork_lock and other locks of the line. (In a block of turn(), the program may take any lock.)
+# register(), turn() and maybe_cleanup() wait for the lock of the file "last". Other processes only
+# try to take the lock of a ticket.
 
 _NO_FLOCK = "keyed tasks and tickets need flock(2), which is not available here"
 # NFS returns EBADF for an exclusive lock on a file that is open for reading only. Some file systems
 # return EINVAL for a lock on a directory.
 _NO_FLOCK_ERRNOS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EBADF, errno.EINVAL)
 _LOCK_FLAGS = os.O_RDWR | os.O_CREAT | _NO_FOLLOW_OR_BLOCK
-_MAX_OPENINGS = 100  # attempts to open a lock's file that other processes make and remove
+_MAX_OPENINGS = 100  # attempts to open a lock's file, if others make and remove it meanwhile
 _FORK_WAIT_S, _FORK_POLL_S = 0.5, 0.001
 
-_open_lock_fds: set[int] = set()  # descriptors of all threads; a forked child closes them
+_open_lock_fds: set[int] = set()  # the descriptors of all locks; a forked child closes its copies
 _no_fork_threads: set[int] = set()  # threads that are in a block of _no_fork()
 _fork_lock = threading.RLock()  # held during fork(), and to add a thread to _no_fork_threads
 
 
 @contextmanager
 def _no_fork() -> Iterator[None]:
-    """Delay fork() in other threads while the block opens or closes a descriptor. A child that was
-    forked during the block could have a copy of the descriptor that _open_lock_fds does not list.
-    The child would not close the copy, and the copy could keep the lock. The blocks of two threads
-    don't exclude each other, because a block takes long on a mount that hangs.
+    """Delay fork() in other threads while the block opens or closes a descriptor, but for
+    _FORK_WAIT_S at most. A child that was forked during the block could have a copy of a descriptor
+    that is not in _open_lock_fds. The child would not close the copy, and the copy could keep the
+    lock. The blocks of two threads don't exclude each other, because a block takes long on a mount
+    that hangs.
 
-    While the interpreter ends, the block does not take _fork_lock. A thread may have ended while
-    holding the lock, and the wait would never end. No fork happens at that time, so the lock is not
-    needed."""
+    While the interpreter ends, this function does not take _fork_lock. A thread may have ended
+    while holding the lock, and the wait would never end. No fork happens at that time, so the lock
+    is not needed."""
     thread = threading.get_ident()
     # A signal handler or a finalizer may nest the blocks.
     if sys.is_finalizing() or thread in _no_fork_threads:
@@ -1329,8 +1340,9 @@ def _no_fork() -> Iterator[None]:
 
 
 def _flock(fd: int, how: int) -> bool | None:
-    """Take a lock; `how` has the flags of flock(2). Return True if the lock was taken, False if
-    another process holds the lock, None if flock does not work here."""
+    """Take a lock; `how` has the flags of flock(2). Return True if the lock was taken, None if
+    flock does not work here. With LOCK_NB, return False if another process has the lock, or if this
+    process has the lock through another opening of the file."""
     try:
         fcntl.flock(fd, how)
     except BlockingIOError:
@@ -1346,14 +1358,14 @@ class _FileLock:
     """An open file or directory that can be locked. `states` has the states of the keys that the
     lock guards (room 13).
 
-    The descriptor is closed with the last reference at the latest. An exception from a signal
-    handler (Ctrl-C) may come between any two lines, and the lock must end then, too."""
+    The descriptor is closed with the last reference to this object at the latest. An exception from
+    a signal handler (Ctrl-C) may come between any two lines, and the lock must end then, too."""
 
     fd = -1  # the file is not open
     reading_is_enough = True  # flock() works on a file that is open for reading only
     refused: OSError | None = None  # the error that made _open() open the file for reading only
-    # Stands before the name of a file in a call that takes the descriptor of this directory. Where
-    # there is no descriptor, the prefix is the path of the directory (_Unlocked in room 20).
+    # A call that takes the descriptor of this directory gets the name of a file after this prefix.
+    # Where there is no descriptor, the prefix is the path of the directory (_Unlocked in room 20).
     prefix = ""
 
     def __init__(self, path: str, flags: int = _LOCK_FLAGS, data_dir: str = "") -> None:
@@ -1367,7 +1379,7 @@ class _FileLock:
         """Open a file, and make it if it is missing and the flags have O_CREAT. Return the
         descriptor.
 
-        An existing file is opened without O_CREAT. In a sticky directory, the kernel refuses
+        An existing file is opened without O_CREAT, because in a sticky directory the kernel refuses
         O_CREAT for another user's file (fs.protected_regular). A file that this user may not write
         to is opened for reading only, if flock() needs no more than that (reading_is_enough)."""
         for _ in range(_MAX_OPENINGS):
@@ -1400,8 +1412,8 @@ class _FileLock:
         return _flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def acquire_exclusive(self, wait: bool = True) -> None:
-        """Take the exclusive lock. Raises BlockingIOError if wait is False and another process has
-        the lock, OSError if flock does not work here."""
+        """Take the exclusive lock. Raises BlockingIOError if wait is False and another process or
+        thread has the lock. Raises OSError if flock does not work here."""
         locked = _flock(self.fd, fcntl.LOCK_EX) if wait else self.try_exclusive()
         if locked is False:
             raise BlockingIOError(errno.EWOULDBLOCK, "another process has its lock", self.path)
@@ -1416,14 +1428,14 @@ class _FileLock:
     def close(self) -> None:
         """Unlock and close the file. Closing alone is not enough: a child that was forked while the
         file was open has a copy of the descriptor. The copy would keep the lock until the child
-        closes it (_after_fork_in_child)."""
+        closes the copy (_after_fork_in_child)."""
         fd = self.fd
         if fd < 0:
             return
         with suppress(OSError):  # flock does not work here
             fcntl.flock(fd, fcntl.LOCK_UN)
         with _no_fork():
-            _open_lock_fds.discard(fd)  # before os.close(): another file may get the number
+            _open_lock_fds.discard(fd)  # before os.close() frees the number for another file
             # Not earlier: if Ctrl-C ends close() before this line, __del__() closes the descriptor.
             self.fd = -1
             try:
@@ -1442,8 +1454,7 @@ class _FileLock:
             _finalize(self._close_unless_forked)
 
 
-# What to call in a forked child. The key is an object, and the value is a function that gets this
-# object.
+# The functions to call in a forked child, each by the object that is its argument.
 _fork_hooks: weakref.WeakKeyDictionary[Any, Callable[[Any], None]] = weakref.WeakKeyDictionary()
 
 
@@ -1451,9 +1462,13 @@ def _before_fork() -> None:
     """Take _fork_lock, and wait until no other thread is in a block of _no_fork().
 
     The wait has a limit, because two kinds of threads may stay in _no_fork_threads for long. One is
-    a thread whose open() hangs. It has no descriptor yet, so the fork is safe. The other is a
-    thread that Ctrl-C interrupted just outside the `try` of _no_fork(), while the exception is kept
-    somewhere. Ctrl-C in this thread also ends the wait, but the fork goes on."""
+    a thread whose open() or close() hangs. During open() there is no descriptor yet, and the file
+    was unlocked before os.close(). So the fork is safe. The other is a thread that Ctrl-C
+    interrupted just before or just after the block, while _no_fork() stood at its `yield`. While
+    the exception is kept somewhere, the `finally` of _no_fork() does not run.
+
+    Ctrl-C in the thread that forks ends the wait, too. But the fork goes on, because the
+    interpreter ignores an exception of this function."""
     _fork_lock.acquire()
     end_s = time.monotonic() + _FORK_WAIT_S
     while _no_fork_threads - {threading.get_ident()} and time.monotonic() < end_s:
@@ -1461,7 +1476,8 @@ def _before_fork() -> None:
 
 
 def _after_fork_in_child() -> None:
-    """Close the parent's locks in a forked child, because these locks must end with the parent."""
+    """Close a forked child's copies of the parent's locks, because these locks must end with the
+    parent. Then call the functions in _fork_hooks."""
     with suppress(RuntimeError):  # _fork_lock is not held if Ctrl-C ended its acquire()
         _fork_lock.release()
     _no_fork_threads.clear()  # the child does not have these threads
@@ -1481,30 +1497,36 @@ if hasattr(os, "register_at_fork"):
 
 # ==================================================================================================
 # 6. Files: the steps on files of data_dir, and the order in which they are synced.
-#    Invariant: a file appears whole under its name, or not at all. After power loss the checksum
-#    reveals a torn file (room 4).
+#    Invariant: other processes see a whole record at its path, or no file. Only power loss can
+#    leave a torn file, and the checksum reveals a torn file (room 4).
 #    TOPIC: syncs. If the queue is durable (sync_after_write), a call makes these steps, in this
 #    order, and then returns:
-#    - A new task (publish, push_many): rename the file, sync the file, sync the directory. In this
-#      order, the two syncs usually cost one journal commit instead of two. If the file is torn, the
-#      call did not return, so no caller was told that the task was pushed. Where syncs_after_rename
-#      is False, the sync of the file comes first.
+#    - A new task (publish): rename the file, sync the file, sync the directory. In this order, the
+#      two syncs usually cost one journal commit instead of two. If power loss leaves the file torn,
+#      the call had not returned, so no caller was told that the task was pushed. Where
+#      syncs_after_rename is False, the sync of the file comes first.
+#    - A batch of new tasks (push_many): rename all files; then one syncfs(2). Where _batch_sync()
+#      does not trust syncfs(2): rename and sync each file as above; then sync the directory once.
 #    - A move, such as done(): rename the file; then sync_with_dir(), which syncs the file and the
-#      directory. With the directory alone, btrfs showed the task in its old directory, too, after
-#      power loss.
-#    - A replaced file: sync the new file, rename it over the old one or exchange the two; then
-#      sync_with_dir(). A whole record is never replaced by a torn one.
+#      directory. When only the directory was synced, btrfs showed the task in its old directory,
+#      too, after power loss.
+#    - A replaced payload: sync the new file, rename it over the old one or exchange the two; then
+#      sync_with_dir(). So a whole record is never replaced by a torn one. For a checkpoint, only
+#      the directory is synced after the rename.
 #    - A finished task that is not kept: sync the lease's file and directory, unlink the file, sync
-#      the directory. After power loss the task is not in its earlier directory again.
+#      the directory. So after power loss the task is not in its earlier directory again.
 #    - A new task of a key: sync the new file, sync keys/<hash> and keys/, rename the new file, sync
-#      the directory. A task missing from keys/<hash> would allow a second task of the key.
+#      the directory. If power loss removed the task from keys/<hash> alone, a later push would add
+#      a second task of the key.
+#    A claim, a renewal, a reclaim and a purge are not synced.
 # ==================================================================================================
 
 # How often other processes may replace or remove a directory during one step. The step is a move
 # into the directory, its opening as a lease directory, or the entry into a ticket line.
 _MAX_REPLACED = 100
-# The longest time between two advances of the clock that sets the times of files. It is a hundredth
-# of a second. Where times have whole seconds, it is a second, and on FAT two seconds.
+# The longest time between two advances of the clock that sets the times of files, and a little
+# more. The time is a hundredth of a second. Where file times have whole seconds, it is a second, or
+# two seconds on FAT.
 _TICK_S = 0.011
 _COARSE_TICK_S = 2.02
 _SHRINK_BYTES = 1 << 20  # an empty directory that is larger than this is replaced
@@ -1512,8 +1534,9 @@ _SHRINK_BYTES = 1 << 20  # an empty directory that is larger than this is replac
 
 def _batch_sync(directory: str) -> tuple[Callable[[], None], bool]:
     """Return a function that makes durable all files that are renamed into a directory from now on.
-    Also return whether each file must be synced before the function is called. That is so where
-    syncfs() is not known to write the files to the disk (FUSE; not Linux).
+    Also return whether the caller must sync each file before it calls the function. This is True
+    where syncfs() is not known to write the files to the disk: on systems other than Linux, and on
+    file systems of a type that is not in _SYNCFS_TYPES.
 
     The directory is opened now, because syncfs() reports the write errors since the opening (Linux
     5.8)."""
@@ -1531,8 +1554,8 @@ def _batch_sync(directory: str) -> tuple[Callable[[], None], bool]:
 
 
 def _make_alike(path: str, old: os.stat_result) -> bool:
-    """Make a directory with the owner, group and mode of another one. Return False if this user
-    can't give it the owner or the group."""
+    """Make a directory with the group and the mode of another one. Return whether both have the
+    same owner and group. Raises OSError if this user can't set the group."""
     os.mkdir(path)
     # The rights are set by the descriptor, never by the path: see _follow_owner().
     fd = os.open(path, _DIR_FLAGS)
@@ -1549,15 +1572,18 @@ class _Files:
     """The files of one data_dir. Paths are relative to data_dir, as in "pending/<id>".
 
     root: data_dir, with a separator at the end.
-    is_durable: True if a change survives power loss once its call has returned.
+    is_durable: the setting sync_after_write. The banner of this room says what is synced then.
     parts: the classes of the lease directory, the keys and the ticket numbers for this file system.
     clock: the queue clock, which sets this attribute. The _Files of a TicketQueue has no clock.
     """
 
     caveat = ""  # a warning about the file system, reported by check()
     parts: Any
-    is_local = False  # True: only processes of this kernel use the file system, for certain
-    # The classes of the keys and the ticket numbers to use if SHARED exists (room 20).
+    # True: it is certain that only this kernel writes to the file system. Other hosts may still use
+    # data_dir through a server on this host: see has_other_mounts().
+    is_local = False
+    # The classes of the keys and the ticket numbers to use if SHARED exists (room 20). None: other
+    # hosts write to this file system, or there is no flock.
     if_shared: Any = None
     phantoms: Any = frozenset()  # see _SharedFiles
     clock: _QueueClock
@@ -1571,13 +1597,14 @@ class _Files:
         self.is_durable = is_durable
 
     def make_dirs(self) -> None:
-        """Make the missing directories of the states, and spare/."""
+        """Make the missing directories of _STATE_DIRS, and spare/ if possible."""
         for name in _STATE_DIRS:
             self.make_dir(name)
         if self.is_durable:
             _sync_dir(self.root)
             # Another process may just have made data_dir without a sync, so sync its parent. If
-            # this user may not read the parent, data_dir was there before.
+            # this user may not read the parent, data_dir was there before. Otherwise _make_dir()
+            # would have raised the error, when it synced the parent.
             with suppress(PermissionError):
                 _sync_dir(f"{self.root}..")
         with _ignore_missing(*_NO_WRITE_ERRNOS):
@@ -1587,9 +1614,9 @@ class _Files:
         """Make a directory in data_dir for all users of the queue, unless it exists."""
         with suppress(FileExistsError):
             os.mkdir(self.root + name)
-            # An OSError is ignored, because a system that is not POSIX may refuse to open a
-            # directory. RACE: another process removes a new lease directory, as an empty one,
-            # before our os.open(). Then the caller sees that the directory is missing.
+            # An OSError is ignored for two reasons. A system that is not POSIX may refuse to open a
+            # directory. RACE: another process removes a new lease directory, because it is empty,
+            # before our os.open(). Then the caller finds that the directory is missing.
             with suppress(OSError):
                 fd = os.open(self.root + name, _DIR_FLAGS)
                 try:
@@ -1609,14 +1636,16 @@ class _Files:
         return True
 
     def entries(self, directory: str) -> list[_Entry]:
-        """Return the entries of a directory, sorted by name. Foreign names are left out."""
+        """Return the entries of a directory, sorted by name. Names that _parse() does not accept
+        are left out."""
         names = sorted(self.names(directory))
         return [entry for name in names if (entry := _parse(directory, name))]
 
     def names(self, directory: str) -> list[str]:
-        """Return all names in a directory. Return [] if the directory is missing or is a foreign
-        file: it was removed with its worker, or has not been made. But for a directory that every
-        queue has (_STATE_DIRS), raise FileNotFoundError or NotADirectoryError."""
+        """Return all names in a directory. Return [] if the directory is missing: a lease directory
+        was removed with its worker, or a directory such as keys/ was not made yet. Also return []
+        if a foreign file has the name of the directory. But for a directory that every queue has
+        (_STATE_DIRS), raise FileNotFoundError or NotADirectoryError."""
         try:
             return os.listdir(self.root + directory)
         except (FileNotFoundError, NotADirectoryError):
@@ -1629,16 +1658,17 @@ class _Files:
         return [name for name in names if not os.path.islink(self.root + name)]
 
     def find(self, *states: str) -> Iterator[_Entry]:
-        """Yield the tasks in these states, in name order within a directory. A state may also be
+        """Yield the entries of these states, in name order within a directory. A state may also be
         "keys" or "checkpoints"."""
         for state in states:
             for directory in self.node_dirs() if state == "inflight" else [state]:
                 yield from self.entries(directory)
 
     def find_id(self, ident: str, *states: str) -> _Entry | None:
-        """Return the entry of an id in one of these states, or None. The states are searched in the
-        order of the arguments. RACE: another process moves the task from a state that is still to
-        be searched to a state that was searched before. Then the task is missed."""
+        """Return the entry of an id in one of these states, or None. First look for files whose
+        name is only the id, then list the directories. Both searches take the states in the order
+        of the arguments. RACE: another process moves the task from a state that is still to be
+        searched to a state that was searched before. Then the task is missed."""
         for state in states:
             if state in ("pending", *_ENDED) and self.exists(f"{state}/{ident}"):
                 return _parse(state, ident)
@@ -1646,8 +1676,8 @@ class _Files:
 
     def has_entries(self, directory: str) -> bool:
         """Say whether a directory has a task. The directory is read only up to the first task."""
-        # keys/ is missing until the first key. RACE: another process removes the directory of a
-        # dead worker after it was listed. Either way there is no task.
+        # keys/ is missing until the first push with a key. RACE: another process removes an empty
+        # lease directory after node_dirs() listed it. In both cases the directory has no task.
         with _ignore_missing(), os.scandir(self.root + directory) as entries:
             return any(_parse(directory, entry.name) for entry in entries)
         return False
@@ -1657,10 +1687,10 @@ class _Files:
 
         RACE: other processes claim tasks and put tasks back during a look, and the look may miss
         these tasks. Each such move changes the time of pending/ or scheduled/. So True is returned
-        if one of the two times has changed since the start of the call. A move in the first tick of
-        the call may leave the time as it was. But that move is over before the second look, which
-        comes a tick later. A tick is long on a file system whose times have whole seconds (ext4
-        with inodes of 128 bytes)."""
+        if one of the two times has changed since the start of the call. The clock that sets these
+        times advances in ticks (_TICK_S). A move in the first tick of the call may leave the time
+        as it was. But that move is over before the second look, which comes a tick later. A tick is
+        long on a file system whose times have whole seconds (ext4 with inodes of 128 bytes)."""
         before = self._changed()
         is_coarse = not any(it % 10**9 for it, _ in before)
         for pause_s in (_COARSE_TICK_S if is_coarse else _TICK_S, 0):
@@ -1676,8 +1706,8 @@ class _Files:
         return [(it.st_mtime_ns, it.st_ino) for it in found]
 
     def text(self, path: str) -> str:
-        """Return the text of a regular file, or "" for any other kind of file. A FIFO, a link or a
-        device could block the read, or never end."""
+        """Return the text of a regular file, or "" for any other kind of file. The read of a FIFO,
+        of a device, or of a link to one, could block or never end."""
         if not self.is_regular(path):
             return ""
         with open(self.root + path, "rb", opener=_open_plain) as file:
@@ -1698,17 +1728,17 @@ class _Files:
                     return payload, None
                 return _finish_read(fd, head, ident)
             finally:
-                os.close(fd)  # raise its error: the file may have been replaced (room 20)
+                os.close(fd)  # its error is raised: the file may have been replaced (room 20)
         except OSError:
             if not self.is_regular(path):
                 raise CorruptTask(ident, "not a regular file") from None
             raise
 
-    read_listed = read  # for a name that was listed just now; room 20 has another method
+    read_listed = read  # for a name that was listed just now; _SharedFiles overrides it (room 20)
 
     def came_back(self, path: str) -> bool:
-        """Return whether the file at `path` is a finished task that came back. On a local file
-        system, no finished task comes back; see room 20."""
+        """Return whether `path` is an old name of a finished task, and came back after its rename
+        ("healed" in room 20). On a local file system, no name comes back."""
         return False
 
     def has_other_mounts(self) -> bool:
@@ -1718,7 +1748,7 @@ class _Files:
 
     def head(self, path: str) -> tuple[str | None, int | None]:
         """Return the key and the length of a payload, read from the header of its record. Return
-        (None, None) if the header is invalid."""
+        (None, None) if the header is invalid, or if `path` is not a regular file."""
         header = None
         if self.is_regular(path):
             fd = os.open(self.root + path, _READ_FLAGS)
@@ -1756,8 +1786,8 @@ class _Files:
         sync: bool | None = None,
     ) -> None:
         """Write a record to creating/<new_name>, and rename the file to `path`. The task exists
-        from the rename on. If publish() raises OSError, the task does not exist, unless a worker
-        claimed the task before the error.
+        from the rename on. If publish() raises, it removes the file. Then the task does not exist,
+        unless a worker claimed the task before the error, or the disk refused the removal.
 
         If the queue is durable, the file and the directory are synced. Usually both syncs follow
         the rename, because this order costs one journal commit instead of two. Where
@@ -1766,7 +1796,7 @@ class _Files:
 
         CRASH: if the process dies before the rename, the task does not exist. The file in creating/
         is removed after an hour. If the process dies after the rename, the task exists, although
-        push() has not returned. Only power loss can then make the task a torn file (room 4)."""
+        push() has not returned. Its record is whole, unless power is lost, too (room 4)."""
         payload = data if type(data) is bytes else _as_bytes(data)
         header = _header(payload)
         source, sync_dir = f"creating/{new_name}", False
@@ -1788,7 +1818,8 @@ class _Files:
                 self.sync_dir(os.path.dirname(path))
         except BaseException:
             # The push raises, so the caller believes that there is no task: remove the file. RACE:
-            # a worker claims the task between the rename and this line. Then the worker keeps it.
+            # a worker claims the task between the rename and this line. Then no file is at `path`,
+            # and the worker keeps the task.
             for leftover in (source, path):
                 self.remove(leftover)
             raise
@@ -1801,12 +1832,13 @@ class _Files:
         payload: bytes | memoryview = b"",
         extra_mode: int | None = None,
     ) -> Iterator[str]:
-        """Write a file creating/<name>, and yield its path. The block moves the file to the place
-        of another file. If the block fails, the new file is removed.
+        """Write a file creating/<name>, and yield its path. The block moves the file to its final
+        path, where an older file may be. If the block raises, the new file is removed.
 
-        If the queue is durable, the new file is synced before the block: power loss must leave one
-        of the two files whole. `extra_mode` has rights to add to those of data_dir. If `extra_mode`
-        is None, the rights follow from the umask alone."""
+        If the queue is durable, the new file is synced before the block: power loss must leave the
+        older or the new file whole. `extra_mode`: give the new file the owner and the rights of
+        data_dir, and these further rights, see _follow_owner(). None: the owner is this user, and
+        the rights follow from the umask."""
         path = f"creating/{name}"
         fd = os.open(self.root + path, _CREATE_FLAGS, 0o666)
         try:
@@ -1847,14 +1879,15 @@ class _Files:
             self._retry_rename(source, target)
         # By POSIX, rename() succeeds and does nothing if both names are links to one file. Then the
         # source would stay, and the finished task would be delivered again for ever. So the source
-        # is removed. A first delivery skips this, to save the time.
+        # is removed. To save time, this is not done after a first delivery. If the source stays
+        # then, the task is delivered once more, and the end of that delivery removes the source.
         if "~1~" not in source and _is_end(target):
             _unlink_if_exists(self.root + source)
         return target
 
     def _retry_rename(self, source: str, target: str) -> None:
-        """Repeat a rename that raised FileNotFoundError. If the source is missing, raise
-        FileNotFoundError.
+        """Repeat a rename that raised FileNotFoundError. Raises FileNotFoundError if the source is
+        missing, if `target` is "", or if each of _MAX_REPLACED attempts fails.
 
         RACE: another process replaces the target directory (shrink) during our rename. Then the
         rename fails with ENOENT, although the file and the directory exist."""
@@ -1886,13 +1919,12 @@ class _Files:
         return False
 
     def sync_with_dir(self, path: str) -> None:
-        """If the queue is durable, sync the file of a task, then its directory. A sync of the
-        directory is not enough: after power loss btrfs showed a finished task in its old directory
-        as well."""
+        """If the queue is durable, sync the file of a task, then its directory. The banner of this
+        room says why a sync of the directory is not enough (TOPIC: syncs)."""
         if not self.is_durable:
             return
-        # RACE: another process moves the task on before the file is synced here. Then only the
-        # directory is synced, which no longer has the file.
+        # RACE: another process moves the task to another path before the file is synced here. Then
+        # only the directory is synced, from which the file is gone.
         with suppress(FileNotFoundError):
             self.sync_file(path)
         self.sync_dir(os.path.dirname(path))
@@ -1906,7 +1938,7 @@ class _Files:
             _sync_dir(self.root + directory)
 
     def shrink(self, directory: str, new_name: str) -> None:
-        """Replace a directory of more than 1 MiB by a new one, if it is empty: ext4 never shrinks a
+        """Replace an empty directory of more than 1 MiB by a new one, because ext4 never shrinks a
         directory. Do nothing if the directory is missing.
 
         The callers are the listing of pending/ and of scheduled/ that finds no task, the job that
@@ -1921,21 +1953,22 @@ class _Files:
             return
         if old.st_size <= _SHRINK_BYTES or not stat.S_ISDIR(old.st_mode):
             return
-        # Other hosts may look into the old directory for a long time ("stale" in room 20). Another
-        # user's directory is not replaced, because the new directory would belong to this user.
+        # If SHARED exists, the directory is not replaced: other hosts may look into the old one for
+        # a long time ("stale" in room 20). Another user's directory is not replaced either, because
+        # the new one would belong to this user.
         if self.has_other_mounts() or old.st_uid != os.geteuid():
             return
         if hasattr(os, "listxattr") and any("acl" in name for name in os.listxattr(path)):
             return  # access control lists, which this method can't copy
         fresh = f"{self.root}creating/{new_name}.pending"
         # RACE: another process renames a file into the directory first. Then our rename fails, and
-        # the old directory stays. It also stays if it can't be replaced: a mount point, or a full
-        # disk.
+        # the old directory stays. The old directory also stays if it is a mount point, or if the
+        # disk is full.
         with suppress(OSError):
             if _make_alike(fresh, old):
                 os.rename(fresh, path)
-                # Without this sync, power loss could undo the rename. Then tasks that were pushed
-                # into the new directory and synced later would be lost.
+                # Without this sync, power loss could undo the rename. Then tasks that were later
+                # moved into the new directory, and synced there, would be lost.
                 _sync_dir(self.root)
         with suppress(OSError):
             os.rmdir(fresh)
