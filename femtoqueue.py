@@ -4873,8 +4873,8 @@ class _KeyedTasks(_KeyStates):
 
     def repair(self) -> None:
         """Promote the payloads whose task is gone, remove the states of keys without a task, and
-        add the payloads that no state names to the states: see _adopt(). If an OSError comes, the
-        other hashes are tried, too, and then the first OSError is raised."""
+        add missing payloads to the states (_adopt). Raises the first OSError after all hashes were
+        tried."""
         payloads = {path for path in self._paths() if "-" in path}
 
         def repair(tag: str) -> None:
@@ -4889,9 +4889,10 @@ class _KeyedTasks(_KeyStates):
         _for_each(repair, sorted({*map(_tag_of, [*self.paths_without_task(), *payloads])}))
 
     def _adopt(self, states: _States, payloads: set[str]) -> None:
-        """Add the payloads in keys/ that no state names to the states. Power loss or a person has
-        removed the states that named them. But if the key has a younger task or a younger payload,
-        a later push has replaced the payload. Then remove the payload from keys/."""
+        """Find the payloads in keys/ that no state names, and add these payloads to the states.
+        Power loss or a person has removed the states that named them. But if the key has a younger
+        task or a younger payload, a later push has replaced the payload. Then remove the payload
+        from keys/."""
         for buffered in sorted(payloads.difference(it for _, it in states.values())):
             # RACE: another process promoted the payload or took it along, or a person moved the
             # payload, after repair() listed keys/.
@@ -5385,8 +5386,8 @@ class _Waits:
 
     def _serve(self) -> None:
         """Look for tasks on behalf of all waiting coroutines, until no coroutine waits. This method
-        runs in a thread of its own. An exception ends the thread. Then each coroutine that waits
-        gets the exception."""
+        runs in a thread of its own. An exception of a look goes to the request of that look. Any
+        other exception ends the thread, and goes to each coroutine that waits."""
         try:
             while True:
                 self.wait_for(self._look_for_all, time.monotonic() + _SERVER_LINGER_S)
