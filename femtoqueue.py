@@ -4413,15 +4413,16 @@ _SETTINGS = FemtoQueue.__init__.__annotations__.keys() - {"return"}
 
 
 # ==================================================================================================
-# 13. Key states: where the task of each key is, under the locks of keys.
+# 13. Key states: where the task of each key is, in files that are written under the locks of keys.
 #     Invariant: the file keys/<hash> has a line for each key of this hash that has a task. The line
-#     is "<key> <path of the task> <name of the newer payload in keys/, or ->". An empty line ends
-#     the text. Any bytes after the empty line are the rest of an older, longer text. A change of
-#     the file is one pwrite(). If no key of the hash has a task left, the file is removed. A line
-#     is a hint, which room 14 checks and corrects. A key without a line has no task, unless power
-#     loss removed the line, or a person moved a task. In these cases, the claim of the task writes
-#     the line, and repair() finds the payloads in keys/ that no line names. Room 5 has the order of
-#     locks.
+#     is "<key> <path of the task> <name of the newer payload in keys/, or ->", with the key
+#     percent-encoded. An empty line ends the text. Any bytes after the empty line are the rest of
+#     an older, longer text. A change of the file is one pwrite(). Some calls read the file without
+#     the lock. If no key of the hash has a task left, the file is removed. A line is a hint, which
+#     room 14 checks and corrects. A key without a line has no task, unless power loss removed the
+#     line, or a person moved a task. In these cases, the claim of the task writes the line, and
+#     repair() finds the payloads in keys/ that no line names. A queue on a file system that other
+#     hosts write to has no such files (room 20). Room 5 has the order of locks.
 # ==================================================================================================
 
 
@@ -4448,8 +4449,8 @@ class _States(dict[str, "tuple[str, str]"]):
 def _parse_key_states(content: bytes, tag: str) -> _States:
     states, text = _States(), content.decode("ascii", "replace").partition("\n\n")[0]
     for match in map(_parse_key_state, text.splitlines()):
-        # Ignore a line with a path of another hash, or of a task without a key. Otherwise a push
-        # would overwrite the task at that path.
+        # Ignore a line if the id of its task or of its payload does not end with this hash. With
+        # such a line, a push would overwrite a file of another key, or a task without a key.
         if match and _tag_of(match[2]) == tag and match[4][-9:] in ("-", f"-{tag}"):
             states[match[1]] = match[2], "" if match[4] == "-" else f"keys/{match[4]}"
     states.saved = f"{text}\n"
@@ -4457,12 +4458,12 @@ def _parse_key_states(content: bytes, tag: str) -> _States:
 
 
 class _KeyStates:
-    """The states of keys, in files that are read and written under the locks of keys.
+    """The states of keys, and the locks under which they are changed.
 
-    `_held_locks` has the locks that are held, by thread and name. A lock has the states of its
-    hashes, by tag. The references in `_held_locks` are weak, so that only the frame of lock() keeps
-    a lock alive. If Ctrl-C comes between any two lines of lock(), the lock still ends with the
-    frame."""
+    `_held_locks` has the locks that the threads of this object hold, by the thread and the name of
+    the lock. The attribute `states` of a lock has the states that were loaded under the lock, by
+    tag. The references in `_held_locks` are weak, so that only the frame of lock() keeps a lock
+    alive. If Ctrl-C comes between any two lines of lock(), the lock still ends with the frame."""
 
     def __init__(self, worker: _Worker) -> None:
         self._worker, self._files, self._clock = worker, worker.files, worker.clock
@@ -4472,11 +4473,11 @@ class _KeyStates:
     def lock(self, tag: str, wait: bool = True) -> Iterator[_States]:
         """Hold the lock of the keys of one hash for the block, and yield the states of the keys.
         Changes that the block makes to the states are saved at the end of the block. Raises
-        BlockingIOError if the lock is not free and wait is False.
+        BlockingIOError if wait is False and another thread or process holds the lock.
 
-        A nested call in the same thread takes the same lock, and shares the states. The file of the
-        lock is never removed. Otherwise a process that waits for the lock could get the lock of a
-        removed file.
+        A nested call in the same thread uses the lock that the thread holds, and shares the states.
+        The file of the lock is never removed. If it were removed, a process that waits for the lock
+        could get the lock of the removed file, while another process locks a new file.
         """
         name = tag[-2:]
         holder = threading.get_ident(), name
@@ -4486,9 +4487,10 @@ class _KeyStates:
         try:
             lock.acquire_exclusive(wait)
             if lock is not outer:
-                # Look for SHARED only now. RACE: while we wait for the lock, another local object
-                # holds it, finds SHARED, moves a task, and saves no state. If we had looked for
-                # SHARED before the wait, we would now load outdated states from keys/<hash>.
+                # Look for SHARED only now. RACE: while this thread waits for the lock, another
+                # local object holds the lock, finds SHARED, moves a task, and saves no state. If
+                # this thread had looked for SHARED before the wait, it would now load outdated
+                # states from keys/<hash>.
                 self.heed_mark()
             self._held_locks[holder] = lock
             states = lock.states.get(tag) or lock.states.setdefault(tag, self._load(tag))
@@ -4502,10 +4504,12 @@ class _KeyStates:
                 lock.close()
 
     def heed_mark(self) -> bool:
-        """If SHARED exists, become an object of the class for shared file systems, and return True.
+        """If the file SHARED exists in a data_dir on a local file system, change the class of this
+        object to _SharedKeys (room 20), and return True.
 
-        SHARED shows that data_dir is also used through a mount of another kind. The workers on that
-        mount keep no key states, and our lock may fail to exclude them. See "mounts" in room 20."""
+        SHARED shows that data_dir is, or was, also used through a mount of another kind. The
+        workers on that mount keep no key states, and our lock may fail to exclude them. See
+        "mounts" in room 20."""
         if not self._files.has_other_mounts():
             return False
         self.__class__ = self._files.if_shared[0]
@@ -4519,7 +4523,7 @@ class _KeyStates:
             return self._files.open_lock(f"locks/{name}")
 
     def _make_dir(self, name: str) -> None:
-        """Make a directory of data_dir. Raises FileNotFoundError if data_dir is missing."""
+        """Make a directory in data_dir. Raises FileNotFoundError if data_dir is missing."""
         self._files.make_dir(name)
         self._files.sync_dir("")
 
@@ -4540,8 +4544,9 @@ class _KeyStates:
             os.close(fd)
 
     def _save(self, tag: str, states: _States, sync: bool = False) -> None:
-        """Write the states to keys/<hash> if they have changed. If no key has a task, remove the
-        file. sync: in a durable queue, also sync a changed file and keys/."""
+        """Write the states to keys/<hash> if they have changed. If no key of the hash has a task
+        any more, remove the file. sync: True: in a durable queue, also sync the changed file and
+        keys/."""
         path = f"keys/{tag}"
         if (text := states.text()) != states.saved:
             if text:
@@ -4553,8 +4558,8 @@ class _KeyStates:
                 self._files.sync_with_dir(path)
 
     def _create(self, path: str) -> int:
-        """Make a file in keys/, and return its descriptor. The file has the rights of data_dir:
-        the workers of all users read and write it."""
+        """Make a file in keys/, and return its descriptor. The file gets the rights of data_dir,
+        because the workers of all users read and write the file."""
         root, flags = self._files.root, _CREATE_FLAGS | _NO_FOLLOW_OR_BLOCK
         try:
             fd = os.open(root + path, flags, 0o666)
@@ -4571,8 +4576,9 @@ class _KeyStates:
         except FileNotFoundError:
             fd = self._create(path)
         except PermissionError:
-            # Another user made the file, under a umask that shuts this user out. Replace the file.
-            # This is safe, because this thread holds the lock of the key.
+            # Another user made the file, and this user may not write to it. For example, data_dir
+            # got rights for this user later. Replace the file. No other process writes to the file
+            # now, because this thread holds the lock of the key.
             self._files.remove(path)
             fd = self._create(path)
         try:
@@ -4582,22 +4588,23 @@ class _KeyStates:
 
 
 # ==================================================================================================
-# 14. Keys: finding, claiming, moving and pushing the tasks with a key. Other rooms call
-#     to_deliver(), move_keyed() and lock_of() for a task that has a key. For a key itself, they
-#     call put(), find_or_repair() and path_of().
+# 14. Keys: finding, claiming, moving and pushing the tasks with a key. For a task that has a key,
+#     other rooms call lock_of(), to_deliver(), move_keyed(), reserve() and newest_of(). For a key
+#     itself, they call put(), find_or_repair(), may_have_task() and path_of(). For all keys, they
+#     call repair() and paths_without_task().
 #     Invariant: a key has at most one task in pending/, scheduled/ and inflight-*/ together. Behind
 #     the task, there is at most one newer payload, in keys/. The claim that delivers the task takes
 #     the payload along: the payload replaces the task's own payload. If the task ends, the payload
 #     becomes a task.
-#     A thread that moves a task holds the lock of the key. But a claim by pop() and the undoing of
-#     a claim move a task without this lock, and so does a person.
+#     A thread that moves a task with a key holds the lock of the key. But a claim by pop() and the
+#     undoing of a claim move a task without this lock, and so does a person.
 #
 #     TOPIC: the steps of a task with a key. Each table lists the steps of one operation, in the
 #     order of the code. The second column says what is on disk after the step. The third says what
 #     happens if the process is killed after the step. "Old" and "new" are payloads. C is the file
 #     creating/<new id>. K is the new payload's file in keys/. L is the lease. T, U and P are paths
 #     of a task that waits. After a kill, keys/<hash> may name an older path of a task:
-#     find_or_repair() then finds the task by the id. A stale file in creating/ is removed after an
+#     find_or_repair() then finds the task by its id. A stale file in creating/ is removed after an
 #     hour. There are tables for a push onto a waiting task, a push of a key without a task, a push
 #     behind a leased task, take along, release, end, and retry.
 #
@@ -4616,17 +4623,18 @@ class _KeyStates:
 #
 #     With sync_after_write, C is synced in step 1, and U after step 3 and after step 4. If names
 #     cannot be exchanged, and U is in scheduled/, step 4 renames C over U, and step 5 has nothing
-#     to do. The new payload is put behind U instead, by _add_or_buffer(), if names cannot be
-#     exchanged and U is in pending/, or if a payload is behind the task already. After the steps 1
-#     to 3, the steps are:
+#     to do. In two cases, the new payload is put behind U instead, by _add_or_buffer(). Either
+#     names cannot be exchanged and U is in pending/, or a payload is behind the task already. After
+#     the steps 1 to 3, the steps are:
 #
 #       4. save U and K in keys/<hash>      U old, C new   old is delivered; find_or_repair() sees
 #                                                          that K is missing, and corrects the state
 #       5. rename C to K                    U old, K new   the next claim takes K along
 #
-#     If an older payload is behind the task already, K is its path, and the new payload gets its
-#     id. So step 5 is: rename K to its new time, if the time changes; exchange K and C; remove C.
-#     After a kill, the next claim takes along the payload that is in keys/.
+#     If an older payload is behind the task already, K is the path of the older payload, and the
+#     new payload gets the id of the older one. So step 5 is: rename K to the new time, if the time
+#     changes; exchange K and C; remove C. If names cannot be exchanged, C is renamed over K. After
+#     a kill, the next claim takes along the payload that is in keys/.
 #
 #     Push of a key without a task: put(), _add_or_buffer()
 #
@@ -4640,15 +4648,16 @@ class _KeyStates:
 #       1. write new to C                   L old, C new   old goes on; C is stale
 #       2. save L and K in keys/<hash>      L old, C new   as after 1; find_or_repair() removes K
 #                                                          from the state
-#       3. rename C to K                    L old, K new   when L ends, K becomes a task
+#       3. rename C to K                    L old, K new   if the task ends, K becomes a task; if
+#                                                          it waits again, its claim takes K along
 #
-#     With if_in_flight="update", and if nothing is behind L, one step replaces the steps 2 and 3:
-#     exchange L and C. If names cannot be exchanged, C is renamed over L.
+#     With if_in_flight="update", and if nothing is behind L, the steps 2 and 3 are replaced by:
+#     exchange L and C; remove C. If names cannot be exchanged, C is renamed over L.
 #
 #     Take along, by the claim of a task T with K behind it: to_deliver(), _take_along()
 #
-#       1. rename T to L, without the lock  L old, K new   L is reclaimed, K stays behind the task,
-#                                                          and the next claim takes K along
+#       1. rename T to L; a pop() does not  L old, K new   L is reclaimed, K stays behind the task,
+#          hold the lock of the key                        and the next claim takes K along
 #       2. save L in keys/<hash>            L old, K new   as after 1
 #       3. remove the checkpoint of old     L old, K new   as after 1
 #       4. rename K over L                  L new          L is reclaimed, and new is delivered
@@ -4664,9 +4673,9 @@ class _KeyStates:
 #
 #     Release of L with K behind it: _Worker.move_leased(), move_keyed()
 #
-#       1. rename L to U, with 0 attempts;  U old, K new   the next claim takes K along
-#          at the time of K, if K is due
-#          later
+#       1. rename L to U, with 0 attempts,  U old, K new   the next claim takes K along
+#          and with the time of K, if K is
+#          due later
 #       2. save U in keys/<hash>            U old, K new   as after 1
 #
 #     End of L with K behind it: _Worker.move_leased(), move_keyed(), _promote()
@@ -4701,35 +4710,41 @@ class _KeyedTasks(_KeyStates):
     def find_or_repair(self, states: _States, name: str) -> tuple[str, str]:
         """Find the task of an encoded key, and the payload behind the task. Return both paths. A
         path is "" if there is no task, or no payload. If the state is wrong, correct the state. If
-        the task has ended, make a task of the payload."""
+        the task has ended, make a task of the payload. The caller holds the lock of the key."""
         task, behind = states[name]
-        # CRASH: the state may name a payload at a path that does not exist. Then a process died
-        # before the payload was renamed to this path, or after the payload was renamed again.
+        # CRASH: the state may name a path of the payload where no file is. A process died after it
+        # saved this path and before it renamed the payload to the path. Or a process renamed the
+        # payload later, and died before it saved the new path.
         path, buffered = self._locate(task, *_LIVE), self._locate(behind, "keys")
         if behind and not buffered:
-            # CRASH: a process died after it promoted the payload and before it saved the state.
-            # Then the payload is the task, even if a person has put the older task back.
+            # If a task has the id of the payload, this task is the task of the key, even if a
+            # person has put the older task back. CRASH: a process died after it promoted the
+            # payload and before it saved the state.
             # If no task has the id of the payload, the task at `path` stays the task of the key.
-            # The payload was then taken along, or was never renamed into keys/.
+            # CRASH: a process died after it took the payload along and before it saved the state,
+            # or before it renamed the payload into keys/.
             path = self._locate(behind, *_LIVE) or path
         elif not path:
-            # CRASH: a process died after the task ended and before it promoted the payload. Or a
-            # person removed the task.
+            # The key has no task, so the payload becomes the task, if there is a payload. CRASH: a
+            # process died after the task ended and before it promoted the payload. Or a person
+            # removed the task.
             path, buffered = self._promote(buffered), ""
         states[name] = path, buffered
         return path, buffered
 
     def _locate(self, path: str, *where: str) -> str:
-        """Return `path` if the file exists. Otherwise look for a file with the same id in the
-        directories `where`. Return the path of that file, or "" if no file has the id."""
+        """Return `path` if its file exists, or if `path` is "". If the file is missing, look for a
+        file with the same id in the states `where`. Return the path of that file, or "" if no file
+        has the id."""
         if not path or self._files.exists(path):
             return path
         entry = self._files.find_id(_id_of(path), *where)
         return entry.path if entry else ""
 
     def may_have_task(self, name: str) -> bool:
-        """Return False if an encoded key certainly has no task. To find out, the method only looks
-        whether files exist."""
+        """Return False if an encoded key has no task, because keys/<hash> does not exist. (The
+        banner of room 13 has the exceptions.) Return True if the key may have a task. The method
+        takes no lock, and only looks whether files exist."""
         return self.heed_mark() or self._files.exists(f"keys/{_key_tag(name)}")
 
     def path_of(self, name: str) -> str:
@@ -4744,19 +4759,24 @@ class _KeyedTasks(_KeyStates):
         except OSError as error:
             if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
                 raise
-        # The file system is read-only, or this user may only read the queue. So there is no lock.
+        # The file system is read-only, or this user may only read the queue. So the lock could not
+        # be taken, or find_or_repair() could not promote a payload.
         return self._seen(name)
 
     def _seen(self, name: str) -> str:
-        """Do as path_of(), but without the lock, and without a correction of the state. A task that
-        moves at the same time may be missed."""
+        """Do what path_of() does, but without the lock, and without a correction of the state. If
+        the task is gone, return the path of the payload behind it. A task that moves at the same
+        time may be missed."""
         task, behind = self._load(_key_tag(name))[name]
         return self._locate(task, *_LIVE) or self._locate(behind, "keys", *_LIVE)
 
     def newest_of(self, entry: _Entry) -> str:
-        """Return the path of the payload that the next delivery of a task carries. RACE: the claim
-        of a worker takes this payload along before the caller reads the file. Then no file is at
-        the path, and the caller reads the task's own record."""
+        """Return the path of the payload to show for a task. For a task that waits, this is the
+        newer payload behind the task. If there is no such payload, or if the task does not wait,
+        return the path of the task itself.
+
+        RACE: a worker claims the task, and takes the newer payload along, before the caller reads
+        the file. Then no file is at the path, and the caller reads the task's own record."""
         if _is_keyed(entry.id) and entry.directory in _WAITING_DIRS:
             self.heed_mark()
             for path, buffered in self._load(_tag_of(entry.id)).values():
@@ -4767,25 +4787,27 @@ class _KeyedTasks(_KeyStates):
     # Claiming
 
     def to_deliver(self, lease: str, key: str, data: bytes, waiting: str) -> bytes | None:
-        """Return the payload to deliver for a task that was just claimed at `waiting`.
+        """Return the payload to deliver for a task that was just claimed from the path `waiting`.
 
-        data: the payload that was read from the lease. Returns None if the task is not to be
-        delivered now: it is a dead letter, or waits again. Raises FileNotFoundError if the lease
-        has ended.
+        data: the payload that was read from the lease.
+
+        Returns None if the task is not to be delivered now: it is a dead letter, or waits again.
+        Raises FileNotFoundError if the file of the lease is gone.
 
         In the common case, the state names this task, and no payload is behind the task. Then no
-        lock is taken. No payload is missed: a push first saves the path of a payload in the state,
-        and then puts the payload behind the task. The state is read here after the claim. So the
-        state names each payload that was put behind the task before the claim.
+        lock is taken here. No payload is missed: a push first saves the path of a payload in the
+        state, and then puts the payload behind the task. The state is read here after the claim. So
+        the state names each payload that was put behind the task before the claim.
 
         RACE: the lease ends before the state is read here. Another worker claims the task, takes
         the payload along, and saves a state without a payload. The payload in `data` is then
         outdated. So _has_no_buffered() first reads the state, and then checks that the lease
         exists.
 
-        The state may also name another task of the key, for one of two reasons. A person moved a
-        task by `mv failed/ID pending/`. Or power loss removed the state, and a push then added a
-        task. In both cases, _note_or_give_way() decides under the lock which task is delivered.
+        The state may also name no task, or another task of the key, for one of two reasons. A
+        person moved a task by `mv failed/ID pending/`. Or power loss removed the state, and a push
+        may then have added a task. In both cases, _note_or_give_way() decides under the lock which
+        task is delivered.
         """
         name = _encode_key(key)
         if self._has_no_buffered(name, lease):
@@ -4801,21 +4823,21 @@ class _KeyedTasks(_KeyStates):
         if self.heed_mark():
             return False
         path, buffered = self._load(_tag_of(lease))[name]
-        self._files.lstat(lease)  # RACE: after the state was read; see to_deliver()
+        self._files.lstat(lease)  # only after the state was read: see the RACE in to_deliver()
         return _id_of(path) == _id_of(lease) and not buffered
 
     def _note_or_give_way(self, states: _States, name: str, lease: str) -> bool:
-        """Save a task that was just leased in the state, as the task of its key, and return False.
+        """Save in the state that the task with this lease is the task of its key, and return False.
         But if the key has another task, make a dead letter of the leased task, and return True.
-        Raises FileNotFoundError if the lease has ended."""
+        Raises FileNotFoundError if the file of the lease is gone."""
         self._files.lstat(lease)
         path, buffered = self.find_or_repair(states, name)
         if path and _id_of(path) != _id_of(lease):
             self._quarantine_second(name, lease, path)
             return True
         states[name] = lease, buffered
-        # An error of _save() is raised, and the claim is undone. With the task missing from
-        # keys/<hash>, a push would add a second task of the key.
+        # An error of _save() is raised, and _Worker._take_back() undoes the claim. With the task
+        # missing from keys/<hash>, a push would add a second task of the key.
         self._save(_tag_of(lease), states)
         return False
 
@@ -4823,7 +4845,7 @@ class _KeyedTasks(_KeyStates):
         self._worker.quarantine(path, str(KeyInFlight(_decode_key(name), _id_of(other))))
 
     def _take_along(self, states: _States, name: str, waiting: str) -> bytes | None:
-        """Replace the payload of a leased task by the newer payload behind it, and return the new
+        """Replace the payload of a leased task by the newer payload behind it, and return the newer
         payload.
 
         Returns None if the task was put back, for one of two reasons. First, the newer payload is
@@ -4832,8 +4854,9 @@ class _KeyedTasks(_KeyStates):
         person, the task has the attempts of its older payload. Then the task waits with 0 attempts,
         and the newer payload stays behind the task until the next claim.
 
-        RACE: if a person moves the task meanwhile, this method raises FileNotFoundError, and the
-        newer payload stays in keys/. CRASH: see the table at the top of this room."""
+        RACE: a person moves the lease before the rename here. Then this method raises
+        FileNotFoundError, and the newer payload stays in keys/. CRASH: see "Take along" in the
+        banner of this room."""
         lease, buffered = states[name]
         due_ns = _future_due_ns(buffered)
         self._files.remove(f"checkpoints/{_id_of(lease)}")  # of the older payload
@@ -4852,12 +4875,14 @@ class _KeyedTasks(_KeyStates):
     # Moving
 
     def move_keyed(self, source: str, target: str, wait: bool = True) -> str:
-        """Move a task with a key, as move_task() does, under the lock of the key.
+        """Move a task with a key under the lock of the key, and return the new path of the task, as
+        _Worker.move_task() does.
 
-        If a payload is behind the task: If the task ends, the payload becomes a task. If the task
-        waits again, the payload stays behind the task, and the task's attempts are set to 0. If the
-        payload is due later then, the task waits in scheduled/ until that time, instead of at
-        `target`. A renewal changes nothing of this.
+        The target decides what happens to a payload behind the task. If the task ends, the payload
+        becomes a task. If the task waits again, the payload stays behind the task, and the task's
+        attempts are set to 0. If the task waits again and the payload is due later, the task waits
+        in scheduled/ for that later time, instead of at `target`. If the target is a renewed lease,
+        the payload stays behind the task.
 
         Raises FileNotFoundError if the task is gone. Raises BlockingIOError if the lock is not free
         and wait is False."""
@@ -4875,14 +4900,14 @@ class _KeyedTasks(_KeyStates):
                     states[name] = target, buffered
             except BaseException:
                 # The error may have come after the end of the task, and before the promotion of the
-                # payload behind the task. Then repair() promotes the payload.
+                # payload behind the task. Then repair() promotes the payload, so let it run soon.
                 self._worker.house.repairing.sooner(_BASE_INTERVAL_S)
                 raise
         return target
 
     def _promote(self, buffered: str) -> str:
         """Make a task of a payload in keys/, and return the path of the task. Return "" if
-        `buffered` is "", or if the payload is no longer there."""
+        `buffered` is "", or if the payload is no longer at the path `buffered`."""
         if not buffered:
             return ""
         try:
@@ -4894,9 +4919,9 @@ class _KeyedTasks(_KeyStates):
         return path
 
     def reserve(self, states: _States, source: str, target: str) -> None:
-        """Save in the state that the failed task at `source` will be at `target`. If the task has
-        no key, do nothing. Raises KeyInFlight if the key has another task. Raises FileNotFoundError
-        if the failed task is gone."""
+        """Save in the state that the failed task at `source` will be at `target`. If the record at
+        `source` is corrupt or has no key, do nothing. Raises KeyInFlight if the key has another
+        task. Raises FileNotFoundError if the failed task is gone."""
         name = self._key_in(source)
         if not name:
             return
@@ -4907,8 +4932,8 @@ class _KeyedTasks(_KeyStates):
         self._save(_tag_of(source), states, sync=True)
 
     def _key_in(self, path: str) -> str:
-        """Return the encoded key of a record. Return "" if the record has no key, or is corrupt.
-        pop() will quarantine a corrupt record."""
+        """Return the encoded key of a record. Return "" if the record has no key, or is corrupt. No
+        error is raised for a corrupt record: if its task waits, a later pop() quarantines it."""
         try:
             _, key = self._files.read_listed(path, _id_of(path))
         except CorruptTask:
@@ -4918,8 +4943,9 @@ class _KeyedTasks(_KeyStates):
     # Repair
 
     def repair(self) -> None:
-        """Promote the payloads whose task is gone, and remove the states of keys without a task.
-        Raises OSError after all keys were tried."""
+        """Promote the payloads whose task is gone, remove the states of keys without a task, and
+        add missing payloads to the states (_adopt). Raises the first OSError after all hashes were
+        tried."""
         payloads = {path for path in self._paths() if "-" in path}
 
         def repair(tag: str) -> None:
@@ -4928,20 +4954,22 @@ class _KeyedTasks(_KeyStates):
                     for name in [*states]:
                         self.find_or_repair(states, name)
                     self._adopt(states, {it for it in payloads if _tag_of(it) == tag})
-            except BlockingIOError:  # RACE: another process holds the lock of this hash
+            except BlockingIOError:  # RACE: another process pushes or moves a task under the lock
                 self._worker.house.repairing.sooner(1)
 
         _for_each(repair, sorted({*map(_tag_of, [*self.paths_without_task(), *payloads])}))
 
     def _adopt(self, states: _States, payloads: set[str]) -> None:
-        """Put the payloads in keys/ that no state names into the states. Such a payload is there
-        because power loss or a person removed the state. But if the key has a younger task or
-        payload, remove the payload from keys/, because a later push has replaced the payload."""
+        """Find the payloads in keys/ that no state names, and add these payloads to the states.
+        Power loss or a person has removed the states that named them. But if the key has a younger
+        task or a younger payload, a later push has replaced the payload. Then remove the payload
+        from keys/."""
         for buffered in sorted(payloads.difference(it for _, it in states.values())):
-            # RACE: another process promoted the payload, or a person moved the payload, after
-            # repair() listed keys/.
+            # RACE: another process promoted the payload or took it along, or a person moved the
+            # payload, after repair() listed keys/.
             with suppress(FileNotFoundError):
-                # A payload without a valid key becomes a task. pop() will quarantine the task.
+                # A payload without a valid key becomes a task, which a later pop() quarantines. No
+                # encoded key is "?".
                 name = self._key_in(buffered) or "?"
                 path, before = states[name]
                 if _id_of(buffered) < max(_id_of(path), _id_of(before)):
@@ -4957,7 +4985,7 @@ class _KeyedTasks(_KeyStates):
         return [path for path in found if _tag_of(path) not in busy]
 
     def _paths(self) -> list[str]:
-        # The paths in keys/: the files of states, and newer payloads.
+        # The paths in keys/ of the files of states and of the buffered payloads.
         none_yet = suppress(FileNotFoundError, NotADirectoryError)
         with none_yet, os.scandir(f"{self._files.root}keys") as entries:
             files = sorted(entry.name for entry in entries if entry.is_file(follow_symlinks=False))
@@ -4974,9 +5002,9 @@ class _Keys(_KeyedTasks):
         """Push a payload for an encoded key.
 
         Returns the id of the task that gets the payload. If the payload is put behind a leased
-        task, the result is another id, which the payload will have when it becomes a task. Returns
-        "" if a pop() or a person moved the task meanwhile: the caller must try again. Raises
-        KeyInFlight if the task is leased and if_in_flight is "reject"."""
+        task, the result is another id, which the payload has if it becomes a task. Returns "" if a
+        pop() or a person moved the task meanwhile: the caller must try again. Raises KeyInFlight if
+        the task is leased and if_in_flight is "reject"."""
         with self.lock(_key_tag(name)) as states:
             path, buffered = self.find_or_repair(states, name)
             is_leased = _state_of(path) == "inflight"
@@ -4997,15 +5025,18 @@ class _Keys(_KeyedTasks):
                 # A missing pending/ or scheduled/ is disk trouble: lstat() raises for it.
                 for directory in _WAITING_DIRS:
                     self._files.lstat(directory)
-                # RACE: a pop() claimed the task, or a person moved it.
+                # RACE: a pop() claimed the task, or a person moved the task, after find_or_repair()
+                # found it.
                 self._files.remove(new_path)
                 return ""
 
     def _add_or_buffer(self, states: _States, name: str, new_path: str, due_ns: int | None) -> str:
-        """Make a task of the payload in the file `new_path`, if the key has no task. Otherwise put
-        the payload behind the task, in place of an older payload there. Return the payload's id."""
+        """If the key has no task, make a task of the payload in the file `new_path`. If the key has
+        a task, put the payload behind the task, in place of an older payload behind the task.
+        Return the payload's id."""
         path, before = states[name]
-        # The payload must be younger than the task, although the clocks of hosts differ.
+        # The id of the payload must be younger than that of the task, even if the clock of this
+        # host is behind. A payload with an older id counts as replaced (_adopt(), _younger()).
         younger = _stamp_of(_id_of(path)) + 1 if path else 0
         order = max(self._clock.next_order(), younger)
         ident = _id_of(before) or _new_name(order, _key_tag(name))
@@ -5014,7 +5045,8 @@ class _Keys(_KeyedTasks):
         states[name] = (path, buffered) if path else (target, "")
         try:
             # Save the state first. With the task missing from keys/<hash>, a later push would add a
-            # second task of the key.
+            # second task of the key. With the payload missing, a claim would not take it along: see
+            # to_deliver().
             self._save(_key_tag(name), states, sync=True)
             if before:
                 with self._renamed(before, target, new_path):
@@ -5029,7 +5061,8 @@ class _Keys(_KeyedTasks):
                 with suppress(OSError):
                     self._files.put_in_place(target, new_path)
                 self._files.remove(target)
-            # RACE: a worker may have claimed the new task by now. The state must keep this task.
+            # RACE: a worker claims the new task before the payload is moved back. Then the lease is
+            # found here, and the state keeps the task.
             with suppress(OSError):
                 self.find_or_repair(states, name)
             raise
@@ -5038,17 +5071,18 @@ class _Keys(_KeyedTasks):
 
     def _replace(self, states: _States, name: str, new_path: str, due_ns: int | None) -> None:
         """Replace the payload of a waiting task by the payload in the file `new_path`, and set the
-        task's attempts to 0. The task keeps its place, or gets the new time. Raises
-        FileNotFoundError if the task was moved meanwhile. The table at the top of this room has the
-        steps.
+        task's attempts to 0. The task keeps its place or, if due_ns is given, gets the new time.
+        Raises FileNotFoundError if the task was moved meanwhile. The first table in the banner of
+        this room has the steps.
 
         If names cannot be exchanged, and the task is in pending/, the payload is put behind the
-        task. The same is done if a payload is behind the task already. RACE: a pop() may claim the
-        task at the same time, without the lock. The pop() reads the state after the rename of its
-        claim. If the pop() reads the state before our save, the pop() delivers the old payload, and
-        the new payload is behind a leased task. If the pop() reads the state after our save, the
-        pop() sees a payload behind the task. Then the pop() waits for our lock, and takes the new
-        payload along.
+        task. The same is done if a payload is behind the task already.
+
+        RACE: a pop() claims the task meanwhile, without the lock, and then reads the state. If the
+        pop() reads the state after our save, the state names a payload behind the task. Then the
+        pop() waits for our lock, and takes the new payload along. The same happens before our save
+        if a payload was behind the task already. If none was behind the task, the pop() delivers
+        the old payload, and the new payload is behind a leased task.
         """
         path, buffered = states[name]
         if "~" in path:  # only such a task may have been delivered before
@@ -5062,19 +5096,19 @@ class _Keys(_KeyedTasks):
 
     @contextmanager
     def _renamed(self, path: str, target: str, new_path: str) -> Iterator[str]:
-        """Rename a record from `path` to `target`; the block then replaces the payload by the file
-        `new_path`. If the block raises OSError, and the new payload is not in place, rename the
-        record back.
+        """Rename a record from `path` to `target`, and yield `target`. The block then replaces the
+        record by the file `new_path`. If the block raises OSError, and the new payload is not in
+        place, rename the record back.
 
         CRASH: if the process dies after the rename and before the replacement, the old payload is
-        at the new time, or has 0 attempts. In the other order, the new payload could be delivered
-        before its time."""
+        at the new time, or has 0 attempts. If the replacement came before the rename, the new
+        payload could be delivered before its time."""
         if target == path:
             yield path
             return
         target = self._files.move(path, target)
         try:
-            # Otherwise btrfs shows the old name, too, after power loss.
+            # Without this sync, btrfs shows the old name, too, after power loss.
             self._files.sync_with_dir(target)
             yield target
         except OSError:
@@ -5088,8 +5122,10 @@ class _Keys(_KeyedTasks):
 
         The two names are exchanged. If names cannot be exchanged, or_rename decides. True: rename
         `new_path` over the record. False: change nothing, and return False.
-        RACE: if a person moves the record just before such a rename, the task exists twice.
-        CRASH: if the process dies after an exchange, the old record is a stale file in creating/.
+        RACE: a person or undo_claim() moves the record after put_in_place() has seen the record at
+        `path`, and before the rename over the record. Then the task exists twice.
+        CRASH: if the process dies after an exchange and before remove(), the old record is a stale
+        file in creating/.
         """
         is_swapped = self._files.swap(new_path, path)
         if not is_swapped:
@@ -5103,8 +5139,8 @@ class _Keys(_KeyedTasks):
                 with suppress(OSError):
                     self._files.swap(new_path, path)
             raise
-        # After an exchange, `new_path` is the old record. It is removed after the sync: until then,
-        # the disk may have no other record of the task.
+        # After an exchange, the old record is at `new_path`. The old record is removed only after
+        # the sync: before the sync, the disk may have no other record of the task.
         self._files.remove(new_path)
         return True
 
@@ -5112,25 +5148,29 @@ class _Keys(_KeyedTasks):
 # ==================================================================================================
 # 15. Waiting: for a task, in threads and in coroutines.
 #     A wait repeats a look until something is found, and sleeps between two looks. A look is a
-#     function that returns what it found, or None. Invariant: before each sleep, a wait first has a
-#     watcher, which is what it sleeps on, and then looks once more. So where events are reported, a
+#     function that returns what it found, or None. A wait sleeps on a watcher. Invariant: a wait
+#     gets its watcher, then looks once more, and only then sleeps. So where events are reported, a
 #     task that comes after this look ends the sleep. A coroutine never looks itself: one thread of
-#     the queue object does the looks of all its coroutines. These events end the sleep of a wait:
-#     - A file comes to pending/ or scheduled/, or PAUSED is removed. On Linux, inotify reports this
-#       for every process of this host.
-#     - The time of a housekeeping job has come (_Housekeeper.wake_s, room 11), because a task comes
-#       due or a lease ends. One job looks for dead workers every _BASE_INTERVAL_S.
+#     the queue object looks on behalf of all its coroutines. These events end the sleep of a wait:
+#     - A file comes to pending/ or scheduled/, or a name in data_dir is added or removed, such as
+#       PAUSED. On Linux, inotify reports the changes that any process of this host makes.
+#     - The time of the next housekeeping job or listing has come (_Housekeeper.wake_s, room 11). A
+#       job runs at its interval, and earlier if a task comes due or a lease ends. The job that
+#       looks for dead workers runs at least every _BASE_INTERVAL_S.
 #     - The timeout of the wait is over, or another thread calls close() (_Watcher.wake). Room 10
 #       tells what happens then to a task that was just found (TOPIC: close).
-#     - If inotify is missing, or if other hosts write to the file system: a short time is over. In
-#       these cases, no event reports a new task, and only the next look finds the task. The sleeps
-#       last 1 ms, 2 ms and so on, up to poll_interval_s.
+#     - A coroutine adds a request, or the timeout of a request is over. These events wake all waits
+#       of the queue object.
+#     - A short time is over. Sleeps are short where a task may come without an event: inotify is
+#       missing, or other hosts write to the file system. Sleeps of drain() and join() are short
+#       everywhere, because no event reports an empty queue. Short sleeps last 1 ms, 2 ms, 4 ms and
+#       so on, up to poll_interval_s.
 # ==================================================================================================
 
 # Masks of inotify(7). _IN_COMES: a file was created in the directory, or moved into it. With the
 # first number (IN_ONLYDIR), inotify refuses to watch anything but a directory. _IN_GOES: a file was
 # deleted or moved away. _IN_GOES is used for data_dir only, so that the removal of PAUSED ends a
-# wait.
+# sleep.
 _IN_COMES, _IN_GOES = 0x01000000 | 0x100 | 0x80, 0x200 | 0x40
 # data_dir is watched first. If pending/ is replaced while the watches are added, the watch of
 # data_dir reports the new directory.
@@ -5148,8 +5188,8 @@ def _readable(fds: Iterable[int], seconds: float) -> list[int]:
     be read.
 
     select.poll() may be missing, because eventlet removes it. Then select.select() does the same
-    for descriptors below 1024. For a higher descriptor, return an empty list after 50 ms at the
-    latest: the caller looks again then."""
+    for descriptors below 1024. With a higher descriptor, return an empty list after 50 ms at the
+    latest, so that the wait looks again."""
     import select
 
     if not hasattr(select, "poll"):
@@ -5165,11 +5205,12 @@ def _readable(fds: Iterable[int], seconds: float) -> list[int]:
 
 
 class _Watcher:
-    """Sleeps until a file comes to pending/ or scheduled/, PAUSED is removed, or wake() is called.
-    Each wait has its own watcher.
+    """Sleeps until a file comes to pending/ or scheduled/, a name in data_dir is added or removed,
+    or wake() is called. Each wait has its own watcher.
 
-    `sees_all`: no event is missed, because inotify is available and only this kernel writes to the
-    file system. If `sees_all` is False, the caller must keep each sleep short."""
+    `sees_all`: True if no event is missed: inotify watches the three directories, and only this
+    kernel writes to the file system. If `sees_all` is False, the caller must keep each sleep
+    short."""
 
     def __init__(self, root: str) -> None:
         # The descriptors of inotify and of an eventfd for wake(). Empty if inotify is missing.
@@ -5180,7 +5221,7 @@ class _Watcher:
         # If inotify is missing, this lock takes the place of the eventfd: wake() releases the lock.
         self._wake_lock = threading.Lock()
         self._wake_lock.acquire()
-        # Call _fs_type() before a descriptor is open, because it may raise.
+        # Call _fs_type() before a descriptor is open, because _fs_type() may raise.
         is_local = _fs_type(root) in _LOCAL_TYPES
         # inotify_init1() returns -1 if this user has too many instances.
         fd = _libc().inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC) if _libc() else -1
@@ -5194,8 +5235,9 @@ class _Watcher:
         _fork_hooks[self] = _Watcher.close
 
     def _watch(self) -> bool:
-        """Watch the directories that exist now. Return whether a directory was replaced, for
-        example by shrink(), since the last call. The first call returns True."""
+        """Watch the directories that are now at the paths in _WATCHED. Return whether one of them
+        has replaced another directory since the last call, for example by shrink(). The first call
+        returns True."""
         fd, add_watch = self._fds[0], _libc().inotify_add_watch
         before = self._watches
         self._watches = [add_watch(fd, os.fsencode(self._root + it), to) for it, to in _WATCHED]
@@ -5237,12 +5279,12 @@ class _Request:
     """The wait of one coroutine.
 
     look: The look to repeat.
-    line: "", or the key or id to take. Requests with the same text are served in the order of their
-        arrival.
+    line: "" for pop_async(), or a text with the key or id for take_async(). Requests with the same
+        `line` are served in the order of their arrival.
     close_count: The number of times that the queue had been closed when the wait began.
     answer: The future that gets the task, None or an exception."""
 
-    is_over = False  # the timeout of the wait is over
+    is_over = False  # True: the timeout of the wait is over
 
     def __init__(self, look: _Look[FemtoTask], line: str, close_count: int) -> None:
         import asyncio
@@ -5268,15 +5310,15 @@ class _Waits:
         # Held while a request is added, and while the thread that serves the requests starts or
         # ends.
         self._lock = threading.RLock()
-        self._is_serving = False  # the thread that serves the requests runs
+        self._is_serving = False  # True: the thread that serves the requests runs
 
     def wait_for(self, look: _Look[_Found], end_s: float, has_events: bool = True) -> _Found | None:
         """Repeat the look until it finds something, and return what it found. Return None when the
-        time end_s has come (monotonic clock), or when the queue is closed. The banner of this room
-        says what ends the sleep between two looks.
+        time end_s has come (monotonic clock), or when another thread calls close(). The banner of
+        this room says what ends the sleep between two looks.
 
-        has_events: False if no event reports what the look waits for. Then sleeps are short in any
-        case. drain() and join() wait for an empty queue, which no event reports."""
+        has_events: False if no event reports what the wait is for, as in drain() and join(). Then
+        all sleeps are short."""
         close_count = self._lease_dir.close_count
         pauses_s = _backoff_s(self._worker.poll_interval_s)
         found = self._look(look, close_count)
@@ -5290,8 +5332,10 @@ class _Waits:
                     return self.hand_over(found)
                 rest_s = self._worker.house.wake_s - time.monotonic()
                 pause_s = next(pauses_s)
-                # If rest_s is not positive, a job is overdue: its last run failed, its time has
-                # just come, or another thread runs jobs now. Then sleep for the short pause.
+                # If rest_s is not positive, a job or a listing is overdue: its time has just come,
+                # another thread runs the jobs now, or this look runs no jobs (join()). Or an error
+                # kept the last look from setting wake_s, and was the answer to a coroutine. In all
+                # these cases, sleep for the short pause.
                 if rest_s <= 0:
                     rest_s = pause_s
                 elif not (watcher.sees_all and has_events):
@@ -5300,18 +5344,19 @@ class _Waits:
 
     def _look(self, look: _Look[_Found], close_count: int) -> _Found | None:
         """Look once, for a wait that began when the queue had been closed `close_count` times.
-        Return what was found, or None if the queue has been closed since."""
+        Return what was found. If the queue has been closed since, put a task back, and return
+        None."""
         found = look()
         if self._lease_dir.close_count == close_count:
             return found
         # RACE: another thread called close() during the look of this thread. So put the task back.
         # The look may have opened the lease directory again after close(). If the directory is
-        # empty, give it up. A third thread may already use the queue object again. If that thread
-        # has a lease, the directory is not empty. Otherwise the next claim of that thread opens the
-        # directory again.
+        # empty, give it up. A third thread may already use the queue object again. If the third
+        # thread has a lease, the directory is not empty. If the third thread has no lease yet, its
+        # next claim fails, and its next listing opens the directory again.
         self._give_back(found)
         # An OSError is ignored. The directory may be gone. If there is other trouble with the
-        # directory, the next look raises the error.
+        # directory, the next listing raises the error.
         with self._worker.lock, suppress(OSError):
             if not os.listdir(self._lease_dir.path):
                 self._lease_dir.give_up()
@@ -5319,10 +5364,11 @@ class _Waits:
 
     def hand_over(self, found: _Found | None) -> _Found | None:
         """Return what a look found. This is the last step before the caller of the wait gets the
-        result. From now on, a task is the caller's delivery.
+        result. If the result is a task, the delivery to the caller begins here.
 
-        Returns None if close() in another thread has taken the task back. If close() tried, but the
-        lock of the task's key was busy, this method puts the task back, and returns None."""
+        Returns None if close() in another thread has taken the task back. If close() tried, but
+        could not move the task, for example because the lock of its key was busy, this method puts
+        the task back, and returns None."""
         if isinstance(found, FemtoTask) and not self._lease_dir.undelivered.pop(found.path, ""):
             self._give_back(found)
             return None
@@ -5331,7 +5377,7 @@ class _Waits:
     def _give_back(self, found: object) -> None:
         """Put a task back, uncounted, because the wait that found the task has ended. If the task
         cannot be put back now, the reclaim job puts the task back later."""
-        # In a forked child the task belongs to the parent: leave it.
+        # In a forked child the task belongs to the parent: do nothing.
         if not isinstance(found, FemtoTask) or os.getpid() != self._pid:
             return
         self._lease_dir.orphans.setdefault(found.path, _lease_of(found).source)
@@ -5352,8 +5398,8 @@ class _Waits:
             yield watcher
         finally:
             self._watchers.discard(watcher)
-            # After close(), the watcher is not kept for another wait. The watcher is closed with
-            # its last reference.
+            # Keep the watcher for another wait, but not after close(). A watcher that is not kept
+            # is closed with its last reference.
             is_open = self._lease_dir.close_count == close_count
             if is_open and watcher.sees_all and len(self._idle) < _MAX_IDLE:
                 self._idle.append(watcher)
@@ -5384,7 +5430,7 @@ class _Waits:
         request = _Request(look, line, self._lease_dir.close_count)
         left_s = min(end_s - time.monotonic(), _FOREVER_NS / 1e9)
         # The loop's timer keeps the request alive. The thread has only a weak reference to the
-        # request.
+        # request, and the event loop has only a weak reference to the task of this coroutine.
         timer = request.loop.call_later(left_s, self._time_out, request)
         try:
             with self._lock:
@@ -5395,8 +5441,9 @@ class _Waits:
                     threading.Thread(target=self._serve, daemon=True).start()
                     self._is_serving = True
             return self.hand_over(await asyncio.wrap_future(request.answer))
-        except BaseException:  # the coroutine was cancelled
-            # RACE: the thread answers with a task just before cancel(). Then put that task back.
+        except BaseException:  # the coroutine was cancelled, or the answer is an exception
+            # RACE: the thread sets a task as the answer before the cancel() of the answer here.
+            # Then put that task back.
             if not request.answer.cancel() and request.answer.exception() is None:
                 self._give_back(request.answer.result())
             raise
@@ -5410,14 +5457,14 @@ class _Waits:
 
     def _serve(self) -> None:
         """Look for tasks on behalf of all waiting coroutines, until no coroutine waits. This method
-        runs in a thread of its own. An exception ends the thread. Then each coroutine that waits
-        gets the exception."""
+        runs in a thread of its own. An exception of a look goes to the request of that look. Any
+        other exception ends the thread, and goes to each coroutine that waits."""
         try:
             while True:
                 self.wait_for(self._look_for_all, time.monotonic() + _SERVER_LINGER_S)
                 # RACE: a coroutine adds its request at this time. The coroutine holds the lock
                 # while it adds the request. If this thread does not see the request, the coroutine
-                # sees that this thread has ended, and starts another thread.
+                # sees that _is_serving is False, and starts another thread.
                 with self._lock:
                     if not self._requests:
                         self._is_serving = False
@@ -5431,18 +5478,19 @@ class _Waits:
                     self._answer(request, None, error)
 
     def _look_for_all(self) -> None:
-        """Look once for the first request of each line. If the look finds a task, the task is the
-        answer to this request. Then look for the next request of the same line.
+        """Look once on behalf of the first request of each line. If the look finds a task or raises
+        an exception, the task or the exception is the answer to this request. After such an answer,
+        look on behalf of the next request of the same line.
 
-        A request whose time is over gets a last look, even if the request is not the first of its
-        line. The answer to this request is the task that the last look finds, or None."""
+        A request whose timeout is over gets a last look, even if the request is not the first of
+        its line. The answer to this request is the task that the last look finds, or None."""
         empty_lines = set()
         for ref in self._requests.valuerefs():
             request = ref()
             # An event loop that does not run could not take the task.
             if request is None or not request.loop.is_running():
                 continue
-            is_over = request.is_over  # read before the look, so that the look is the last one
+            is_over = request.is_over  # read before the look, so that a look follows the timeout
             if request.line in empty_lines and not is_over:
                 continue
             try:
@@ -5450,7 +5498,8 @@ class _Waits:
             except BaseException as error:
                 self._answer(request, None, error)
                 continue
-            # close() ends the wait, even if close() was called before the request was added.
+            # close() ends the wait, even if close() was called after the request was made and
+            # before it was added.
             is_over |= self._lease_dir.close_count != request.close_count
             if task is not None or is_over:
                 self._answer(request, task)

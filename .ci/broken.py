@@ -571,7 +571,7 @@ the older of two payloads that two hosts put behind a task is removed | KeyedOnS
 ending a lease that a healed replica brings back does not replace a newer record | Healed
 -        target = self._free_path(target)
 the rename of a task that came back is synced before its payload is replaced | Durability
--            # Otherwise btrfs shows the old name, too, after power loss.
+-            # Without this sync, btrfs shows the old name, too, after power loss.
 -            self._files.sync_with_dir(target)
 +            pass  # else btrfs
 a payload pushed behind a task has a later order, even if clocks differ | KeyedOnSharedFileSystem
