@@ -5405,33 +5405,37 @@ class _Waits:
 
 # ==================================================================================================
 # 16. Processing: the block of processing(), which keeps a lease and ends the delivery; checkpoints.
-#     A lease is renewed when a third of its length is over. If the lock of the task's key is busy,
-#     or the renewal fails, the next attempt comes after a tenth of that time. If the deadline
-#     passes meanwhile, the lease stays valid until a worker reclaims the task.
-#     Invariant: at most one thread per queue object renews the leases of all blocks that run. A
-#     lease without a deadline starts no thread.
+#     A lease is renewed about every third of its length. If the lock of the task's key is busy, an
+#     attempt to renew the lease goes on for up to a tenth of that time. After a failed attempt, the
+#     next attempt comes after another tenth. If the deadline passes meanwhile, the lease stays
+#     valid until a worker reclaims the task.
+#     Invariant: one thread per queue object renews the leases of all blocks that run. A thread that
+#     was replaced or stopped may still finish its round. A lease without a deadline starts no
+#     thread.
 # ==================================================================================================
 
-_RENEWAL = 1 / 3  # a lease is renewed when this part of its length is over
+_RENEWAL = 1 / 3  # the time between two renewals of a lease, as a part of its length
 _LOCK_PAUSE_S = 0.0005  # the pause of a renewal between two attempts to lock a key
 _LONGEST_RETRY_S = 3600.0  # the longest delay before a retry, after an exception in processing()
 
 
 def _read_checkpoint(worker: _Worker, ident: str, data: bytes) -> bytes | None:
-    """Return the checkpoint that was saved for a payload. Return None if it does not exist, or if
-    its file is corrupt. A checkpoint of another payload is removed: the key of the task may have
-    got a newer payload since the checkpoint was saved.
+    """Return the checkpoint that was saved for the payload `data` of a task. Return None if the
+    task has no checkpoint, or if the file is corrupt. Also return None if the checkpoint was saved
+    for another payload, and remove its file. Usually the key of the task has got a newer payload
+    since then.
 
-    The file is a record. After its own header come two parts: the header of the task's payload,
-    which tells to which payload the checkpoint belongs, and the checkpoint as it was given."""
+    The file is a record. The payload of this record has two parts: a header line, made by _header()
+    from the task's payload alone, and the checkpoint as it was given. The header line tells for
+    which payload the checkpoint was saved."""
     files, path = worker.files, f"checkpoints/{ident}"
     if not files.exists(path):
         return None
     try:
         saved, _ = files.read(path, ident)
     except FileNotFoundError:
-        return None  # RACE: a person removed the file after exists()
-    except CorruptTask as error:  # after power loss; the work starts from the beginning
+        return None  # RACE: a push to the task's key, or a person, removed the file after exists()
+    except CorruptTask as error:  # usually after power loss; the work starts from the beginning
         _log().warning("checkpoints/%s: %s", ident, error.reason)
         return None
     of_data = _header(data)
@@ -5442,12 +5446,13 @@ def _read_checkpoint(worker: _Worker, ident: str, data: bytes) -> bytes | None:
 
 
 def _save_checkpoint(worker: _Worker, task: FemtoTask, payload: bytes) -> None:
-    """Replace the checkpoint of a leased task in one step. Raises LeaseLost, with nothing saved, if
-    the lease is lost.
+    """Save the checkpoint of a leased task, in place of an older one. Raises LeaseLost, and saves
+    nothing, if the lease is lost.
 
-    The lease is renewed first. The renewal is the fence: it fails if the lease is lost. CRASH: if
-    the process dies after the renewal and before the file is moved, the older checkpoint is still
-    there."""
+    The checkpoint is written to a file in creating/. Then the lease is renewed, and the file is
+    renamed into checkpoints/. The renewal is the fence: it raises LeaseLost if the lease is lost.
+    CRASH: if the process dies before put_in_place(), the older checkpoint, if any, is still in
+    checkpoints/. The file in creating/ is then stale."""
     lease, files, data = _lease_of(task), worker.files, task.data
     ident = _id_of(lease.path)
     if task.size_bytes is None:  # attach() made the task, and did not read the payload
@@ -5457,13 +5462,16 @@ def _save_checkpoint(worker: _Worker, task: FemtoTask, payload: bytes) -> None:
             os.stat(files.root)  # raises if data_dir is gone, which is disk trouble
             raise worker.lease_lost(lease) from None
     record = _header(data) + payload
-    # extra_mode: the worker of the next delivery may run under another user.
+    # With an extra_mode, the file gets the owner and the rights of data_dir, because the worker of
+    # the next delivery may run under another user.
     with files.replacement(worker.clock.new_id(), _header(record), record, extra_mode=0) as path:
         if not os.path.isdir(f"{files.root}checkpoints"):
             files.make_dir("checkpoints")
             files.sync_dir("")
         with worker.keys.lock_of(ident), worker.lock:
-            # The renewed lease lasts far longer than the move takes.
+            # No other thread of this queue object ends the delivery between the two steps, because
+            # both steps are under the worker's lock. The renewed lease usually lasts far longer
+            # than the second step takes, so no other worker reclaims the task before that step.
             worker.renew(task)
             files.put_in_place(path, f"checkpoints/{ident}")
     files.sync_dir("checkpoints")
@@ -5471,24 +5479,26 @@ def _save_checkpoint(worker: _Worker, task: FemtoTask, payload: bytes) -> None:
 
 
 class _LeaseRenewer:
-    """Renews the leases of the tasks that are being processed, in one thread.
+    """Renews the leases of all tasks in blocks of processing(), in one thread.
 
     The renewer refers to the worker, not to the queue object. So a queue object that the program
     drops is finalized at once, and gives up its lease directory."""
 
     def __init__(self, worker: _Worker) -> None:
         self._worker, self._lock = worker, worker.lock
-        # The blocks, by the id() of the task. Weak: a block lives as long as its `with` statement
-        # holds it.
+        # The blocks, by the id() of the task. The references are weak: a block lives as long as its
+        # `with` statement holds it.
         self.blocks: weakref.WeakValueDictionary[int, _Processing] = weakref.WeakValueDictionary()
-        # The lock of the current thread, held as long as the thread is to run. Each thread has its
-        # own lock. None: there is no thread.
+        # The lock of the thread that was started last. Each thread has its own lock, which stop()
+        # releases to end the thread. None: no thread was started, or stop() was called. A thread
+        # that ends because no block runs does not change this attribute.
         self._run_lock: threading.Lock | None = None
-        self._pause_s = 0.0  # seconds between two rounds of the thread
+        self._pause_s = 0.0  # seconds between two rounds of the thread, unless a renewal failed
 
     def add(self, block: _Processing) -> None:
-        """Renew the lease of a block from now on. If no thread runs, start a thread. If the pauses
-        of the current thread are too long for this lease, another thread takes its place."""
+        """Renew the lease of a block from now on. If the lease has a deadline and no thread runs,
+        start a thread. If the pauses of the current thread are too long for the lease, start a
+        thread with shorter pauses, and tell the current thread to end."""
         lease = _lease_of(block.task)
         pause_s = lease.length_ns / 1e9 * _RENEWAL
         with self._lock:
@@ -5506,10 +5516,8 @@ class _LeaseRenewer:
             self.blocks.pop(id(task), None)
 
     def stop(self) -> None:
-        """Tell the thread to end. This method never waits for a lock.
-
-        A finalizer may call this method at any time, while another thread holds the worker's lock.
-        When the interpreter ends, a thread may even have ended without releasing the lock."""
+        """Tell the thread to end, if there is one, but do not wait for its end. The caller holds
+        the worker's lock."""
         runs, self._run_lock = self._run_lock, None
         if runs is not None:
             runs.release()
@@ -5521,30 +5529,32 @@ class _LeaseRenewer:
             for task in tasks:
                 try:
                     self._renew(task)
-                # The other leases must be renewed whatever happens: a log handler may raise, too.
+                # Whatever exception comes, the other leases must be renewed. Even a log handler
+                # that _renew() calls may raise one.
                 except BaseException:
                     pause_s = self._pause_s / 10
 
     def _tasks(self, runs: threading.Lock) -> list[FemtoTask]:
-        """Return the tasks whose leases must be renewed. `runs` is the lock of the calling thread.
-        Set the pause before the next round.
+        """Return the tasks of all blocks that run, and set the pause before the next round. `runs`
+        is the lock of the calling thread.
 
-        An empty list ends the thread. The list is empty if no block runs. The list is also empty if
-        the caller is not the current thread. This is so if stop() was called, if add() has started
-        another thread, or if Ctrl-C interrupted add() just after the start of this thread."""
+        An empty list ends the calling thread. The list is empty if no block runs. The list is also
+        empty if `runs` is not in _run_lock, for one of three reasons: stop() was called, add() has
+        started another thread, or Ctrl-C interrupted add() just after the start of this thread."""
         with self._lock:
             tasks = [block.task for block in self.blocks.values()]
             length_ns = min((_lease_of(it).length_ns for it in tasks), default=_FOREVER_NS)
             if self._run_lock is not runs:
                 return []
-            # If no lease has a deadline, or no block is left, this pause is longer than any lease
-            # with a deadline allows. So for the next such lease, add() starts another thread.
+            # If no lease has a deadline, or no block is left, this pause is too long for any lease
+            # with a deadline. So when add() gets a lease with a deadline, it starts a new thread.
             self._pause_s = length_ns / 1e9 * _RENEWAL
             return tasks
 
     def _renew(self, task: FemtoTask) -> None:
-        """Renew a lease, unless the next round comes early enough to renew the lease. Raises an
-        error if the renewal failed. The caller then makes the next round come sooner."""
+        """Renew the lease of a task, unless the next round comes early enough for that. Do nothing
+        if the block of the task has ended. If the lease is lost, do not renew it in later rounds.
+        Raises OSError if the renewal failed. Then the caller makes the next round come sooner."""
         lease = _lease_of(task)
         next_left_ns = self._worker.left_ns(task.path) - self._pause_s * 1e9
         if id(task) not in self.blocks or next_left_ns >= lease.length_ns * (1 - _RENEWAL):
@@ -5557,7 +5567,9 @@ class _LeaseRenewer:
                 self._worker.renew(task, wait=False)
                 return
             except LeaseLost:
-                self.remove(task)  # the end of its block raises LeaseLost
+                # The end of the block raises LeaseLost, too. But RACE: if the block itself has just
+                # ended the delivery, no lease is left to renew, and nothing is wrong.
+                self.remove(task)
                 return
             except BlockingIOError:
                 if time.monotonic() >= end_s:
@@ -5571,17 +5583,17 @@ class _LeaseRenewer:
 
 
 class _Processing:
-    """The context manager that FemtoQueue.processing() returns. It uses only public methods and
-    settings of the queue object."""
+    """The context manager that FemtoQueue.processing() returns. Of the queue object, it uses only
+    public methods and settings."""
 
     def __init__(self, queue: Any, task: FemtoTask, worker: _Worker) -> None:
         self._queue, self.task = queue, task
         self._worker, self._lease, self._pid = worker, _lease_of(task), os.getpid()
 
     def __enter__(self) -> FemtoTask:
-        """Renew the lease if less than two thirds of its length are left. Otherwise only check that
-        the lease is still held. From now on, the renewer keeps the lease. Return the task. Raises
-        LeaseLost."""
+        """Let the renewer renew the lease from now on, and return the task. If less than two thirds
+        of the lease's length are left, the lease is renewed at once. If more is left, the method
+        only checks that the file of the lease exists. Raises LeaseLost if the lease is lost."""
         task = self.task
         if self._worker.left_ns(task.path) < self._lease.length_ns * 2 / 3:
             self._worker.renew(task)
@@ -5594,12 +5606,16 @@ class _Processing:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: object
     ) -> None:
         """End the delivery. Without an exception, the task is finished. After an exception, the
-        task is tried again, given back or failed: see _end(). Do nothing if the block has ended the
-        delivery itself, or raised LeaseLost for its task. Raises LeaseLost."""
+        task is tried again, given back or failed: see _end(). The task stays as it is if the block
+        has ended the delivery itself, or has raised LeaseLost for this task.
+
+        Raises LeaseLost if the lease is lost. Another exception of _end(), such as an OSError,
+        propagates. If the task is still leased then, the reclaim job soon takes it back."""
         task = self.task
-        # A child that was forked in the block does not own the task. If the block is garbage
-        # together with its queue object, the queue object may be finalized first. The worker then
-        # has no attributes any more, and has given up its leases.
+        # A child that was forked in the block does not own the task. A block in a generator may
+        # become garbage together with its queue object. The garbage collector then ends the block,
+        # and may finalize the queue object before. After that, the worker has no attributes, and
+        # its leases have been given up.
         if os.getpid() != self._pid or not vars(self._worker):
             return
         try:
@@ -5607,19 +5623,24 @@ class _Processing:
             if not (self._lease.outcome or is_lost):
                 self._end(error)
         except LeaseLost as lost:
-            # KeyboardInterrupt and SystemExit propagate unchanged: the program is to exit.
+            # KeyboardInterrupt, SystemExit and the like propagate unchanged: they are to end more
+            # than this block.
             if error is None or isinstance(error, Exception):
                 raise lost from error
-        except BaseException:  # trouble with the disk, or an error whose str() raises; or Ctrl-C
+        except BaseException:  # trouble with the disk, or str() of `error` raises; or Ctrl-C
             self.abandon()
             raise
         finally:
             self._worker.renewer.remove(task)
 
     def _end(self, error: BaseException | None) -> None:
-        """Settle the task. After an exception, this was the last attempt if the task has had
-        max_attempts deliveries. A task whose worker was killed at each attempt does not come here:
-        the next _Worker._deliver() makes a dead letter of it."""
+        """Settle the task. Without an error, the task is finished. After an Exception, the task is
+        tried again; after max_attempts deliveries, it becomes a dead letter instead. After any
+        other error, such as KeyboardInterrupt, the task returns to the place of its push, and the
+        delivery is not counted.
+
+        If a worker is killed during the last attempt, this method is not called. At the next claim
+        of the task, _Worker._deliver() makes a dead letter of the task."""
         queue, task, attempts = self._queue, self.task, _attempts_of(self.task.path)
         if error is None:
             queue.done(task)
@@ -5634,7 +5655,7 @@ class _Processing:
             self._lease.outcome = "retried"
 
     def abandon(self) -> None:
-        """Have the reclaim job take the task back soon, because its delivery could not be ended."""
+        """Make the reclaim job take the task back soon, because the delivery could not be ended."""
         self._worker.lease_dir.orphans[self.task.path] = None
         self._worker.house.reclaiming.sooner(0)
 
