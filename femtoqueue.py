@@ -5662,17 +5662,18 @@ class _Processing:
 
 # ==================================================================================================
 # 17. Worker pool: the loop behind work() and the command `work`.
-#     Invariant: each task that the pool takes is settled, given back or counted as lost. A signal
-#     never leaves a task in flight, whatever step of the pool it interrupts.
+#     Invariant: each task that the pool takes is settled, unless its lease is lost. If a task can't
+#     be settled because of trouble with the disk, or because the process ends first, a reclaim job
+#     takes the task back. This holds whatever step of the pool a signal interrupts.
 # ==================================================================================================
 
-# The pool ends with an error if, for so many seconds, every attempt to take a task has raised an
-# error that concerns one task (task_id).
+# The pool ends with an error if, for so many seconds, it has taken no task and met only errors with
+# a task_id: see _take_untroubled().
 _TROUBLE_S = 30.0
-# Two signals within so many seconds count as one. If a signal has ended a command, the pool waits
-# so long for a signal of its own.
+# Two signals within so many seconds count as one. If a signal may have ended a command, or the
+# reader of the output, _CommandPool (23) waits so long for the signal to this process.
 _ONE_SIGNAL_S = 0.3
-_SIGNAL_POLL_S = 0.15  # the main thread looks for signals that often while other threads work
+_SIGNAL_POLL_S = 0.15  # the pause between two looks of the main thread at `signals`
 _AFTER_FAILURE = {
     "retried": "to be retried",
     "failed": "a dead letter",
@@ -5683,9 +5684,9 @@ _AFTER_FAILURE = {
 class _WorkerPool:
     """The loop of work(): takes tasks and calls the handler for each.
 
-    The loop runs in `concurrency` threads. If `concurrency` is 1, it runs in the calling thread
-    instead. One thread at a time takes a task. Before each task is taken, is_stopped() is called. A
-    true result stops the pool.
+    The loop runs in `concurrency` threads. If `concurrency` is 1, the loop of work() runs in the
+    calling thread instead. One thread at a time takes a task. The thread calls is_stopped() before
+    it looks for a task, and again when it has taken one. A true result stops the pool.
 
     Invariant: a task is in `_running` from before its handler is called until its delivery is
     counted. The thread that removes the task from `_running` counts the delivery. The lock of
@@ -5715,26 +5716,28 @@ class _WorkerPool:
         # queue is drained, or when this worker has been idle for idle_timeout_s.
         self._end_s = _end_s(time_limit_s, "time_limit_s")
         self.stop_numbers = [int(signal.Signals[name]) for name in self.stops]
-        self.signals: list[int] = []  # the signals that came
+        self.signals: list[int] = []  # the signals that came, without those that count as one
         self._last_signal_s = 0.0
         self.counts: Counter[str] = Counter()  # by the fields of WorkCounts
         self._running: dict[int, FemtoTask] = {}  # by the id() of the task
         self._changed = threading.Condition()
         self._take_lock = threading.Lock()  # held by the thread that takes a task
-        # The time of the first error since _take_untroubled() started the time anew (monotonic
-        # clock). inf: no error since then.
+        # The time of the first error in the current series of errors with a task_id (monotonic
+        # clock). inf: there is no series. _take_untroubled() says what ends a series.
         self._trouble_s = float("inf")
-        self._is_interruptible = False  # the second signal is to interrupt the handler
-        # The exception that ends the pool. It is from a handler, pop() or the end of a delivery.
+        self._is_interruptible = False  # True: the second signal interrupts the handler
+        # The exception that ends the pool, for example of a handler, of pop(), or of the end of a
+        # delivery.
         self._error: BaseException | None = None
 
     def run(self) -> WorkCounts:
-        """Work until told to stop, and return the counts.
+        """Work until the pool is told to stop, until one of its two time limits is over, or (with
+        drain) until no task is left. Return the counts.
 
         Raises the exception with which a handler ended the pool, such as SystemExit. Raises the
         error of pop(), or of the end of a delivery. But if a signal came before the running
-        handlers had finished, an OSError is only logged. A second signal gives back the tasks of
-        the running handlers, and nothing is raised."""
+        handlers had finished, an OSError is only logged. After a second signal, the tasks of the
+        running handlers are given back, and nothing is raised."""
         with self._signals_handled():
             if self._is_threaded:
                 self._work_in_threads()
@@ -5749,7 +5752,8 @@ class _WorkerPool:
         return WorkCounts(**self.counts)
 
     def _work_in_threads(self) -> None:
-        """Run the loop in threads, until the threads end or the second signal comes."""
+        """Run the loop in threads, until the threads end or the second signal comes. Raises
+        RuntimeError if the system allows no further thread."""
         # Daemon threads, so that a handler that never returns does not keep the process alive.
         threads = [
             threading.Thread(target=self._work, daemon=True) for _ in range(self._concurrency)
@@ -5757,7 +5761,7 @@ class _WorkerPool:
         try:
             for thread in threads:
                 thread.start()
-        except RuntimeError:  # the system allows no more threads; those that run are enough
+        except RuntimeError:  # the system allows no more threads; one thread is enough
             if threads[0].ident is None:
                 raise
         for thread in threads:
@@ -5767,8 +5771,8 @@ class _WorkerPool:
                 thread.join(_SIGNAL_POLL_S)
 
     def _work(self) -> None:
-        """Take tasks and handle them until the pool is stopped, or the queue is drained. An
-        exception stops the whole pool; the first one is kept."""
+        """Take tasks and handle them until _is_stopping() returns True. An exception that reaches
+        this method stops all threads of the pool. The first such exception is kept in `_error`."""
         try:
             while True:
                 with self._take_lock:
@@ -5785,14 +5789,14 @@ class _WorkerPool:
         return bool(is_over or self._is_stopped())
 
     def _take_untroubled(self) -> FemtoTask | None:
-        """Take a task as _take() does. If a single task makes trouble, log the error and return
-        None, because the other tasks are not affected.
+        """Take a task as _take() does. If an error concerns a single task, and so has a task_id,
+        log the error and return None, because the other tasks are not affected.
 
-        Raises an OSError or MemoryError that has no task_id. Also raises an error with a task_id if
-        every attempt to take a task has met such trouble for more than _TROUBLE_S, and no handler
-        runs. This time starts anew when a task is taken. Without drain, the time also starts anew
-        when a wait finds no task. With drain it goes on, because the pool may be waiting for the
-        tasks that make trouble."""
+        Raises an OSError or MemoryError without a task_id. Also raises an error with a task_id if
+        a series of such errors has lasted for more than _TROUBLE_S, and no handler runs. A series
+        ends when a task is taken. Without drain, a series also ends when a wait finds no task. With
+        drain, such a wait does not end the series, because the pool may be waiting for the tasks
+        that make trouble."""
         try:
             task = self._take()
         except (OSError, MemoryError) as error:
@@ -5808,8 +5812,12 @@ class _WorkerPool:
         return task
 
     def _take(self) -> FemtoTask | None:
-        """Take a task, or return None if no task comes for a moment. The wait is short, because no
-        event reports that the result of is_stopped() has changed."""
+        """Take a task, put it into `_running`, and return it. Return None if no task comes within
+        _BASE_INTERVAL_S. The wait is short, because no event reports that the result of
+        is_stopped() has changed.
+
+        If the pool was told to stop meanwhile, give the task back and return None. If the queue is
+        drained, or if this worker has been idle for idle_timeout_s, stop the pool (`_end_s`)."""
         queue, wait_s = self._queue, _BASE_INTERVAL_S
         task: FemtoTask | None = (
             next(queue.drain(wait_s), None) if self._drain else queue.pop(wait_s)
@@ -5828,8 +5836,9 @@ class _WorkerPool:
         return None
 
     def _process(self, task: FemtoTask) -> None:
-        """Handle a task. Count how its delivery ended, and log an exception of the handler or of
-        the delivery's end."""
+        """Call the handler for a task, within processing(), and count how the delivery ended. Log
+        an Exception of the handler or of the end of the delivery. Any other exception, such as
+        SystemExit, propagates."""
         processing, lease, has_begun = self._queue.processing(task), _lease_of(task), False
         try:
             with processing:
@@ -5845,9 +5854,9 @@ class _WorkerPool:
                 why = str(error).partition("\n")[0]
             text = "%s: try %d failed, %s: %s"
             _log().error(text, task.id, task.attempts, then, why, exc_info=cause)
-            # Without an outcome, the delivery has not ended: the disk failed, or no thread could be
-            # started to renew the lease. Then this error ends the pool, as an error of pop()
-            # without a task_id does.
+            # Without an outcome, the delivery has not ended. For example, the disk failed, or no
+            # thread could be started to renew the lease. So `error` ends the pool, like an error of
+            # pop() without a task_id.
             if not lease.outcome:
                 self._error = self._error or error
                 if not has_begun:
@@ -5858,7 +5867,8 @@ class _WorkerPool:
     def _count(self, task: FemtoTask, outcome: str) -> None:
         with self._changed:
             self._idle_end_s = _end_s(self._idle_timeout_s)
-            # If the task is not there, _abort() or the task's own thread has counted it.
+            # If the task is not in `_running`, another thread has counted the delivery: _abort(),
+            # or the thread that called the handler.
             if self._running.pop(id(task), None) is not None:
                 self.counts[outcome] += 1
             self._changed.notify_all()
@@ -5874,15 +5884,15 @@ class _WorkerPool:
 
     def _abort(self) -> None:
         """Give back the tasks that other threads handle. If the calling thread handled a task, the
-        task has been given back already."""
+        delivery of that task has ended, and the task is not in `_running`."""
         for task in [*self._running.values()]:
             if self._give_back(task):
                 self._count(task, "released")
 
     def _give_back(self, task: FemtoTask) -> bool:
-        """Release a task to the front of the queue, uncounted. Return False if its delivery has
-        just ended. If the task can't be moved, also return False; the reclaim job then takes the
-        task back later."""
+        """Release a task to the front of the queue, uncounted, and return True. Return False if the
+        delivery has just ended, or if the lease is lost. Also return False if release() raises
+        OSError. If the task is still leased then, the reclaim job soon takes it back."""
         try:
             self._queue.release(task, front=True, counted=False)
             return True
@@ -5895,8 +5905,8 @@ class _WorkerPool:
 
     @contextmanager
     def _signals_handled(self) -> Iterator[None]:
-        """Handle the signals that stop the pool while the block runs. Does nothing outside the main
-        thread."""
+        """While the block runs, pass the signals in `stops` to _on_signal(). Outside the main
+        thread, do nothing: Python sets signal handlers in the main thread only."""
         import signal
 
         is_main = threading.current_thread() is threading.main_thread()
@@ -5909,7 +5919,7 @@ class _WorkerPool:
         def handle(number: int, frame: object) -> None:
             if os.getpid() == pid:
                 self._on_signal(number)
-            else:  # a child that a task's handler forked: handle the signal as before work()
+            else:  # in a child that a task's handler forked: act on the signal as before work()
                 signal.signal(number, before[number])
                 os.kill(os.getpid(), number)
 
@@ -5926,11 +5936,12 @@ class _WorkerPool:
         the signal handler."""
 
     def _on_signal(self, number: int) -> None:
-        """Note a signal. The first signal stops the pool. After the second, the tasks that are
-        handled are given back: a KeyboardInterrupt ends a handler in this thread, and run() does
-        not wait for handlers in other threads. A third signal changes nothing."""
-        # timeout(1), or a terminal that is closed, sends two signals: one to the process, and one
-        # to its process group.
+        """Note a signal. The first signal stops the pool: no further task is taken. The second
+        signal gives back the tasks whose handlers still run. A handler in this thread is ended by
+        KeyboardInterrupt, and run() does not wait for handlers in other threads. A third signal is
+        only noted."""
+        # timeout(1) sends two signals, one to the process and one to the process group. A terminal
+        # that is closed does so, too. The second of the two is ignored here.
         if self.signals and time.monotonic() < self._last_signal_s + _ONE_SIGNAL_S:
             return
         self._last_signal_s = time.monotonic()
