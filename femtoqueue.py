@@ -5716,7 +5716,7 @@ class _WorkerPool:
         # queue is drained, or when this worker has been idle for idle_timeout_s.
         self._end_s = _end_s(time_limit_s, "time_limit_s")
         self.stop_numbers = [int(signal.Signals[name]) for name in self.stops]
-        self.signals: list[int] = []  # the signals that came, without those that count as one
+        self.signals: list[int] = []  # the signals that came; two that count as one are one entry
         self._last_signal_s = 0.0
         self.counts: Counter[str] = Counter()  # by the fields of WorkCounts
         self._running: dict[int, FemtoTask] = {}  # by the id() of the task
@@ -5753,7 +5753,7 @@ class _WorkerPool:
 
     def _work_in_threads(self) -> None:
         """Run the loop in threads, until the threads end or the second signal comes. Raises
-        RuntimeError if the system allows no further thread."""
+        RuntimeError if not even one thread can be started."""
         # Daemon threads, so that a handler that never returns does not keep the process alive.
         threads = [
             threading.Thread(target=self._work, daemon=True) for _ in range(self._concurrency)
@@ -5953,7 +5953,7 @@ class _WorkerPool:
 
 
 # ==================================================================================================
-# 18. Inspection: check(). Each kind of finding has a method that looks for it.
+# 18. Inspection: check(). It reads names, records and locks, and reports what is wrong.
 #     Invariant: without `repair` nothing is changed. With `repair`, a change must be safe while
 #     other processes work on the queue.
 # ==================================================================================================
@@ -5966,8 +5966,8 @@ class _Inspector:
         self._worker, self._files, self._repair = worker, worker.files, repair
 
     def findings(self) -> Iterator[Finding]:
-        """Yield all findings. A file or directory that can't be read is a finding, too, and does
-        not stop the other methods."""
+        """Yield the findings of all methods. If a method raises OSError, the error is a finding,
+        too. The rest of that method is skipped, and the other methods still run."""
         keys, house, root = self._worker.keys, self._worker.house, self._files.root
         for look in (
             self._system(),
@@ -6015,8 +6015,9 @@ class _Inspector:
                     text = "not the file system of data_dir: rename() can't move files between them"
                     yield Finding("file system", name, text)
 
-        # RACE: a worker makes or removes its lease directory after `directories` was listed. So a
-        # name of the form inflight-<node> is not foreign, unless a file or a link has the name.
+        # RACE: a worker makes its lease directory after `directories` was listed, or removes it
+        # after data_dir was listed. So a name of the form inflight-<node> is not foreign, unless a
+        # regular file or a symbolic link has the name.
         def is_dir(name: str) -> bool:
             is_other = os.path.isfile(root + name) or os.path.islink(root + name)
             return name in directories or (_parse_node_dir(name) is not None and not is_other)
@@ -6031,8 +6032,9 @@ class _Inspector:
                     yield Finding("foreign", path, "does not belong to the queue")
 
     def _records(self) -> Iterator[Finding]:
-        """Yield a finding for each id that is in two places, and for each record that is corrupt or
-        can't be read. With `repair`, a corrupt task that waits is moved to failed/."""
+        """Read the record of each task and of each buffered payload. Yield a finding for each id
+        that is in two places, and for each record that is corrupt or can't be read. With `repair`,
+        a corrupt task that waits is moved to failed/."""
         seen: dict[str, str] = {}
         for entry in self._files.find(*STATES, "keys"):
             other, seen[entry.id] = seen.get(entry.id, ""), entry.path
@@ -6041,13 +6043,13 @@ class _Inspector:
             try:
                 self._files.read(entry.path, entry.id)
             except FileNotFoundError:
-                continue  # RACE: another process moved the task after it was listed
+                continue  # RACE: another process moved or removed the task after it was listed
             except OSError as error:
                 _raise_if_no_errno(error)
                 yield Finding("unreadable", entry.path, str(error))
             except CorruptTask as error:
                 if entry.directory == "failed" and self._files.exists(f"{entry.path}.error"):
-                    continue  # a dead letter that was quarantined because it is corrupt
+                    continue  # usually the reason says that this dead letter is corrupt
                 is_mended = False
                 if self._repair and entry.directory in _WAITING_DIRS:
                     with suppress(OSError):
@@ -6068,8 +6070,9 @@ class _Inspector:
     def _mended(
         self, look: Callable[[], dict[str, tuple[str, str]]], mend: Callable[[], None]
     ) -> Iterator[Finding]:
-        """Yield a finding for each path that look() returns, with its kind and text. With `repair`,
-        call mend(), and then look() again: a path that look() no longer returns was repaired."""
+        """Yield a finding for each path that look() returns, with the kind and the text that look()
+        gives. With `repair`, call mend(), and then look() again. A path that the second look() does
+        not return counts as repaired."""
         found = left = look()
         if found and self._repair:
             mend()
@@ -6081,14 +6084,15 @@ class _Inspector:
 # ==================================================================================================
 # 19. Tickets: first come, first served, between processes.
 #     A line is a directory. A member is a participant in the line; its ticket is a file, which the
-#     member keeps locked. A waiting member looks at the tickets in front of its own from time to
-#     time: TicketQueue._lives() finds out whether the member of a ticket is dead, and removes the
-#     ticket then.
+#     member keeps locked. From time to time, a waiting member looks at the tickets, from the first
+#     one up to the first ticket whose member lives. If the member of a ticket is dead,
+#     TicketQueue._lives() removes the ticket.
 #     Invariant: a ticket's file is locked before the file gets the name of a ticket. Files get
 #     these names in the order of the numbers of the tickets. A member locks and renames its file
-#     while it holds the lock of the file "last". If the member lost that lock meanwhile, the member
-#     removes its new ticket. When the lock of a ticket has ended, the member never locks the ticket
-#     again. So any process may remove the ticket of a dead member.
+#     while it holds the lock of the file "last". If a process that did not heed that lock may have
+#     drawn a number meanwhile, the member removes its new ticket: see _Numbers.check(). When the
+#     lock of a ticket has ended, the member never locks the ticket again. So any process may remove
+#     the ticket of a dead member.
 # ==================================================================================================
 
 _MAX_REDRAWS = 8  # how often a member draws another number after trouble with other hosts
@@ -6099,10 +6103,11 @@ _REDRAW_ERRNOS = (*_MISSING_ERRNOS, errno.EEXIST, errno.ENOTSUP)
 class _Numbers:
     """The numbers of the tickets in a line. The file "last" holds the number that was drawn last.
     The caller of each method holds the lock of "last". Room 20 has another class for a file system
-    that other hosts write to; _open_files() chooses.
+    that other hosts write to. _open_files() chooses the class; _join_with() changes the class if
+    SHARED exists.
 
-    `late`: if a ticket was not touched for this part of stale_timeout, other hosts may have passed
-    the ticket over. On a local file system, no other host does so."""
+    `late`: if a member has not touched its ticket for this part of stale_timeout, another host may
+    be about to pass the ticket over. On a local file system, no other host does so."""
 
     late = float("inf")
 
@@ -6120,12 +6125,12 @@ class _Numbers:
         return number
 
     def check(self, number: int) -> None:
-        """Raise FileExistsError if another host may have drawn a number before this ticket was in
-        line. On a local file system, the lock of "last" prevents this.
+        """Raise FileExistsError if an object that does not heed our lock of "last" may have drawn a
+        number before this ticket was in line. On a local file system, such objects use another kind
+        of mount ("mounts" in room 20).
 
-        RACE: an object on another kind of mount makes SHARED after this member looked for SHARED in
-        _join_with(). That object does not heed our lock ("mounts" in room 20), and draws a number,
-        too. So FileExistsError is raised, and this member tries again."""
+        RACE: such an object makes SHARED after this member looked for SHARED in _join_with(), and
+        then draws a number, too. So FileExistsError is raised, and this member tries again."""
         if self._files.has_other_mounts():
             raise FileExistsError(errno.EEXIST, "another mount is in use", self._root)
 
@@ -6136,19 +6141,19 @@ class _Numbers:
 
 
 class _HeldTicket:
-    """A ticket that this object holds. `member`: the name of its file. `lock`: the locked file.
-    `touched_s`: the start of the last touch that came in time (wall clock)."""
+    """A ticket that a TicketQueue object holds. `member`: the name of its file. `lock`: the locked
+    file. `touched_s`: the start of the last touch that came in time (wall clock)."""
 
-    had_turn = False  # the ticket was the first in line at least once
+    had_turn = False  # True: is_head() has found this ticket to be the first in line
 
     def __init__(self, member: str, lock: _FileLock, touched_s: float) -> None:
         self.member, self.lock, self.touched_s = member, lock, touched_s
 
 
 def _despite_cleanup(step: Callable[[], _Found], path: str) -> _Found:
-    """Call step(), and return the result. If maybe_cleanup() in another process removed the
-    directory meanwhile, call step() again. Raises FileNotFoundError after _MAX_REPLACED attempts:
-    the path is a broken link."""
+    """Call step(), and return the result. If step() raises FileNotFoundError, because
+    maybe_cleanup() in another process removed the directory meanwhile, call step() again. Raises
+    FileNotFoundError after _MAX_REPLACED attempts: most likely the path is a broken link."""
     for _ in range(_MAX_REPLACED):
         with suppress(FileNotFoundError):
             return step()
@@ -6164,7 +6169,8 @@ class TicketQueue:
     queue_dir:  the directory of the line, which is made if it is missing.
     stale_timeout:  seconds (wall clock). A ticket of another host, or of an earlier boot, is passed
         over when it was not touched for so long. None: such a ticket is never passed over. Hosts
-        that share a line need the same value, of more than 10 seconds.
+        that share a line need the same value, of more than 10 seconds. On a file system that is
+        certainly local, the value has no effect (see below).
 
     A member is a participant in the line. Its ticket is a file, <number>~<boot>~<random>, which the
     member keeps locked. The lock ends with the process. So processes on the same host pass a dead
@@ -6172,19 +6178,20 @@ class TicketQueue:
 
     Other hosts do not rely on that lock, and neither does the same host after a reboot. They pass a
     ticket over when its file was not touched for stale_timeout seconds. But if the file system is
-    certainly local (on Linux), the host relies on the lock after a reboot, too. Each is_head() of
-    the member touches the ticket. The member's turn() touches the ticket regularly, from the start
-    of the wait to the end of the block.
+    certainly local (on Linux), the host relies on the lock after a reboot, too. Where the system
+    shows no boot id, a reboot is usually not noticed, with the same effect. Each is_head() of the
+    object that holds the ticket touches the file. With a stale_timeout, turn() touches the file
+    regularly, from the start of the wait to the end of the block.
 
     On a file system that other hosts write to, a member may be cut off from the network. If a
     waiting member could not touch its ticket for three quarters of stale_timeout, another host may
     be about to pass the ticket over. So is_head() and turn() give the ticket up. A member that is
-    cut off during its turn is passed over, too. Then is_head() returns False, but turn() does not
-    interrupt the block.
+    cut off for so long during its turn may be passed over, too. Then is_head() returns False, but
+    turn() does not interrupt the block.
 
     Threads may share an object. A forked child, a copy and an unpickled object hold no ticket.
     Raises OSError if queue_dir can't be made, and ValueError or TypeError for an invalid argument.
-    Where flock is not available, register() and turn() raise OSError.
+    Where flock is not available, register(), turn() and maybe_cleanup() raise OSError.
     """
 
     def __init__(
@@ -6213,7 +6220,7 @@ class TicketQueue:
     def register(self) -> tuple[int, str]:
         """Take the next ticket, and return its number, and the name of its file in queue_dir. The
         number is 1 or more. The name stands for the member: pass it to remove(). The call blocks
-        only while other processes register, or run maybe_cleanup().
+        only while another process or thread takes a ticket, or runs maybe_cleanup().
 
         Raises OSError for trouble with the disk. Also raises OSError if each of several attempts
         failed because this host was cut off from the network and another host registered meanwhile.
@@ -6236,20 +6243,21 @@ class TicketQueue:
             time.sleep(_REDRAW_PAUSE_S)
 
     def _join_with(self, last: _FileLock) -> _HeldTicket:
-        """Take the next ticket, with the lock of "last" held.
+        """Take the next ticket. The caller holds the lock of "last".
 
         RACE: this host is cut off from the network, and loses that lock without notice ("flock" in
-        room 20). Meanwhile another host registers. Or another host removes this member's file as a
-        leftover of a dead process, because the name of the file still begins with ".". In both
-        cases OSError is raised with one of _REDRAW_ERRNOS, and the caller tries again. One of them
-        is ENOTSUP: if the member's file was removed after its opening, flock() raises EBADF (NFS),
-        and acquire_exclusive() raises ENOTSUP instead."""
+        room 20). Another host takes the lock, and draws a number. Or, in _locked(), the other host
+        removes this member's file as a leftover of a dead process, because the name of the file
+        still begins with ".". In both cases OSError is raised with one of _REDRAW_ERRNOS, and the
+        caller tries again. ENOTSUP is one of these numbers for this reason: if the member's file
+        was removed after its opening, flock() raises EBADF (NFS), for which acquire_exclusive()
+        raises ENOTSUP."""
         if self._files.has_other_mounts():
             self._numbers = self._files.if_shared[1](self._files)
         number = self._numbers.draw(last, max(map(_stamp_of, self._tickets()), default=0))
         began_s = time.time()
         name = f"{number:020d}~{self._boot}~{os.urandom(8).hex()}"
-        # A name that begins with "." is no ticket. The file gets the name of a ticket when it is
+        # A name that begins with "." is no ticket. The file gets the name of a ticket after it was
         # locked.
         lock = self._files.open_lock(f".{name}")
         try:
@@ -6257,8 +6265,8 @@ class TicketQueue:
             self._files.move(f".{name}", name)
             self._numbers.check(number)
         except BaseException:
-            # If the file was not renamed, its name still begins with ".". The next _locked(), in
-            # any process, removes such a file.
+            # Remove the ticket if the file was renamed. If not, the name still begins with ".", and
+            # the next _locked(), in any process, removes the file.
             self._files.remove(name)
             lock.close()
             raise
@@ -6272,23 +6280,25 @@ class TicketQueue:
         If this object holds the ticket, the call touches its file. Tickets of dead members at the
         front of the line are removed.
 
-        Also returns False if this object holds the ticket and could not touch its file in time,
-        because another host may have passed the ticket over. In this case, a ticket that was never
-        found to be the first in line is removed. A ticket that was the first before is kept, but
-        another member may have the turn now. The caller must stop the work, and call remove().
+        Also returns False if this object holds the ticket and could not touch its file in time.
+        Another host may have passed the ticket over then. If is_head() of this object
+        has not returned True for the ticket before, the ticket is removed. If it has, the ticket is
+        kept, but another member may have the turn now. In that case, the caller must stop the work,
+        and call remove().
         """
         first = next(filter(self._lives, self._tickets()), "")
         is_first = first != "" and _stamp_of(first) == ticket
         for member, held in list(self._held_tickets.items()):
             if _stamp_of(member) != ticket:
                 continue
-            # Touch the ticket after the look at the line, because that look may have taken long.
+            # Touch the ticket after the look at the line. If the look took too long, the touch
+            # comes too late, and is_head() returns False.
             if not self._touch(held):
                 if not held.had_turn:
                     self.remove(member)
                 return False
-            # Compare the whole name: if our ticket was removed, another ticket may have the same
-            # number.
+            # Compare the whole name. If our ticket was removed, another ticket may have the same
+            # number, because the numbers start again after maybe_cleanup().
             is_first = member == first
             held.had_turn |= is_first
         return is_first
@@ -6310,21 +6320,23 @@ class TicketQueue:
                 held.lock.close()
 
     def cleanup_stale(self) -> int:
-        """Remove the tickets of dead members, and return how many were removed. A member of another
-        host, or of an earlier boot, counts as dead when its ticket was not touched for
-        stale_timeout."""
+        """Remove the tickets of dead members, and return how many were removed. The docstring of
+        the class says when a ticket is passed over: its member counts as dead then. The number
+        includes tickets that others removed during the call."""
         return sum(not self._lives(member) for member in self._tickets())
 
     def is_empty(self) -> bool:
-        """Return True if no living member is in line. Tickets of dead members are removed."""
+        """Return True if no living member is in line. The tickets of dead members in front of the
+        first living member are removed."""
         return not any(map(self._lives, self._tickets()))
 
     def maybe_cleanup(self) -> bool:
         """Remove queue_dir if no living member is in line, and return whether it was removed.
 
-        Returns False if queue_dir does not exist, or if queue_dir has other files. A register() in
-        another process waits until queue_dir is removed, and then makes queue_dir again. The
-        numbers start at 1 again.
+        Returns False if queue_dir does not exist, or if queue_dir has other files. A
+        register() that comes meanwhile waits until queue_dir is removed, and then makes queue_dir
+        again. In this case, maybe_cleanup() may return False. After the removal, the numbers start
+        at 1 again.
 
         On a file system that other hosts write to, queue_dir is never removed. Another host might
         lock the removed file "last", and take the removed file for the new one.
@@ -6369,15 +6381,15 @@ class TicketQueue:
         finally:
             try:
                 over.set()
-                # The member is not in `_held_tickets` in a forked child, or if is_head() has
-                # removed the ticket.
+                # The member is not in `_held_tickets` in a forked child, or if is_head() or a call
+                # of remove() has removed the ticket.
                 if member in self._held_tickets:
                     self.remove(member)
-            finally:  # also after Ctrl-C: then the lock ends with its last reference
+            finally:  # even if Ctrl-C ends remove(): the lock then ends with its last reference
                 self._held_tickets.pop(member, None)
 
     def __del__(self) -> None:
-        # `_held_tickets` is missing if the constructor raised.
+        # `_held_tickets` is missing if the arguments did not fit the parameters of __init__().
         if _is_whole:
             for member in list(self.__dict__.get("_held_tickets", ())):
                 _finalize(self.remove, member)
@@ -6388,15 +6400,16 @@ class TicketQueue:
     def _touch_until(self, member: str, over: threading.Event) -> None:
         pause_s = min(self._stale_s / 4, threading.TIMEOUT_MAX)
         while not over.wait(pause_s) and (held := self._held_tickets.get(member)):
-            # An OSError is ignored. If the disk failed, the next round tries again. RACE: another
-            # thread gave the ticket up just now. Then the next round finds no ticket in
-            # `_held_tickets`.
+            # An OSError is ignored: after trouble with the disk, the next round tries again. If the
+            # ticket was given up meanwhile, the next round does not find the ticket in
+            # `_held_tickets`, and this thread ends.
             with suppress(OSError):
                 self._touch(held)
 
     def _touch(self, held: _HeldTicket) -> bool:
-        """Touch the file of a ticket. Return False if the touch came too late, so that another host
-        may have passed the ticket over, or if the ticket was given up.
+        """Touch the file of a ticket, and return True. Return False if the touch came too late: in
+        that case, another host may have passed the ticket over. Also return False if the ticket was
+        given up.
 
         The time is read again after the touch, because the touch itself may have taken long."""
         began_s = time.time()
@@ -6410,8 +6423,8 @@ class TicketQueue:
         return False
 
     def _is_one_kernel(self) -> bool:
-        """Return whether only processes of this kernel use the line. If so, a ticket whose lock is
-        free is of a dead member, whatever its <boot> is."""
+        """Return whether, for certain, only processes of this kernel use the line. If so, a ticket
+        whose lock is free is of a dead member, whatever the <boot> of the ticket is."""
         return self._files.is_local and not self._files.has_other_mounts()
 
     @property
@@ -6420,11 +6433,13 @@ class TicketQueue:
 
     @contextmanager
     def _locked(self) -> Iterator[_FileLock]:
-        """Hold the lock of "last", the file with the last number, and yield that lock.
+        """Hold the lock of the file "last", and yield that lock.
 
-        CRASH: a process that dies in _join_with(), before the rename, leaves a file whose name
-        begins with ".". A living process has such a file only while it holds this lock. So a file
-        that is found here belongs to a dead process, and is removed."""
+        CRASH: if a process dies in _join_with(), after open_lock() and before the rename, a file
+        whose name begins with "." stays in the line. It also stays if one of these steps raises an
+        error. A process needs such a file only while it holds this lock. So each such file that is
+        found here is a leftover, and is removed. (A host that lost the lock without notice may
+        still need the file: see _join_with().)"""
         lock = _despite_cleanup(self._lock_last, self._root)
         try:
             for name in self._files.names(""):
@@ -6447,16 +6462,16 @@ class TicketQueue:
 
     def _lives(self, member: str) -> bool:
         """Return whether a member lives. If not, remove its ticket. A member of this boot counts as
-        dead when its lock is free. A member of another host, or of an earlier boot, counts as dead
-        when its ticket was not touched for stale_timeout. But if only processes of this kernel use
-        the line, the lock decides for every member."""
-        with _ignore_missing():  # RACE: the member gave its ticket up after it was listed
+        dead when the lock of its ticket is free. A member of another host, or of an earlier boot,
+        counts as dead when its ticket was not touched for stale_timeout. But if only processes of
+        this kernel use the line, the lock decides for every member."""
+        with _ignore_missing():  # RACE: the member or another process removed the ticket
             with closing(self._files.open_lock(member, os.O_RDWR)) as lock:
                 if member.split("~")[1] == self._boot or self._is_one_kernel():
                     is_dead = lock.try_exclusive()
                 else:
-                    # Ask for the time of the open file: by its path, a network file system may
-                    # return a time that is a minute old.
+                    # Ask by the descriptor for the time of the last touch. If asked by the path, a
+                    # network file system may return a time that is a minute old.
                     is_dead = time.time() - os.fstat(lock.fd).st_mtime > self._stale_s
             if not is_dead:
                 return True
