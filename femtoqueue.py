@@ -5529,8 +5529,8 @@ class _LeaseRenewer:
             for task in tasks:
                 try:
                     self._renew(task)
-                # Whatever exception comes, the other leases must be renewed. Even a log handler
-                # that _renew() calls may raise one.
+                # The other leases must be renewed after any exception. Even a log handler that
+                # _renew() calls may raise one.
                 except BaseException:
                     pause_s = self._pause_s / 10
 
@@ -5614,8 +5614,8 @@ class _Processing:
         task = self.task
         # A child that was forked in the block does not own the task. A block in a generator may
         # become garbage together with its queue object. The garbage collector then ends the block,
-        # and may finalize the queue object before. After that, the worker has no attributes, and
-        # its leases have been given up.
+        # but may finalize the queue object first. In that case, the worker has no attributes any
+        # more, and its leases have been given up.
         if os.getpid() != self._pid or not vars(self._worker):
             return
         try:
@@ -5667,13 +5667,13 @@ class _Processing:
 #     takes the task back. This holds whatever step of the pool a signal interrupts.
 # ==================================================================================================
 
-# The pool ends with an error if, for so many seconds, it has taken no task and met only errors with
-# a task_id: see _take_untroubled().
+# The pool ends with an error if it has taken no task for so many seconds, because of errors with a
+# task_id: see _take_untroubled().
 _TROUBLE_S = 30.0
 # Two signals within so many seconds count as one. If a signal may have ended a command, or the
 # reader of the output, _CommandPool (23) waits so long for the signal to this process.
 _ONE_SIGNAL_S = 0.3
-_SIGNAL_POLL_S = 0.15  # the pause between two looks of the main thread at `signals`
+_SIGNAL_POLL_S = 0.15  # the pause between two looks at `signals`, while handlers run in threads
 _AFTER_FAILURE = {
     "retried": "to be retried",
     "failed": "a dead letter",
@@ -5685,8 +5685,8 @@ class _WorkerPool:
     """The loop of work(): takes tasks and calls the handler for each.
 
     The loop runs in `concurrency` threads. If `concurrency` is 1, the loop of work() runs in the
-    calling thread instead. One thread at a time takes a task. The thread calls is_stopped() before
-    it looks for a task, and again when it has taken one. A true result stops the pool.
+    calling thread instead. One thread at a time takes a task. Before a thread looks for a task, and
+    again after a task was taken, is_stopped() is called. A true result stops the pool.
 
     Invariant: a task is in `_running` from before its handler is called until its delivery is
     counted. The thread that removes the task from `_running` counts the delivery. The lock of
@@ -5716,7 +5716,7 @@ class _WorkerPool:
         # queue is drained, or when this worker has been idle for idle_timeout_s.
         self._end_s = _end_s(time_limit_s, "time_limit_s")
         self.stop_numbers = [int(signal.Signals[name]) for name in self.stops]
-        self.signals: list[int] = []  # the signals that came; two that count as one are one entry
+        self.signals: list[int] = []  # the signals that _on_signal() did not ignore
         self._last_signal_s = 0.0
         self.counts: Counter[str] = Counter()  # by the fields of WorkCounts
         self._running: dict[int, FemtoTask] = {}  # by the id() of the task
@@ -5731,8 +5731,8 @@ class _WorkerPool:
         self._error: BaseException | None = None
 
     def run(self) -> WorkCounts:
-        """Work until the pool is told to stop, until one of its two time limits is over, or (with
-        drain) until no task is left. Return the counts.
+        """Work until the pool is told to stop, until idle_timeout_s or time_limit_s is over, or
+        (with drain) until no task is left. Return the counts.
 
         Raises the exception with which a handler ended the pool, such as SystemExit. Raises the
         error of pop(), or of the end of a delivery. But if a signal came before the running
@@ -5816,8 +5816,8 @@ class _WorkerPool:
         _BASE_INTERVAL_S. The wait is short, because no event reports that the result of
         is_stopped() has changed.
 
-        If the pool was told to stop meanwhile, give the task back and return None. If the queue is
-        drained, or if this worker has been idle for idle_timeout_s, stop the pool (`_end_s`)."""
+        If the pool is stopping when a task comes, give the task back and return None. If the queue
+        is drained, or if this worker has been idle for idle_timeout_s, stop the pool (`_end_s`)."""
         queue, wait_s = self._queue, _BASE_INTERVAL_S
         task: FemtoTask | None = (
             next(queue.drain(wait_s), None) if self._drain else queue.pop(wait_s)
@@ -6178,10 +6178,10 @@ class TicketQueue:
 
     Other hosts do not rely on that lock, and neither does the same host after a reboot. They pass a
     ticket over when its file was not touched for stale_timeout seconds. But if the file system is
-    certainly local (on Linux), the host relies on the lock after a reboot, too. Where the system
-    shows no boot id, a reboot is usually not noticed, with the same effect. Each is_head() of the
-    object that holds the ticket touches the file. With a stale_timeout, turn() touches the file
-    regularly, from the start of the wait to the end of the block.
+    certainly local (on Linux), the host relies on the lock after a reboot, too. The host may also
+    do so where the system shows no boot id, because the reboot may go unnoticed there. Each
+    is_head() of the object that holds the ticket touches the file. With a stale_timeout, turn()
+    touches the file regularly, from the start of the wait to the end of the block.
 
     On a file system that other hosts write to, a member may be cut off from the network. If a
     waiting member could not touch its ticket for three quarters of stale_timeout, another host may
@@ -6281,10 +6281,9 @@ class TicketQueue:
         front of the line are removed.
 
         Also returns False if this object holds the ticket and could not touch its file in time.
-        Another host may have passed the ticket over then. If is_head() of this object
-        has not returned True for the ticket before, the ticket is removed. If it has, the ticket is
-        kept, but another member may have the turn now. In that case, the caller must stop the work,
-        and call remove().
+        Another host may have passed the ticket over then. If is_head() of this object has returned
+        True for the ticket before, the ticket is kept, but another member may have the turn now. So
+        the caller must stop the work, and call remove(). Any other ticket is removed.
         """
         first = next(filter(self._lives, self._tickets()), "")
         is_first = first != "" and _stamp_of(first) == ticket
@@ -6320,9 +6319,9 @@ class TicketQueue:
                 held.lock.close()
 
     def cleanup_stale(self) -> int:
-        """Remove the tickets of dead members, and return how many were removed. The docstring of
-        the class says when a ticket is passed over: its member counts as dead then. The number
-        includes tickets that others removed during the call."""
+        """Remove the tickets of dead members, and return how many were removed. A member counts as
+        dead when its ticket is to be passed over: see TicketQueue. The number includes tickets that
+        other calls removed meanwhile."""
         return sum(not self._lives(member) for member in self._tickets())
 
     def is_empty(self) -> bool:
@@ -6333,10 +6332,9 @@ class TicketQueue:
     def maybe_cleanup(self) -> bool:
         """Remove queue_dir if no living member is in line, and return whether it was removed.
 
-        Returns False if queue_dir does not exist, or if queue_dir has other files. A
-        register() that comes meanwhile waits until queue_dir is removed, and then makes queue_dir
-        again. In this case, maybe_cleanup() may return False. After the removal, the numbers start
-        at 1 again.
+        Returns False if queue_dir does not exist, or if queue_dir has other files. A register()
+        that comes meanwhile waits until queue_dir is removed, and then makes queue_dir again. In
+        this case, maybe_cleanup() may return False. After a removal, the numbers start at 1 again.
 
         On a file system that other hosts write to, queue_dir is never removed. Another host might
         lock the removed file "last", and take the removed file for the new one.
