@@ -5525,33 +5525,37 @@ class _Waits:
 
 # ==================================================================================================
 # 16. Processing: the block of processing(), which keeps a lease and ends the delivery; checkpoints.
-#     A lease is renewed when a third of its length is over. If the lock of the task's key is busy,
-#     or the renewal fails, the next attempt comes after a tenth of that time. If the deadline
-#     passes meanwhile, the lease stays valid until a worker reclaims the task.
-#     Invariant: at most one thread per queue object renews the leases of all blocks that run. A
-#     lease without a deadline starts no thread.
+#     A lease is renewed about every third of its length. If the lock of the task's key is busy, an
+#     attempt to renew the lease goes on for up to a tenth of that time. After a failed attempt, the
+#     next attempt comes after another tenth. If the deadline passes meanwhile, the lease stays
+#     valid until a worker reclaims the task.
+#     Invariant: one thread per queue object renews the leases of all blocks that run. A thread that
+#     was replaced or stopped may still finish its round. A lease without a deadline starts no
+#     thread.
 # ==================================================================================================
 
-_RENEWAL = 1 / 3  # a lease is renewed when this part of its length is over
+_RENEWAL = 1 / 3  # the time between two renewals of a lease, as a part of its length
 _LOCK_PAUSE_S = 0.0005  # the pause of a renewal between two attempts to lock a key
 _LONGEST_RETRY_S = 3600.0  # the longest delay before a retry, after an exception in processing()
 
 
 def _read_checkpoint(worker: _Worker, ident: str, data: bytes) -> bytes | None:
-    """Return the checkpoint that was saved for a payload. Return None if it does not exist, or if
-    its file is corrupt. A checkpoint of another payload is removed: the key of the task may have
-    got a newer payload since the checkpoint was saved.
+    """Return the checkpoint that was saved for the payload `data` of a task. Return None if the
+    task has no checkpoint, or if the file is corrupt. Also return None if the checkpoint was saved
+    for another payload, and remove its file. Usually the key of the task has got a newer payload
+    since then.
 
-    The file is a record. After its own header come two parts: the header of the task's payload,
-    which tells to which payload the checkpoint belongs, and the checkpoint as it was given."""
+    The file is a record. The payload of this record has two parts: a header line, made by _header()
+    from the task's payload alone, and the checkpoint as it was given. The header line tells for
+    which payload the checkpoint was saved."""
     files, path = worker.files, f"checkpoints/{ident}"
     if not files.exists(path):
         return None
     try:
         saved, _ = files.read(path, ident)
     except FileNotFoundError:
-        return None  # RACE: a person removed the file after exists()
-    except CorruptTask as error:  # after power loss; the work starts from the beginning
+        return None  # RACE: a push to the task's key, or a person, removed the file after exists()
+    except CorruptTask as error:  # usually after power loss; the work starts from the beginning
         _log().warning("checkpoints/%s: %s", ident, error.reason)
         return None
     of_data = _header(data)
@@ -5562,12 +5566,13 @@ def _read_checkpoint(worker: _Worker, ident: str, data: bytes) -> bytes | None:
 
 
 def _save_checkpoint(worker: _Worker, task: FemtoTask, payload: bytes) -> None:
-    """Replace the checkpoint of a leased task in one step. Raises LeaseLost, with nothing saved, if
-    the lease is lost.
+    """Save the checkpoint of a leased task, in place of an older one. Raises LeaseLost, and saves
+    nothing, if the lease is lost.
 
-    The lease is renewed first. The renewal is the fence: it fails if the lease is lost. CRASH: if
-    the process dies after the renewal and before the file is moved, the older checkpoint is still
-    there."""
+    The checkpoint is written to a file in creating/. Then the lease is renewed, and the file is
+    renamed into checkpoints/. The renewal is the fence: it raises LeaseLost if the lease is lost.
+    CRASH: if the process dies before put_in_place(), the older checkpoint, if any, is still in
+    checkpoints/. The file in creating/ is then stale."""
     lease, files, data = _lease_of(task), worker.files, task.data
     ident = _id_of(lease.path)
     if task.size_bytes is None:  # attach() made the task, and did not read the payload
@@ -5577,13 +5582,16 @@ def _save_checkpoint(worker: _Worker, task: FemtoTask, payload: bytes) -> None:
             os.stat(files.root)  # raises if data_dir is gone, which is disk trouble
             raise worker.lease_lost(lease) from None
     record = _header(data) + payload
-    # extra_mode: the worker of the next delivery may run under another user.
+    # With an extra_mode, the file gets the owner and the rights of data_dir, because the worker of
+    # the next delivery may run under another user.
     with files.replacement(worker.clock.new_id(), _header(record), record, extra_mode=0) as path:
         if not os.path.isdir(f"{files.root}checkpoints"):
             files.make_dir("checkpoints")
             files.sync_dir("")
         with worker.keys.lock_of(ident), worker.lock:
-            # The renewed lease lasts far longer than the move takes.
+            # No other thread of this queue object ends the delivery between the two steps, because
+            # both steps are under the worker's lock. The renewed lease usually lasts far longer
+            # than the second step takes, so no other worker reclaims the task before that step.
             worker.renew(task)
             files.put_in_place(path, f"checkpoints/{ident}")
     files.sync_dir("checkpoints")
@@ -5591,24 +5599,26 @@ def _save_checkpoint(worker: _Worker, task: FemtoTask, payload: bytes) -> None:
 
 
 class _LeaseRenewer:
-    """Renews the leases of the tasks that are being processed, in one thread.
+    """Renews the leases of all tasks in blocks of processing(), in one thread.
 
     The renewer refers to the worker, not to the queue object. So a queue object that the program
     drops is finalized at once, and gives up its lease directory."""
 
     def __init__(self, worker: _Worker) -> None:
         self._worker, self._lock = worker, worker.lock
-        # The blocks, by the id() of the task. Weak: a block lives as long as its `with` statement
-        # holds it.
+        # The blocks, by the id() of the task. The references are weak: a block lives as long as its
+        # `with` statement holds it.
         self.blocks: weakref.WeakValueDictionary[int, _Processing] = weakref.WeakValueDictionary()
-        # The lock of the current thread, held as long as the thread is to run. Each thread has its
-        # own lock. None: there is no thread.
+        # The lock of the thread that was started last. Each thread has its own lock, which stop()
+        # releases to end the thread. None: no thread was started, or stop() was called. A thread
+        # that ends because no block runs does not change this attribute.
         self._run_lock: threading.Lock | None = None
-        self._pause_s = 0.0  # seconds between two rounds of the thread
+        self._pause_s = 0.0  # seconds between two rounds of the thread, unless a renewal failed
 
     def add(self, block: _Processing) -> None:
-        """Renew the lease of a block from now on. If no thread runs, start a thread. If the pauses
-        of the current thread are too long for this lease, another thread takes its place."""
+        """Renew the lease of a block from now on. If the lease has a deadline and no thread runs,
+        start a thread. If the pauses of the current thread are too long for the lease, start a
+        thread with shorter pauses, and tell the current thread to end."""
         lease = _lease_of(block.task)
         pause_s = lease.length_ns / 1e9 * _RENEWAL
         with self._lock:
@@ -5626,10 +5636,8 @@ class _LeaseRenewer:
             self.blocks.pop(id(task), None)
 
     def stop(self) -> None:
-        """Tell the thread to end. This method never waits for a lock.
-
-        A finalizer may call this method at any time, while another thread holds the worker's lock.
-        When the interpreter ends, a thread may even have ended without releasing the lock."""
+        """Tell the thread to end, if there is one, but do not wait for its end. The caller holds
+        the worker's lock."""
         runs, self._run_lock = self._run_lock, None
         if runs is not None:
             runs.release()
@@ -5641,30 +5649,32 @@ class _LeaseRenewer:
             for task in tasks:
                 try:
                     self._renew(task)
-                # The other leases must be renewed whatever happens: a log handler may raise, too.
+                # The other leases must be renewed after any exception. Even a log handler that
+                # _renew() calls may raise one.
                 except BaseException:
                     pause_s = self._pause_s / 10
 
     def _tasks(self, runs: threading.Lock) -> list[FemtoTask]:
-        """Return the tasks whose leases must be renewed. `runs` is the lock of the calling thread.
-        Set the pause before the next round.
+        """Return the tasks of all blocks that run, and set the pause before the next round. `runs`
+        is the lock of the calling thread.
 
-        An empty list ends the thread. The list is empty if no block runs. The list is also empty if
-        the caller is not the current thread. This is so if stop() was called, if add() has started
-        another thread, or if Ctrl-C interrupted add() just after the start of this thread."""
+        An empty list ends the calling thread. The list is empty if no block runs. The list is also
+        empty if `runs` is not in _run_lock, for one of three reasons: stop() was called, add() has
+        started another thread, or Ctrl-C interrupted add() just after the start of this thread."""
         with self._lock:
             tasks = [block.task for block in self.blocks.values()]
             length_ns = min((_lease_of(it).length_ns for it in tasks), default=_FOREVER_NS)
             if self._run_lock is not runs:
                 return []
-            # If no lease has a deadline, or no block is left, this pause is longer than any lease
-            # with a deadline allows. So for the next such lease, add() starts another thread.
+            # If no lease has a deadline, or no block is left, this pause is too long for any lease
+            # with a deadline. So when add() gets a lease with a deadline, it starts a new thread.
             self._pause_s = length_ns / 1e9 * _RENEWAL
             return tasks
 
     def _renew(self, task: FemtoTask) -> None:
-        """Renew a lease, unless the next round comes early enough to renew the lease. Raises an
-        error if the renewal failed. The caller then makes the next round come sooner."""
+        """Renew the lease of a task, unless the next round comes early enough for that. Do nothing
+        if the block of the task has ended. If the lease is lost, do not renew it in later rounds.
+        Raises OSError if the renewal failed. Then the caller makes the next round come sooner."""
         lease = _lease_of(task)
         next_left_ns = self._worker.left_ns(task.path) - self._pause_s * 1e9
         if id(task) not in self.blocks or next_left_ns >= lease.length_ns * (1 - _RENEWAL):
@@ -5677,7 +5687,9 @@ class _LeaseRenewer:
                 self._worker.renew(task, wait=False)
                 return
             except LeaseLost:
-                self.remove(task)  # the end of its block raises LeaseLost
+                # The end of the block raises LeaseLost, too. But RACE: if the block itself has just
+                # ended the delivery, no lease is left to renew, and nothing is wrong.
+                self.remove(task)
                 return
             except BlockingIOError:
                 if time.monotonic() >= end_s:
@@ -5691,17 +5703,17 @@ class _LeaseRenewer:
 
 
 class _Processing:
-    """The context manager that FemtoQueue.processing() returns. It uses only public methods and
-    settings of the queue object."""
+    """The context manager that FemtoQueue.processing() returns. Of the queue object, it uses only
+    public methods and settings."""
 
     def __init__(self, queue: Any, task: FemtoTask, worker: _Worker) -> None:
         self._queue, self.task = queue, task
         self._worker, self._lease, self._pid = worker, _lease_of(task), os.getpid()
 
     def __enter__(self) -> FemtoTask:
-        """Renew the lease if less than two thirds of its length are left. Otherwise only check that
-        the lease is still held. From now on, the renewer keeps the lease. Return the task. Raises
-        LeaseLost."""
+        """Let the renewer renew the lease from now on, and return the task. If less than two thirds
+        of the lease's length are left, the lease is renewed at once. If more is left, the method
+        only checks that the file of the lease exists. Raises LeaseLost if the lease is lost."""
         task = self.task
         if self._worker.left_ns(task.path) < self._lease.length_ns * 2 / 3:
             self._worker.renew(task)
@@ -5714,12 +5726,16 @@ class _Processing:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: object
     ) -> None:
         """End the delivery. Without an exception, the task is finished. After an exception, the
-        task is tried again, given back or failed: see _end(). Do nothing if the block has ended the
-        delivery itself, or raised LeaseLost for its task. Raises LeaseLost."""
+        task is tried again, given back or failed: see _end(). The task stays as it is if the block
+        has ended the delivery itself, or has raised LeaseLost for this task.
+
+        Raises LeaseLost if the lease is lost. Another exception of _end(), such as an OSError,
+        propagates. If the task is still leased then, the reclaim job soon takes it back."""
         task = self.task
-        # A child that was forked in the block does not own the task. If the block is garbage
-        # together with its queue object, the queue object may be finalized first. The worker then
-        # has no attributes any more, and has given up its leases.
+        # A child that was forked in the block does not own the task. A block in a generator may
+        # become garbage together with its queue object. The garbage collector then ends the block,
+        # but may finalize the queue object first. In that case, the worker has no attributes any
+        # more, and its leases have been given up.
         if os.getpid() != self._pid or not vars(self._worker):
             return
         try:
@@ -5727,19 +5743,24 @@ class _Processing:
             if not (self._lease.outcome or is_lost):
                 self._end(error)
         except LeaseLost as lost:
-            # KeyboardInterrupt and SystemExit propagate unchanged: the program is to exit.
+            # KeyboardInterrupt, SystemExit and the like propagate unchanged: they are to end more
+            # than this block.
             if error is None or isinstance(error, Exception):
                 raise lost from error
-        except BaseException:  # trouble with the disk, or an error whose str() raises; or Ctrl-C
+        except BaseException:  # trouble with the disk, or str() of `error` raises; or Ctrl-C
             self.abandon()
             raise
         finally:
             self._worker.renewer.remove(task)
 
     def _end(self, error: BaseException | None) -> None:
-        """Settle the task. After an exception, this was the last attempt if the task has had
-        max_attempts deliveries. A task whose worker was killed at each attempt does not come here:
-        the next _Worker._deliver() makes a dead letter of it."""
+        """Settle the task. Without an error, the task is finished. After an Exception, the task is
+        tried again; after max_attempts deliveries, it becomes a dead letter instead. After any
+        other error, such as KeyboardInterrupt, the task returns to the place of its push, and the
+        delivery is not counted.
+
+        If a worker is killed during the last attempt, this method is not called. At the next claim
+        of the task, _Worker._deliver() makes a dead letter of the task."""
         queue, task, attempts = self._queue, self.task, _attempts_of(self.task.path)
         if error is None:
             queue.done(task)
@@ -5754,24 +5775,25 @@ class _Processing:
             self._lease.outcome = "retried"
 
     def abandon(self) -> None:
-        """Have the reclaim job take the task back soon, because its delivery could not be ended."""
+        """Make the reclaim job take the task back soon, because the delivery could not be ended."""
         self._worker.lease_dir.orphans[self.task.path] = None
         self._worker.house.reclaiming.sooner(0)
 
 
 # ==================================================================================================
 # 17. Worker pool: the loop behind work() and the command `work`.
-#     Invariant: each task that the pool takes is settled, given back or counted as lost. A signal
-#     never leaves a task in flight, whatever step of the pool it interrupts.
+#     Invariant: each task that the pool takes is settled, unless its lease is lost. If a task can't
+#     be settled because of trouble with the disk, or because the process ends first, a reclaim job
+#     takes the task back. This holds whatever step of the pool a signal interrupts.
 # ==================================================================================================
 
-# The pool ends with an error if, for so many seconds, every attempt to take a task has raised an
-# error that concerns one task (task_id).
+# The pool ends with an error if it has taken no task for so many seconds, because of errors with a
+# task_id: see _take_untroubled().
 _TROUBLE_S = 30.0
-# Two signals within so many seconds count as one. If a signal has ended a command, the pool waits
-# so long for a signal of its own.
+# Two signals within so many seconds count as one. If a signal may have ended a command, or the
+# reader of the output, _CommandPool (23) waits so long for the signal to this process.
 _ONE_SIGNAL_S = 0.3
-_SIGNAL_POLL_S = 0.15  # the main thread looks for signals that often while other threads work
+_SIGNAL_POLL_S = 0.15  # the pause between two looks at `signals`, while handlers run in threads
 _AFTER_FAILURE = {
     "retried": "to be retried",
     "failed": "a dead letter",
@@ -5782,9 +5804,9 @@ _AFTER_FAILURE = {
 class _WorkerPool:
     """The loop of work(): takes tasks and calls the handler for each.
 
-    The loop runs in `concurrency` threads. If `concurrency` is 1, it runs in the calling thread
-    instead. One thread at a time takes a task. Before each task is taken, is_stopped() is called. A
-    true result stops the pool.
+    The loop runs in `concurrency` threads. If `concurrency` is 1, the loop of work() runs in the
+    calling thread instead. One thread at a time takes a task. Before a thread looks for a task, and
+    again after a task was taken, is_stopped() is called. A true result stops the pool.
 
     Invariant: a task is in `_running` from before its handler is called until its delivery is
     counted. The thread that removes the task from `_running` counts the delivery. The lock of
@@ -5814,26 +5836,28 @@ class _WorkerPool:
         # queue is drained, or when this worker has been idle for idle_timeout_s.
         self._end_s = _end_s(time_limit_s, "time_limit_s")
         self.stop_numbers = [int(signal.Signals[name]) for name in self.stops]
-        self.signals: list[int] = []  # the signals that came
+        self.signals: list[int] = []  # the signals that _on_signal() did not ignore
         self._last_signal_s = 0.0
         self.counts: Counter[str] = Counter()  # by the fields of WorkCounts
         self._running: dict[int, FemtoTask] = {}  # by the id() of the task
         self._changed = threading.Condition()
         self._take_lock = threading.Lock()  # held by the thread that takes a task
-        # The time of the first error since _take_untroubled() started the time anew (monotonic
-        # clock). inf: no error since then.
+        # The time of the first error in the current series of errors with a task_id (monotonic
+        # clock). inf: there is no series. _take_untroubled() says what ends a series.
         self._trouble_s = float("inf")
-        self._is_interruptible = False  # the second signal is to interrupt the handler
-        # The exception that ends the pool. It is from a handler, pop() or the end of a delivery.
+        self._is_interruptible = False  # True: the second signal interrupts the handler
+        # The exception that ends the pool, for example of a handler, of pop(), or of the end of a
+        # delivery.
         self._error: BaseException | None = None
 
     def run(self) -> WorkCounts:
-        """Work until told to stop, and return the counts.
+        """Work until the pool is told to stop, until idle_timeout_s or time_limit_s is over, or
+        (with drain) until no task is left. Return the counts.
 
         Raises the exception with which a handler ended the pool, such as SystemExit. Raises the
         error of pop(), or of the end of a delivery. But if a signal came before the running
-        handlers had finished, an OSError is only logged. A second signal gives back the tasks of
-        the running handlers, and nothing is raised."""
+        handlers had finished, an OSError is only logged. After a second signal, the tasks of the
+        running handlers are given back, and nothing is raised."""
         with self._signals_handled():
             if self._is_threaded:
                 self._work_in_threads()
@@ -5848,7 +5872,8 @@ class _WorkerPool:
         return WorkCounts(**self.counts)
 
     def _work_in_threads(self) -> None:
-        """Run the loop in threads, until the threads end or the second signal comes."""
+        """Run the loop in threads, until the threads end or the second signal comes. Raises
+        RuntimeError if not even one thread can be started."""
         # Daemon threads, so that a handler that never returns does not keep the process alive.
         threads = [
             threading.Thread(target=self._work, daemon=True) for _ in range(self._concurrency)
@@ -5856,7 +5881,7 @@ class _WorkerPool:
         try:
             for thread in threads:
                 thread.start()
-        except RuntimeError:  # the system allows no more threads; those that run are enough
+        except RuntimeError:  # the system allows no more threads; one thread is enough
             if threads[0].ident is None:
                 raise
         for thread in threads:
@@ -5866,8 +5891,8 @@ class _WorkerPool:
                 thread.join(_SIGNAL_POLL_S)
 
     def _work(self) -> None:
-        """Take tasks and handle them until the pool is stopped, or the queue is drained. An
-        exception stops the whole pool; the first one is kept."""
+        """Take tasks and handle them until _is_stopping() returns True. An exception that reaches
+        this method stops all threads of the pool. The first such exception is kept in `_error`."""
         try:
             while True:
                 with self._take_lock:
@@ -5884,14 +5909,14 @@ class _WorkerPool:
         return bool(is_over or self._is_stopped())
 
     def _take_untroubled(self) -> FemtoTask | None:
-        """Take a task as _take() does. If a single task makes trouble, log the error and return
-        None, because the other tasks are not affected.
+        """Take a task as _take() does. If an error concerns a single task, and so has a task_id,
+        log the error and return None, because the other tasks are not affected.
 
-        Raises an OSError or MemoryError that has no task_id. Also raises an error with a task_id if
-        every attempt to take a task has met such trouble for more than _TROUBLE_S, and no handler
-        runs. This time starts anew when a task is taken. Without drain, the time also starts anew
-        when a wait finds no task. With drain it goes on, because the pool may be waiting for the
-        tasks that make trouble."""
+        Raises an OSError or MemoryError without a task_id. Also raises an error with a task_id if
+        a series of such errors has lasted for more than _TROUBLE_S, and no handler runs. A series
+        ends when a task is taken. Without drain, a series also ends when a wait finds no task. With
+        drain, such a wait does not end the series, because the pool may be waiting for the tasks
+        that make trouble."""
         try:
             task = self._take()
         except (OSError, MemoryError) as error:
@@ -5907,8 +5932,12 @@ class _WorkerPool:
         return task
 
     def _take(self) -> FemtoTask | None:
-        """Take a task, or return None if no task comes for a moment. The wait is short, because no
-        event reports that the result of is_stopped() has changed."""
+        """Take a task, put it into `_running`, and return it. Return None if no task comes within
+        _BASE_INTERVAL_S. The wait is short, because no event reports that the result of
+        is_stopped() has changed.
+
+        If the pool is stopping when a task comes, give the task back and return None. If the queue
+        is drained, or if this worker has been idle for idle_timeout_s, stop the pool (`_end_s`)."""
         queue, wait_s = self._queue, _BASE_INTERVAL_S
         task: FemtoTask | None = (
             next(queue.drain(wait_s), None) if self._drain else queue.pop(wait_s)
@@ -5927,8 +5956,9 @@ class _WorkerPool:
         return None
 
     def _process(self, task: FemtoTask) -> None:
-        """Handle a task. Count how its delivery ended, and log an exception of the handler or of
-        the delivery's end."""
+        """Call the handler for a task, within processing(), and count how the delivery ended. Log
+        an Exception of the handler or of the end of the delivery. Any other exception, such as
+        SystemExit, propagates."""
         processing, lease, has_begun = self._queue.processing(task), _lease_of(task), False
         try:
             with processing:
@@ -5944,9 +5974,9 @@ class _WorkerPool:
                 why = str(error).partition("\n")[0]
             text = "%s: try %d failed, %s: %s"
             _log().error(text, task.id, task.attempts, then, why, exc_info=cause)
-            # Without an outcome, the delivery has not ended: the disk failed, or no thread could be
-            # started to renew the lease. Then this error ends the pool, as an error of pop()
-            # without a task_id does.
+            # Without an outcome, the delivery has not ended. For example, the disk failed, or no
+            # thread could be started to renew the lease. So `error` ends the pool, like an error of
+            # pop() without a task_id.
             if not lease.outcome:
                 self._error = self._error or error
                 if not has_begun:
@@ -5957,7 +5987,8 @@ class _WorkerPool:
     def _count(self, task: FemtoTask, outcome: str) -> None:
         with self._changed:
             self._idle_end_s = _end_s(self._idle_timeout_s)
-            # If the task is not there, _abort() or the task's own thread has counted it.
+            # If the task is not in `_running`, another thread has counted the delivery: _abort(),
+            # or the thread that called the handler.
             if self._running.pop(id(task), None) is not None:
                 self.counts[outcome] += 1
             self._changed.notify_all()
@@ -5973,15 +6004,15 @@ class _WorkerPool:
 
     def _abort(self) -> None:
         """Give back the tasks that other threads handle. If the calling thread handled a task, the
-        task has been given back already."""
+        delivery of that task has ended, and the task is not in `_running`."""
         for task in [*self._running.values()]:
             if self._give_back(task):
                 self._count(task, "released")
 
     def _give_back(self, task: FemtoTask) -> bool:
-        """Release a task to the front of the queue, uncounted. Return False if its delivery has
-        just ended. If the task can't be moved, also return False; the reclaim job then takes the
-        task back later."""
+        """Release a task to the front of the queue, uncounted, and return True. Return False if the
+        delivery has just ended, or if the lease is lost. Also return False if release() raises
+        OSError. If the task is still leased then, the reclaim job soon takes it back."""
         try:
             self._queue.release(task, front=True, counted=False)
             return True
@@ -5994,8 +6025,8 @@ class _WorkerPool:
 
     @contextmanager
     def _signals_handled(self) -> Iterator[None]:
-        """Handle the signals that stop the pool while the block runs. Does nothing outside the main
-        thread."""
+        """While the block runs, pass the signals in `stops` to _on_signal(). Outside the main
+        thread, do nothing: Python sets signal handlers in the main thread only."""
         import signal
 
         is_main = threading.current_thread() is threading.main_thread()
@@ -6008,7 +6039,7 @@ class _WorkerPool:
         def handle(number: int, frame: object) -> None:
             if os.getpid() == pid:
                 self._on_signal(number)
-            else:  # a child that a task's handler forked: handle the signal as before work()
+            else:  # in a child that a task's handler forked: act on the signal as before work()
                 signal.signal(number, before[number])
                 os.kill(os.getpid(), number)
 
@@ -6025,11 +6056,12 @@ class _WorkerPool:
         the signal handler."""
 
     def _on_signal(self, number: int) -> None:
-        """Note a signal. The first signal stops the pool. After the second, the tasks that are
-        handled are given back: a KeyboardInterrupt ends a handler in this thread, and run() does
-        not wait for handlers in other threads. A third signal changes nothing."""
-        # timeout(1), or a terminal that is closed, sends two signals: one to the process, and one
-        # to its process group.
+        """Note a signal. The first signal stops the pool: no further task is taken. The second
+        signal gives back the tasks whose handlers still run. A handler in this thread is ended by
+        KeyboardInterrupt, and run() does not wait for handlers in other threads. A third signal is
+        only noted."""
+        # timeout(1) sends two signals, one to the process and one to the process group. A terminal
+        # that is closed does so, too. The second of the two is ignored here.
         if self.signals and time.monotonic() < self._last_signal_s + _ONE_SIGNAL_S:
             return
         self._last_signal_s = time.monotonic()
@@ -6041,7 +6073,7 @@ class _WorkerPool:
 
 
 # ==================================================================================================
-# 18. Inspection: check(). Each kind of finding has a method that looks for it.
+# 18. Inspection: check(). It reads names, records and locks, and reports what is wrong.
 #     Invariant: without `repair` nothing is changed. With `repair`, a change must be safe while
 #     other processes work on the queue.
 # ==================================================================================================
@@ -6054,8 +6086,8 @@ class _Inspector:
         self._worker, self._files, self._repair = worker, worker.files, repair
 
     def findings(self) -> Iterator[Finding]:
-        """Yield all findings. A file or directory that can't be read is a finding, too, and does
-        not stop the other methods."""
+        """Yield the findings of all methods. If a method raises OSError, the error is a finding,
+        too. The rest of that method is skipped, and the other methods still run."""
         keys, house, root = self._worker.keys, self._worker.house, self._files.root
         for look in (
             self._system(),
@@ -6103,8 +6135,9 @@ class _Inspector:
                     text = "not the file system of data_dir: rename() can't move files between them"
                     yield Finding("file system", name, text)
 
-        # RACE: a worker makes or removes its lease directory after `directories` was listed. So a
-        # name of the form inflight-<node> is not foreign, unless a file or a link has the name.
+        # RACE: a worker makes its lease directory after `directories` was listed, or removes it
+        # after data_dir was listed. So a name of the form inflight-<node> is not foreign, unless a
+        # regular file or a symbolic link has the name.
         def is_dir(name: str) -> bool:
             is_other = os.path.isfile(root + name) or os.path.islink(root + name)
             return name in directories or (_parse_node_dir(name) is not None and not is_other)
@@ -6119,8 +6152,9 @@ class _Inspector:
                     yield Finding("foreign", path, "does not belong to the queue")
 
     def _records(self) -> Iterator[Finding]:
-        """Yield a finding for each id that is in two places, and for each record that is corrupt or
-        can't be read. With `repair`, a corrupt task that waits is moved to failed/."""
+        """Read the record of each task and of each buffered payload. Yield a finding for each id
+        that is in two places, and for each record that is corrupt or can't be read. With `repair`,
+        a corrupt task that waits is moved to failed/."""
         seen: dict[str, str] = {}
         for entry in self._files.find(*STATES, "keys"):
             other, seen[entry.id] = seen.get(entry.id, ""), entry.path
@@ -6129,13 +6163,13 @@ class _Inspector:
             try:
                 self._files.read(entry.path, entry.id)
             except FileNotFoundError:
-                continue  # RACE: another process moved the task after it was listed
+                continue  # RACE: another process moved or removed the task after it was listed
             except OSError as error:
                 _raise_if_no_errno(error)
                 yield Finding("unreadable", entry.path, str(error))
             except CorruptTask as error:
                 if entry.directory == "failed" and self._files.exists(f"{entry.path}.error"):
-                    continue  # a dead letter that was quarantined because it is corrupt
+                    continue  # usually the reason says that this dead letter is corrupt
                 is_mended = False
                 if self._repair and entry.directory in _WAITING_DIRS:
                     with suppress(OSError):
@@ -6156,8 +6190,9 @@ class _Inspector:
     def _mended(
         self, look: Callable[[], dict[str, tuple[str, str]]], mend: Callable[[], None]
     ) -> Iterator[Finding]:
-        """Yield a finding for each path that look() returns, with its kind and text. With `repair`,
-        call mend(), and then look() again: a path that look() no longer returns was repaired."""
+        """Yield a finding for each path that look() returns, with the kind and the text that look()
+        gives. With `repair`, call mend(), and then look() again. A path that the second look() does
+        not return counts as repaired."""
         found = left = look()
         if found and self._repair:
             mend()
@@ -6169,14 +6204,15 @@ class _Inspector:
 # ==================================================================================================
 # 19. Tickets: first come, first served, between processes.
 #     A line is a directory. A member is a participant in the line; its ticket is a file, which the
-#     member keeps locked. A waiting member looks at the tickets in front of its own from time to
-#     time: TicketQueue._lives() finds out whether the member of a ticket is dead, and removes the
-#     ticket then.
+#     member keeps locked. From time to time, a waiting member looks at the tickets, from the first
+#     one up to the first ticket whose member lives. If the member of a ticket is dead,
+#     TicketQueue._lives() removes the ticket.
 #     Invariant: a ticket's file is locked before the file gets the name of a ticket. Files get
 #     these names in the order of the numbers of the tickets. A member locks and renames its file
-#     while it holds the lock of the file "last". If the member lost that lock meanwhile, the member
-#     removes its new ticket. When the lock of a ticket has ended, the member never locks the ticket
-#     again. So any process may remove the ticket of a dead member.
+#     while it holds the lock of the file "last". If a process that did not heed that lock may have
+#     drawn a number meanwhile, the member removes its new ticket: see _Numbers.check(). When the
+#     lock of a ticket has ended, the member never locks the ticket again. So any process may remove
+#     the ticket of a dead member.
 # ==================================================================================================
 
 _MAX_REDRAWS = 8  # how often a member draws another number after trouble with other hosts
@@ -6187,10 +6223,11 @@ _REDRAW_ERRNOS = (*_MISSING_ERRNOS, errno.EEXIST, errno.ENOTSUP)
 class _Numbers:
     """The numbers of the tickets in a line. The file "last" holds the number that was drawn last.
     The caller of each method holds the lock of "last". Room 20 has another class for a file system
-    that other hosts write to; _open_files() chooses.
+    that other hosts write to. _open_files() chooses the class; _join_with() changes the class if
+    SHARED exists.
 
-    `late`: if a ticket was not touched for this part of stale_timeout, other hosts may have passed
-    the ticket over. On a local file system, no other host does so."""
+    `late`: if a member has not touched its ticket for this part of stale_timeout, another host may
+    be about to pass the ticket over. On a local file system, no other host does so."""
 
     late = float("inf")
 
@@ -6208,12 +6245,12 @@ class _Numbers:
         return number
 
     def check(self, number: int) -> None:
-        """Raise FileExistsError if another host may have drawn a number before this ticket was in
-        line. On a local file system, the lock of "last" prevents this.
+        """Raise FileExistsError if an object that does not heed our lock of "last" may have drawn a
+        number before this ticket was in line. On a local file system, such objects use another kind
+        of mount ("mounts" in room 20).
 
-        RACE: an object on another kind of mount makes SHARED after this member looked for SHARED in
-        _join_with(). That object does not heed our lock ("mounts" in room 20), and draws a number,
-        too. So FileExistsError is raised, and this member tries again."""
+        RACE: such an object makes SHARED after this member looked for SHARED in _join_with(), and
+        then draws a number, too. So FileExistsError is raised, and this member tries again."""
         if self._files.has_other_mounts():
             raise FileExistsError(errno.EEXIST, "another mount is in use", self._root)
 
@@ -6224,19 +6261,19 @@ class _Numbers:
 
 
 class _HeldTicket:
-    """A ticket that this object holds. `member`: the name of its file. `lock`: the locked file.
-    `touched_s`: the start of the last touch that came in time (wall clock)."""
+    """A ticket that a TicketQueue object holds. `member`: the name of its file. `lock`: the locked
+    file. `touched_s`: the start of the last touch that came in time (wall clock)."""
 
-    had_turn = False  # the ticket was the first in line at least once
+    had_turn = False  # True: is_head() has found this ticket to be the first in line
 
     def __init__(self, member: str, lock: _FileLock, touched_s: float) -> None:
         self.member, self.lock, self.touched_s = member, lock, touched_s
 
 
 def _despite_cleanup(step: Callable[[], _Found], path: str) -> _Found:
-    """Call step(), and return the result. If maybe_cleanup() in another process removed the
-    directory meanwhile, call step() again. Raises FileNotFoundError after _MAX_REPLACED attempts:
-    the path is a broken link."""
+    """Call step(), and return the result. If step() raises FileNotFoundError, because
+    maybe_cleanup() in another process removed the directory meanwhile, call step() again. Raises
+    FileNotFoundError after _MAX_REPLACED attempts: most likely the path is a broken link."""
     for _ in range(_MAX_REPLACED):
         with suppress(FileNotFoundError):
             return step()
@@ -6252,7 +6289,8 @@ class TicketQueue:
     queue_dir:  the directory of the line, which is made if it is missing.
     stale_timeout:  seconds (wall clock). A ticket of another host, or of an earlier boot, is passed
         over when it was not touched for so long. None: such a ticket is never passed over. Hosts
-        that share a line need the same value, of more than 10 seconds.
+        that share a line need the same value, of more than 10 seconds. On a file system that is
+        certainly local, the value has no effect (see below).
 
     A member is a participant in the line. Its ticket is a file, <number>~<boot>~<random>, which the
     member keeps locked. The lock ends with the process. So processes on the same host pass a dead
@@ -6260,19 +6298,20 @@ class TicketQueue:
 
     Other hosts do not rely on that lock, and neither does the same host after a reboot. They pass a
     ticket over when its file was not touched for stale_timeout seconds. But if the file system is
-    certainly local (on Linux), the host relies on the lock after a reboot, too. Each is_head() of
-    the member touches the ticket. The member's turn() touches the ticket regularly, from the start
-    of the wait to the end of the block.
+    certainly local (on Linux), the host relies on the lock after a reboot, too. The host may also
+    do so where the system shows no boot id, because the reboot may go unnoticed there. Each
+    is_head() of the object that holds the ticket touches the file. With a stale_timeout, turn()
+    touches the file regularly, from the start of the wait to the end of the block.
 
     On a file system that other hosts write to, a member may be cut off from the network. If a
     waiting member could not touch its ticket for three quarters of stale_timeout, another host may
     be about to pass the ticket over. So is_head() and turn() give the ticket up. A member that is
-    cut off during its turn is passed over, too. Then is_head() returns False, but turn() does not
-    interrupt the block.
+    cut off for so long during its turn may be passed over, too. Then is_head() returns False, but
+    turn() does not interrupt the block.
 
     Threads may share an object. A forked child, a copy and an unpickled object hold no ticket.
     Raises OSError if queue_dir can't be made, and ValueError or TypeError for an invalid argument.
-    Where flock is not available, register() and turn() raise OSError.
+    Where flock is not available, register(), turn() and maybe_cleanup() raise OSError.
     """
 
     def __init__(
@@ -6301,7 +6340,7 @@ class TicketQueue:
     def register(self) -> tuple[int, str]:
         """Take the next ticket, and return its number, and the name of its file in queue_dir. The
         number is 1 or more. The name stands for the member: pass it to remove(). The call blocks
-        only while other processes register, or run maybe_cleanup().
+        only while another process or thread takes a ticket, or runs maybe_cleanup().
 
         Raises OSError for trouble with the disk. Also raises OSError if each of several attempts
         failed because this host was cut off from the network and another host registered meanwhile.
@@ -6324,20 +6363,21 @@ class TicketQueue:
             time.sleep(_REDRAW_PAUSE_S)
 
     def _join_with(self, last: _FileLock) -> _HeldTicket:
-        """Take the next ticket, with the lock of "last" held.
+        """Take the next ticket. The caller holds the lock of "last".
 
         RACE: this host is cut off from the network, and loses that lock without notice ("flock" in
-        room 20). Meanwhile another host registers. Or another host removes this member's file as a
-        leftover of a dead process, because the name of the file still begins with ".". In both
-        cases OSError is raised with one of _REDRAW_ERRNOS, and the caller tries again. One of them
-        is ENOTSUP: if the member's file was removed after its opening, flock() raises EBADF (NFS),
-        and acquire_exclusive() raises ENOTSUP instead."""
+        room 20). Another host takes the lock, and draws a number. Or, in _locked(), the other host
+        removes this member's file as a leftover of a dead process, because the name of the file
+        still begins with ".". In both cases OSError is raised with one of _REDRAW_ERRNOS, and the
+        caller tries again. ENOTSUP is one of these numbers for this reason: if the member's file
+        was removed after its opening, flock() raises EBADF (NFS), for which acquire_exclusive()
+        raises ENOTSUP."""
         if self._files.has_other_mounts():
             self._numbers = self._files.if_shared[1](self._files)
         number = self._numbers.draw(last, max(map(_stamp_of, self._tickets()), default=0))
         began_s = time.time()
         name = f"{number:020d}~{self._boot}~{os.urandom(8).hex()}"
-        # A name that begins with "." is no ticket. The file gets the name of a ticket when it is
+        # A name that begins with "." is no ticket. The file gets the name of a ticket after it was
         # locked.
         lock = self._files.open_lock(f".{name}")
         try:
@@ -6345,8 +6385,8 @@ class TicketQueue:
             self._files.move(f".{name}", name)
             self._numbers.check(number)
         except BaseException:
-            # If the file was not renamed, its name still begins with ".". The next _locked(), in
-            # any process, removes such a file.
+            # Remove the ticket if the file was renamed. If not, the name still begins with ".", and
+            # the next _locked(), in any process, removes the file.
             self._files.remove(name)
             lock.close()
             raise
@@ -6360,23 +6400,24 @@ class TicketQueue:
         If this object holds the ticket, the call touches its file. Tickets of dead members at the
         front of the line are removed.
 
-        Also returns False if this object holds the ticket and could not touch its file in time,
-        because another host may have passed the ticket over. In this case, a ticket that was never
-        found to be the first in line is removed. A ticket that was the first before is kept, but
-        another member may have the turn now. The caller must stop the work, and call remove().
+        Also returns False if this object holds the ticket and could not touch its file in time.
+        Another host may have passed the ticket over then. If is_head() of this object has returned
+        True for the ticket before, the ticket is kept, but another member may have the turn now. So
+        the caller must stop the work, and call remove(). Any other ticket is removed.
         """
         first = next(filter(self._lives, self._tickets()), "")
         is_first = first != "" and _stamp_of(first) == ticket
         for member, held in list(self._held_tickets.items()):
             if _stamp_of(member) != ticket:
                 continue
-            # Touch the ticket after the look at the line, because that look may have taken long.
+            # Touch the ticket after the look at the line. If the look took too long, the touch
+            # comes too late, and is_head() returns False.
             if not self._touch(held):
                 if not held.had_turn:
                     self.remove(member)
                 return False
-            # Compare the whole name: if our ticket was removed, another ticket may have the same
-            # number.
+            # Compare the whole name. If our ticket was removed, another ticket may have the same
+            # number, because the numbers start again after maybe_cleanup().
             is_first = member == first
             held.had_turn |= is_first
         return is_first
@@ -6398,21 +6439,22 @@ class TicketQueue:
                 held.lock.close()
 
     def cleanup_stale(self) -> int:
-        """Remove the tickets of dead members, and return how many were removed. A member of another
-        host, or of an earlier boot, counts as dead when its ticket was not touched for
-        stale_timeout."""
+        """Remove the tickets of dead members, and return how many were removed. A member counts as
+        dead when its ticket is to be passed over: see TicketQueue. The number includes tickets that
+        other calls removed meanwhile."""
         return sum(not self._lives(member) for member in self._tickets())
 
     def is_empty(self) -> bool:
-        """Return True if no living member is in line. Tickets of dead members are removed."""
+        """Return True if no living member is in line. The tickets of dead members in front of the
+        first living member are removed."""
         return not any(map(self._lives, self._tickets()))
 
     def maybe_cleanup(self) -> bool:
         """Remove queue_dir if no living member is in line, and return whether it was removed.
 
-        Returns False if queue_dir does not exist, or if queue_dir has other files. A register() in
-        another process waits until queue_dir is removed, and then makes queue_dir again. The
-        numbers start at 1 again.
+        Returns False if queue_dir does not exist, or if queue_dir has other files. A register()
+        that comes meanwhile waits until queue_dir is removed, and then makes queue_dir again. In
+        this case, maybe_cleanup() may return False. After a removal, the numbers start at 1 again.
 
         On a file system that other hosts write to, queue_dir is never removed. Another host might
         lock the removed file "last", and take the removed file for the new one.
@@ -6457,15 +6499,15 @@ class TicketQueue:
         finally:
             try:
                 over.set()
-                # The member is not in `_held_tickets` in a forked child, or if is_head() has
-                # removed the ticket.
+                # The member is not in `_held_tickets` in a forked child, or if is_head() or a call
+                # of remove() has removed the ticket.
                 if member in self._held_tickets:
                     self.remove(member)
-            finally:  # also after Ctrl-C: then the lock ends with its last reference
+            finally:  # even if Ctrl-C ends remove(): the lock then ends with its last reference
                 self._held_tickets.pop(member, None)
 
     def __del__(self) -> None:
-        # `_held_tickets` is missing if the constructor raised.
+        # `_held_tickets` is missing if the arguments did not fit the parameters of __init__().
         if _is_whole:
             for member in list(self.__dict__.get("_held_tickets", ())):
                 _finalize(self.remove, member)
@@ -6476,15 +6518,16 @@ class TicketQueue:
     def _touch_until(self, member: str, over: threading.Event) -> None:
         pause_s = min(self._stale_s / 4, threading.TIMEOUT_MAX)
         while not over.wait(pause_s) and (held := self._held_tickets.get(member)):
-            # An OSError is ignored. If the disk failed, the next round tries again. RACE: another
-            # thread gave the ticket up just now. Then the next round finds no ticket in
-            # `_held_tickets`.
+            # An OSError is ignored: after trouble with the disk, the next round tries again. If the
+            # ticket was given up meanwhile, the next round does not find the ticket in
+            # `_held_tickets`, and this thread ends.
             with suppress(OSError):
                 self._touch(held)
 
     def _touch(self, held: _HeldTicket) -> bool:
-        """Touch the file of a ticket. Return False if the touch came too late, so that another host
-        may have passed the ticket over, or if the ticket was given up.
+        """Touch the file of a ticket, and return True. Return False if the touch came too late: in
+        that case, another host may have passed the ticket over. Also return False if the ticket was
+        given up.
 
         The time is read again after the touch, because the touch itself may have taken long."""
         began_s = time.time()
@@ -6498,8 +6541,8 @@ class TicketQueue:
         return False
 
     def _is_one_kernel(self) -> bool:
-        """Return whether only processes of this kernel use the line. If so, a ticket whose lock is
-        free is of a dead member, whatever its <boot> is."""
+        """Return whether, for certain, only processes of this kernel use the line. If so, a ticket
+        whose lock is free is of a dead member, whatever the <boot> of the ticket is."""
         return self._files.is_local and not self._files.has_other_mounts()
 
     @property
@@ -6508,11 +6551,13 @@ class TicketQueue:
 
     @contextmanager
     def _locked(self) -> Iterator[_FileLock]:
-        """Hold the lock of "last", the file with the last number, and yield that lock.
+        """Hold the lock of the file "last", and yield that lock.
 
-        CRASH: a process that dies in _join_with(), before the rename, leaves a file whose name
-        begins with ".". A living process has such a file only while it holds this lock. So a file
-        that is found here belongs to a dead process, and is removed."""
+        CRASH: if a process dies in _join_with(), after open_lock() and before the rename, a file
+        whose name begins with "." stays in the line. It also stays if one of these steps raises an
+        error. A process needs such a file only while it holds this lock. So each such file that is
+        found here is a leftover, and is removed. (A host that lost the lock without notice may
+        still need the file: see _join_with().)"""
         lock = _despite_cleanup(self._lock_last, self._root)
         try:
             for name in self._files.names(""):
@@ -6535,16 +6580,16 @@ class TicketQueue:
 
     def _lives(self, member: str) -> bool:
         """Return whether a member lives. If not, remove its ticket. A member of this boot counts as
-        dead when its lock is free. A member of another host, or of an earlier boot, counts as dead
-        when its ticket was not touched for stale_timeout. But if only processes of this kernel use
-        the line, the lock decides for every member."""
-        with _ignore_missing():  # RACE: the member gave its ticket up after it was listed
+        dead when the lock of its ticket is free. A member of another host, or of an earlier boot,
+        counts as dead when its ticket was not touched for stale_timeout. But if only processes of
+        this kernel use the line, the lock decides for every member."""
+        with _ignore_missing():  # RACE: the member or another process removed the ticket
             with closing(self._files.open_lock(member, os.O_RDWR)) as lock:
                 if member.split("~")[1] == self._boot or self._is_one_kernel():
                     is_dead = lock.try_exclusive()
                 else:
-                    # Ask for the time of the open file: by its path, a network file system may
-                    # return a time that is a minute old.
+                    # Ask by the descriptor for the time of the last touch. If asked by the path, a
+                    # network file system may return a time that is a minute old.
                     is_dead = time.time() - os.fstat(lock.fd).st_mtime > self._stale_s
             if not is_dead:
                 return True
