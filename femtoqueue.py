@@ -7881,9 +7881,9 @@ class _CommandPool(_WorkerPool):
     # A task
 
     def _run_command(self, task: FemtoTask) -> None:
-        """Run CMD for a task. If CMD fails after this worker was told to stop, give the task back,
-        uncounted. Raises _CommandFailed if CMD fails otherwise. Raises SystemExit for trouble of
-        this worker: the worker ends, and the block of processing() gives the task back,
+        """Run CMD for a task. If CMD fails and this worker was told to stop, give the task back,
+        uncounted. Raises _CommandFailed for any other failure of CMD. Raises SystemExit for trouble
+        of this worker: the worker ends, and the block of processing() gives the task back,
         uncounted."""
         try:
             with ExitStack() as files:
@@ -7985,9 +7985,9 @@ class _CommandPool(_WorkerPool):
         time limit (--task-timeout), end the job.
 
         Returns two values. The first is the status of CMD's process (_Process.status), or None if
-        CMD still ran at the time limit. The second is True if CMD failed because this worker was
-        told to stop. Raises the error of a relay. Raises SystemExit if the second signal came
-        before this call. If CMD still runs when an error is raised, the job is ended first."""
+        CMD still ran at the time limit. The second is the result of _ended_by_stop(). Raises the
+        error of a relay. Raises SystemExit if the second signal came before this call. If CMD still
+        runs when an error is raised, the job is ended first."""
         # Event.wait() refuses a time of more than TIMEOUT_MAX. Half of TIMEOUT_MAX leaves room for
         # the rounding of `end_s`.
         time_limit_s = min(self._options.task_timeout or 0.0, threading.TIMEOUT_MAX / 2) or None
@@ -8052,8 +8052,8 @@ class _CommandPool(_WorkerPool):
             raise _CommandFailed(f"{what}\n{tail}".rstrip())
 
     def _ended_by_stop(self, status: int | None, task: FemtoTask) -> bool:
-        """Return True if CMD exited with an error, or a signal ended CMD, after this worker was
-        told to stop. The attempt is then not counted, because the signal may have come to CMD, too.
+        """Return True if CMD failed by itself or by a signal, and this worker was told to stop. The
+        attempt is then not counted, because the signal to stop may have come to CMD, too.
 
         RACE: a scheduler signals CMD and this worker. CMD ends before the signal has come to this
         worker. So if one of the signals that stop a worker has ended CMD, wait up to _ONE_SIGNAL_S
@@ -8089,11 +8089,12 @@ def _end_of_file(file: Any, begin: int) -> bytes:
 #     TOPIC: a new command. It touches these places:
 #     - Here, a function _NAME_command(options), below the decorator @_command: see
 #       _retry_command(). The decorator has an _argument() for each argument and option. A new kind
-#       of value needs a parser in _TYPES. The first line of the docstring also stands in the
-#       overview. The docstring has an example.
+#       of value needs a parser in _TYPES. The first line of the docstring also stands in the list
+#       of commands (`femtoqueue --help`). The docstring has an example.
 #     - Room 12, a public method, if the command needs a new one.
 #     - The README, table "All commands": .ci/lint.py looks for each command in this table.
-#     - The test of --help in test.py: it knows the number of commands, and limits the help texts.
+#     - The test of --help in test.py, which has the number of commands. The test also limits a help
+#       text to 24 lines of 80 columns.
 #     A new option of a command needs only the _argument(), the code that uses it, and a test.
 # ==================================================================================================
 
@@ -8124,7 +8125,7 @@ def main(argv: list[str] | None = None) -> int:
                 stream.flush()
             except OSError:
                 # The error was reported, or the reader has ended. The interpreter flushes the
-                # streams again when it exits, and that must not fail.
+                # streams again when it exits. This flush must not fail, so it goes to /dev/null.
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
@@ -8241,8 +8242,9 @@ def _argument(words: str, text: str = "", group: str = "", **settings: Any) -> _
 
     words: the names, then the value in capitals, as in "-j --jobs N". A flag has no value.
     text: the help.
-    group: only one argument of a group may be given. But if the name of the group ends with a
-    colon, all arguments of the group may be given, and the name is their title in the help."""
+    group: "": no group. Of the arguments with the same group, only one may be given. But if the
+    name of the group ends with a colon, all of them may be given, and the name is their title in
+    the help."""
     *names, value = words.split()
     if isinstance(settings.get("default"), str):
         text += " (default: %(default)s)"
@@ -8253,7 +8255,8 @@ def _argument(words: str, text: str = "", group: str = "", **settings: Any) -> _
 
 def _parse_arguments(argv: list[str]) -> Any:
     """Return the options of a command line. Their attribute `run` is the function of the command.
-    Raises SystemExit for --help, for --version, and for a wrong command line."""
+    Their attribute `after_dashes` has the words after `--` if the command is push or work. Raises
+    SystemExit for --help, for --version, and for a wrong command line."""
     import argparse
 
     parser, commands = _make_parser()
@@ -8308,8 +8311,8 @@ def _add_arguments(command: Any, arguments: Iterable[_Argument]) -> None:
 
 
 def _refuse_command(parser: Any, commands: Iterable[str], argv: list[str]) -> None:
-    """Exit, because the command line does not begin with a command: it asks for help, or is
-    wrong."""
+    """Exit, because the command line does not begin with a command. Either the command line asks
+    for help, or it is wrong."""
     import difflib
 
     word, hint = argv[0] if argv else "-", "the command comes first, as in: push DIR PAYLOAD"
@@ -8351,8 +8354,8 @@ def _timestamp(text: str) -> float:
 
 def _utf8_argument(text: str) -> str:
     """Decode the bytes of an argument as UTF-8, whatever the locale is, because a key must be the
-    same key in every locale. `text` is what Python has decoded by the locale. If the bytes are not
-    UTF-8, return `text`."""
+    same key in every locale. `text` is the argument as Python has decoded it by the locale. If the
+    bytes are not UTF-8, return `text`."""
     with suppress(UnicodeError):
         return os.fsencode(text).decode()
     return text
@@ -8477,7 +8480,7 @@ def _push_command(options: Any) -> None:
     """Add tasks, and print their ids.
 
     Without PAYLOAD, push standard input. If PAYLOAD begins with -, put it after --.
-    HOW if KEY's task is leased: buffer PAYLOAD behind it, update it, or reject.
+    If KEY's task is leased, HOW can be buffer (behind the task), update or reject.
 
     Example: femtoqueue push jobs 'resize 42.png'
     """
@@ -8535,7 +8538,7 @@ def _push_all(push: Callable[[bytes], str], payloads: Iterable[bytes]) -> None:
 
 def _pieces(chunks: Iterable[bytes], end: bytes) -> Iterator[bytes]:
     """Yield the pieces of a stream. A piece is yielded as soon as the byte after it, `end`, has
-    come. The last piece may also end with the stream."""
+    come. If no `end` follows the last bytes of the stream, these bytes are a piece, too."""
     rest = bytearray()
     for chunk in chunks:
         rest += chunk
@@ -8570,17 +8573,17 @@ def _pieces(chunks: Iterable[bytes], end: bytes) -> Iterator[bytes]:
 def _work_command(options: Any) -> int:
     """Run CMD for each task, with the payload on its standard input.
 
-    In an argument of CMD, {} stands for the payload. A payload that can't be an
-    argument (it has a zero byte, or is too long) becomes a dead letter at once.
-    Give {} to `sh -c` as an argument of its own: within the script, the payload
-    would run as code. CMD's environment has FEMTOQUEUE_ID, FEMTOQUEUE_ATTEMPT and
-    FEMTOQUEUE_KEY.
+    In an argument of CMD, {} stands for the payload. If CMD has {}, and the payload
+    can't be an argument (it has a zero byte, or is too long), the task becomes a
+    dead letter at once. Give {} to `sh -c` as an argument of its own: within the
+    script, the payload would run as code. CMD's environment has FEMTOQUEUE_ID,
+    FEMTOQUEUE_ATTEMPT and FEMTOQUEUE_KEY.
 
-    If CMD exits with 0, the task is done. Otherwise the task is tried again after a
-    pause. After the last try, the task becomes a dead letter, with a reason: how
-    CMD ended, and the end of its standard error. CMD's output is passed on at once,
-    with -j 2 or more in whole lines. The progress is written as a line every 10 s.
-    On a terminal, one line is rewritten in place.
+    If CMD exits with 0, the task is done. If CMD fails, the task is tried again
+    after a pause. After --max-attempts tries, the task becomes a dead letter, with
+    a reason: how CMD ended, and the end of CMD's standard error. CMD's output is
+    passed on at once, with -j 2 or more in whole lines. The progress is written as
+    a line every 10 s. On a terminal, one line is rewritten in place.
 
     After SIGTERM, SIGHUP, SIGUSR1, SIGUSR2 or Ctrl-C, the running commands finish,
     and no other command starts. A second signal, at least 0.3 s later, is passed to
@@ -8593,8 +8596,8 @@ def _work_command(options: Any) -> int:
     limit, and comes first in the next job.
 
     If this worker is killed, its commands are killed. If a lease is lost, CMD goes
-    on. A lease is lost if this worker is stopped for longer than --timeout, or if
-    `release` takes the task.
+    on. A lease may be lost if this worker is stopped for longer than --timeout, and
+    is lost if somebody gives the task back with `femtoqueue release`.
 
     Status 1: with --drain, a task of DIR became a dead letter, or tasks are left.
 
@@ -8613,7 +8616,9 @@ def _work_command(options: Any) -> int:
         pool = _CommandPool(q, watchdog, options)
         logging.basicConfig(stream=pool, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
         status = pool.run_reported()
-    if status > 128:  # a normal exit flushes the log, and a thread stuck in a write may hold it
+    # A normal exit flushes the log, and would wait for a thread that is stuck in a write and holds
+    # the lock of the log.
+    if status > 128:
         os._exit(status)
     return status
 
@@ -8659,7 +8664,7 @@ def _pop_command(options: Any) -> int:
     """Lease the oldest task, and print the path of its file in DIR.
 
     The lease lasts for --timeout, or until done, fail or release gets the path. The
-    path stands for this delivery only. The id at its end stands for any delivery.
+    path names this delivery only. The id at its end names the current delivery.
     With --payload, the path goes to standard error. Status 1: there is no task.
 
     Example: task=$(femtoqueue pop jobs) && tail -n +2 "jobs/$task"
@@ -8749,8 +8754,11 @@ def _release_command(options: Any) -> int:
 
 
 def _release(q: FemtoQueue, task: FemtoTask, to: dict[str, Any]) -> bool:
-    """Release a task that was listed in flight. Return False if that delivery has ended."""
-    for _ in range(3):  # RACE: the worker renews the lease, and the path of the task changes
+    """Release a task that was listed in flight. Return False if the delivery of `task` has ended,
+    or if its lease was renewed during each of three attempts."""
+    # RACE: the worker renews the lease after our attach(). The path of the lease changes, and
+    # release() raises LeaseLost. So try again with the new path.
+    for _ in range(3):
         with suppress(LeaseLost):
             held = q.attach(task.id)
             if held.attempts == task.attempts:
@@ -8887,7 +8895,7 @@ def _top_command(options: Any) -> None:
 
 
 def _printable(text: str) -> str:
-    """Escape the characters of a text that would move the cursor."""
+    """Escape the characters of a text that are not printable, because they may move the cursor."""
     return "".join(it if it.isprintable() else ascii(it)[1:-1] for it in text)
 
 
@@ -8915,15 +8923,16 @@ def _top_lines(name: str, q: FemtoQueue, progress: _Progress) -> Iterator[str]:
 
 @contextmanager
 def _keyboard() -> Iterator[Callable[[float], str]]:
-    """Yield a function that waits for a key for at most `seconds`, its argument. The function
-    returns the key, or "" if no key was pressed. In the block, the terminal passes each key on at
-    once."""
+    """Yield a function that waits until a key is pressed, but for at most its argument, in seconds.
+    The function returns the key, or "" if no key was pressed. In the block, the terminal passes
+    each key on at once. If standard input is not a terminal, the function only sleeps, and returns
+    ""."""
 
     signals: list[int] = []
 
     def wait_for_key(seconds: float) -> str:
-        # A finalizer or a generator that was being closed may have swallowed the exception of a
-        # signal's handler.
+        # The signal came while a finalizer ran or a generator was closed: Python may then swallow
+        # the SystemExit of the signal's handler.
         if signals:
             raise SystemExit(128 + signals[0])
         return os.read(0, 1).decode("latin-1") if _readable([0], seconds) else ""
@@ -8938,11 +8947,11 @@ def _keyboard() -> Iterator[Callable[[float], str]]:
 
 def _gives_each_key(restored: ExitStack, signals: list[int]) -> bool:
     """Let the terminal pass each key on at once, and return True. Return False if standard input is
-    not a terminal.
+    not a terminal, or if this system has no termios.
 
     When the stack is closed, the terminal gets its settings back. Until then, SIGTERM and SIGHUP
     are added to `signals`, and raise SystemExit. So the stack is also closed if one of these
-    signals ends the process."""
+    signals ends the process. A signal that is ignored or has a handler already is left as it is."""
     import signal
 
     def leave(number: int, frame: object) -> NoReturn:
@@ -8955,7 +8964,7 @@ def _gives_each_key(restored: ExitStack, signals: list[int]) -> bool:
 
         with suppress(termios.error):
             settings = termios.tcgetattr(0)
-            restored.enter_context(suppress(termios.error))  # the terminal is gone
+            restored.enter_context(suppress(termios.error))  # if the terminal is gone by then
             restored.callback(termios.tcsetattr, 0, termios.TCSADRAIN, settings)
             for number in (signal.SIGTERM, signal.SIGHUP):
                 if signal.getsignal(number) == signal.SIG_DFL:
