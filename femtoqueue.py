@@ -7345,9 +7345,9 @@ def _shell_words(names: Iterable[str]) -> list[str]:
 class _Relay(threading.Thread):
     """A thread that passes on what a job writes to one pipe.
 
-    The thread ends when no process holds the pipe. Background programs that outlive CMD may hold
-    the pipe for ever. Therefore the thread also ends _RELAY_LINGER_S after it has passed on CMD's
-    last byte.
+    The thread ends when no process of the job holds the pipe. Background programs that outlive CMD
+    may hold the pipe for ever. Therefore the thread also ends _RELAY_LINGER_S after it has passed
+    on CMD's last byte.
 
     tail: the last bytes that came, at most _REASON_BYTES.
     error: the exception that ended the thread, or None.
@@ -7376,8 +7376,8 @@ class _Relay(threading.Thread):
             self._process.woken.set()
 
     def _pass_on_all(self, pipe: int) -> None:
-        """Read the pipe, and pass on what comes, until no process holds the pipe, or until
-        _RELAY_LINGER_S after CMD's last byte.
+        """Read the pipe, and pass on what comes, until no process of the job holds the pipe, or
+        until _RELAY_LINGER_S after CMD's last byte.
 
         RACE: a background program of the job writes to the pipe all the time, also after the end of
         CMD. The pipe may then never be empty, so an empty pipe can't be the sign that CMD's output
@@ -7460,7 +7460,7 @@ class _Process:
     def __init__(self, popen: Any) -> None:
         self.pid, self._popen = popen.pid, popen
         self.status: int | None = None
-        self.is_watched = True  # False: the watchdog is dead, and was not told of the end of CMD
+        self.is_watched = True  # False: the watchdog is dead, and was not told of the job's end
         self.woken = threading.Event()
 
     def end(self, status: int) -> None:
@@ -7613,7 +7613,8 @@ def _job_processes(leaders: Iterable[int], known: Iterable[_JobProcess] = ()) ->
             found.add(member)
     # This worker may itself be a process of another worker's job, and have the variables of that
     # job. A leader has the same variables if, for example, this worker works on a copy of the other
-    # worker's queue. Without the subtraction, this worker would count as a daemon of its own job.
+    # worker's queue. Without the subtraction, this worker would then count as a daemon of its own
+    # job.
     tries = {*map(_task_variables, leaders)} - {frozenset(), _task_variables(os.getpid())}
     if tries and not known:
         every = itertools.chain.from_iterable(children.values())
@@ -7667,11 +7668,11 @@ def _start_watchdog() -> int:
     """Fork the watchdog, and return a descriptor for writing to the pipe that the watchdog reads.
 
     If the worker is killed, the watchdog kills the worker's jobs. Without the watchdog, these jobs
-    would go on, while other workers reclaim the tasks and work on them, too. The watchdog and the
-    other workers notice the death of the worker at the same time. So another worker may start on a
-    task some milliseconds before the watchdog kills the job of this task. A process survives if it
-    runs as another user, or if _job_processes() does not find it. All jobs survive if the watchdog
-    is killed, too.
+    would go on, while other workers reclaim the tasks and work on them, too. As soon as the worker
+    is dead, the watchdog may kill its jobs, and other workers may reclaim its tasks. So another
+    worker may start on a task some milliseconds before the watchdog kills the job of this task. A
+    process survives if it runs as another user, or if _job_processes() does not find it. All jobs
+    survive if the watchdog is killed, too.
 
     Each new process writes its pid to the pipe before it executes CMD (see _START). The worker
     writes the negative pid when the job is over (see end_job). The watchdog reads the end of the
@@ -8085,7 +8086,7 @@ def _end_of_file(file: Any, begin: int) -> bytes:
 # 24. Command line: a function for each command. The docstring of the function is the help text.
 #     Invariant: a command calls only public methods of FemtoQueue and FemtoTask. From other rooms,
 #     this room uses the runner (23), the watchdog (22), streams and progress (21), _readable (15),
-#     and parsers of names (2).
+#     errors (3), and the parsers and formatters of names (2).
 #     TOPIC: a new command. It touches these places:
 #     - Here, a function _NAME_command(options), below the decorator @_command: see
 #       _retry_command(). The decorator has an _argument() for each argument and option. A new kind
@@ -8093,8 +8094,8 @@ def _end_of_file(file: Any, begin: int) -> bytes:
 #       of commands (`femtoqueue --help`). The docstring has an example.
 #     - Room 12, a public method, if the command needs a new one.
 #     - The README, table "All commands": .ci/lint.py looks for each command in this table.
-#     - The test of --help in test.py, which has the number of commands. The test also limits a help
-#       text to 24 lines of 80 columns.
+#     - The test of --help in test.py, which has the number of commands. The test also limits the
+#       lines of a help text to 80 columns, and their number to 24 (except for `work`).
 #     A new option of a command needs only the _argument(), the code that uses it, and a test.
 # ==================================================================================================
 
