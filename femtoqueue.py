@@ -7298,12 +7298,11 @@ class _Output:
 # 22. Jobs: the processes of a command, CMD, that `femtoqueue work` runs for a task.
 #     The leader of a job is CMD's process, which also leads a session. The job consists of the
 #     processes in this session and their descendants (_job_processes). Where _is_proc_ours() is
-#     false, for example on macOS, the job is only the leader's process group. A daemon, a process
-#     that has left the session and whose parent has ended, is found by the variables in its
-#     environment. This works only while the leader runs. After the end of the leader, only the
-#     daemons that an earlier call of _job_processes() has returned are known. _terminate() ends a
-#     job: at the time limit (_CommandPool._follow), at the second signal (_CommandPool._abort), or
-#     after an error.
+#     false, for example on macOS, the job is only the leader's process group. A daemon has left the
+#     session, and its parent has ended. The variables in the daemon's environment show its job, but
+#     only while the leader runs. After the end of the leader, a daemon is lost unless an earlier
+#     call of _job_processes() found it. _terminate() ends a job at the time limit
+#     (_CommandPool._follow), at the second signal (_CommandPool._abort), or after an error.
 #     Invariant: the watchdog knows each job that may still run. If this worker dies, the watchdog
 #     kills those jobs.
 # ==================================================================================================
@@ -7534,9 +7533,9 @@ class _Processes:
 
         CRASH: if the worker dies before this call, the watchdog kills the whole job. This includes
         programs that CMD has started and that outlive CMD. The call must follow soon after the end
-        of the job: later, the system may give CMD's pid to another process, and if the worker then
-        dies, the watchdog kills that process. While a process of the session runs, the system does
-        not reuse the pid."""
+        of the job. Later, the system may give CMD's pid to another process, which the watchdog
+        would kill if the worker died. While a process of the session runs, the system does not
+        reuse the pid."""
         if process.status is not None:
             self.jobs.discard(process)
             try:
@@ -8243,9 +8242,9 @@ def _argument(words: str, text: str = "", group: str = "", **settings: Any) -> _
 
     words: the names, then the value in capitals, as in "-j --jobs N". A flag has no value.
     text: the help.
-    group: "": no group. Of the arguments with the same group, only one may be given. But if the
-    name of the group ends with a colon, all of them may be given, and the name is their title in
-    the help."""
+    group: "": no group. Only one argument of a group may be given. But if the name of the group
+    ends with a colon, all arguments of the group may be given, and the name is their title in the
+    help."""
     *names, value = words.split()
     if isinstance(settings.get("default"), str):
         text += " (default: %(default)s)"
