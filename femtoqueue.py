@@ -7501,39 +7501,42 @@ class _Output:
 # ==================================================================================================
 # 22. Jobs: the processes of a command, CMD, that `femtoqueue work` runs for a task.
 #     The leader of a job is CMD's process, which also leads a session. The job consists of the
-#     processes in this session and their descendants (_job_processes). On systems without /proc,
-#     the job is only the leader's process group. A process that has left the session, and whose
-#     parents have ended, is found by the variables in its environment while the leader runs. When
-#     the leader has ended, the process is lost, unless an earlier call of _job_processes() found
-#     it. A job is ended by _terminate(): at the time limit (_CommandPool._follow), at the second
-#     signal (_CommandPool._abort), or after an error.
-#     Invariant: the watchdog knows each job that may run. If this worker dies, the watchdog kills
-#     those jobs.
+#     processes in this session and their descendants (_job_processes). Where _is_proc_ours() is
+#     false, for example on macOS, the job is only the leader's process group. A daemon has left the
+#     session, and its parent has ended. The variables in the daemon's environment show its job, but
+#     only while the leader runs. After the end of the leader, a daemon is lost unless an earlier
+#     call of _job_processes() found it. _terminate() ends a job at the time limit
+#     (_CommandPool._follow), at the second signal (_CommandPool._abort), or after an error.
+#     Invariant: the watchdog knows each job that may still run. If this worker dies, the watchdog
+#     kills those jobs.
 # ==================================================================================================
 
 _GRACE_S = 5.0  # the time between a signal to a job and SIGKILL
-# A relay ends so long after the last byte of CMD is passed on.
+# How long a relay still reads what background programs write, after it has passed on CMD's last
+# byte.
 _RELAY_LINGER_S = 1.0
-_REASON_BYTES = 4096  # how many bytes of CMD's standard error, at its end, go into a reason
-# The error messages of sh begin with this name. _judge() looks for this name. CMD may itself be a
-# `femtoqueue`, whose error messages begin with "femtoqueue: ".
+_REASON_BYTES = 4096  # a reason gets at most this many of the last bytes of CMD's standard error
+# The error messages of sh begin with this name and a colon. By them, _judge() sees that sh could
+# not execute CMD. The name is not "femtoqueue", because CMD may itself be a `femtoqueue`, whose
+# error messages begin with "femtoqueue: ".
 _SH_NAME = "femtoqueue work"
 # The script that sh runs in the process that becomes CMD. The script writes its pid to the
 # watchdog's pipe, closes the pipe and executes CMD. CMD then has descriptors 0, 1 and 2 only.
 # CRASH: the worker dies after the fork() and before the script writes. The new process still holds
 # the pipe, so the watchdog waits, reads the pid, and kills the process.
-# A preexec_fn would do the same. But it would run Python in a fork of a process with threads, where
-# it may wait for ever for a lock of another thread.
+# A preexec_fn could write the pid, too. But the preexec_fn would run Python code in a fork of a
+# process with threads. There, it may wait for ever for a lock that another thread held at the fork.
 _START = 'echo $$ >&{0}; exec "$@" {0}>&-'
 
 
 def _shell_words(names: Iterable[str]) -> list[str]:
-    """Return the words that start a shell. The shell must pass all variables of the environment on
-    to CMD. `names` are the names of these variables.
+    """Return the words that start a shell. The shell should pass all variables of the environment
+    on to CMD. `names` are the names of these variables.
 
-    dash drops a variable whose name is not a word. Examples are "a.b", and "BASH_FUNC_f%%", a
-    function that bash has exported. bash passes these variables on. With -p, bash neither runs
-    $BASH_ENV nor defines the functions."""
+    /bin/sh may be dash, which drops a variable whose name has other characters than ASCII letters,
+    digits and "_". Examples are "a.b", and "BASH_FUNC_f%%", a function that bash has exported. For
+    such names, use bash, which passes the variables on. With -p, bash neither runs $BASH_ENV nor
+    defines the functions. If bash is not installed, use /bin/sh all the same."""
     import shutil
 
     bash = None
@@ -7545,21 +7548,22 @@ def _shell_words(names: Iterable[str]) -> list[str]:
 class _Relay(threading.Thread):
     """A thread that passes on what a job writes to one pipe.
 
-    The thread ends when no process holds the pipe. Programs that CMD leaves in the background may
-    hold the pipe for ever. Therefore the thread also ends _RELAY_LINGER_S after it has passed on
-    CMD's last byte.
+    The thread ends when no process of the job holds the pipe. Background programs that outlive CMD
+    may hold the pipe for ever. Therefore the thread also ends _RELAY_LINGER_S after it has passed
+    on CMD's last byte.
 
-    tail: the last bytes that came.
-    error: the exception that ended the thread.
-    passed: how many bytes have been passed on.
-    is_through: set when everything that CMD wrote before its end has been passed on.
+    tail: the last bytes that came, at most _REASON_BYTES.
+    error: the exception that ended the thread, or None.
+    passed: how many bytes have been passed on. The kept bytes of an unfinished line count, too.
+    is_through: set when everything that CMD wrote before its end has been passed on, or when the
+        thread ends, also by an exception.
     """
 
     def __init__(self, pipe: Any, fd: int, process: Any, pool: Any) -> None:
-        super().__init__(daemon=True)  # stuck in a write, it must not keep the worker alive
+        super().__init__(daemon=True)  # a thread stuck in a write must not keep the worker alive
         self._pipe, self._fd, self._process, self._pool = pipe, fd, process, pool
-        self.tail, self._rest = b"", b""  # _rest: the part of a line whose end has not come
-        self._is_open = False  # the beginning of a line has been passed on
+        self.tail, self._rest = b"", b""  # _rest: the bytes of an unfinished line, not passed on
+        self._is_open = False  # True: the beginning of an unfinished line has been passed on
         self.error: Exception | None = None
         self.passed = 0
         self.is_through = threading.Event()
@@ -7575,11 +7579,13 @@ class _Relay(threading.Thread):
             self._process.woken.set()
 
     def _pass_on_all(self, pipe: int) -> None:
-        """Read the pipe to its end.
+        """Read the pipe, and pass on what comes, until no process of the job holds the pipe, or
+        until _RELAY_LINGER_S after CMD's last byte.
 
-        RACE: a background program of the job writes to the pipe all the time, so the pipe is never
-        empty. Therefore the bytes in the pipe are counted when CMD has ended. CMD's output is
-        complete when as many bytes have been passed on."""
+        RACE: a background program of the job writes to the pipe all the time, also after the end of
+        CMD. The pipe may then never be empty, so an empty pipe can't be the sign that CMD's output
+        has come. Therefore the bytes in the pipe are counted once, when CMD has ended. CMD's output
+        is complete when that many bytes have been read and passed on."""
         left, end_s = None, float("inf")
         while time.monotonic() < end_s:
             if left is None and self._process.status is not None:
@@ -7599,8 +7605,8 @@ class _Relay(threading.Thread):
         self._end_line()
 
     def _receive(self, data: bytes) -> None:
-        """Pass on the data. If jobs run side by side, pass on only whole lines, and keep the rest
-        until the line is whole or too long."""
+        """Pass on the data. If jobs run side by side (-j 2 or more), pass on only whole lines. Keep
+        the bytes of an unfinished line until the line ends, or until they are more than 64 KiB."""
         self.tail = (self.tail + data)[-_REASON_BYTES:]
         if self._pool.jobs == 1:
             self._pool.pass_on(self._fd, data)
@@ -7615,18 +7621,20 @@ class _Relay(threading.Thread):
             self._rest, self._is_open = b"", True
 
     def _end_line(self) -> None:
-        """Pass on the rest of a line, and end the line. If jobs do not run side by side, there is
-        no rest."""
+        """If an unfinished line is left, pass on its kept bytes, and end the line. With -j 1, do
+        nothing, because _receive() keeps nothing back."""
         if self._rest or self._is_open:
             self._pool.pass_on(self._fd, self._rest + b"\n", self)
         self._rest, self._is_open = b"", False
 
 
 def _await_output(relays: list[_Relay], end_s: float) -> bool:
-    """Wait until everything that CMD wrote has been passed on, and return True.
+    """Wait until each relay has passed on everything that its CMD wrote, or has ended with an
+    error. Return True.
 
-    Return False if the time `end_s` has passed, and the reader of the output has stalled: nothing
-    was passed on in the last _GRACE_S."""
+    Return False if the time `end_s` has passed, and the relays have passed on nothing since the
+    last look: the reader of the output has stalled. The next look comes after _GRACE_S, or earlier
+    if one of the relays is through."""
     before = -1
     while waiting := [it for it in relays if not it.is_through.is_set()]:
         passed = sum(it.passed for it in relays)
@@ -7647,14 +7655,15 @@ def _bytes_in(pipe: int) -> int:
 class _Process:
     """CMD's process.
 
-    status: None while the process runs; then its exit status, or -N if signal N ended the process.
+    status: None while the process runs. Later, the exit status, or -N if signal N ended the
+        process.
     woken: set when the process has ended, and when a relay of its output has ended.
     """
 
     def __init__(self, popen: Any) -> None:
         self.pid, self._popen = popen.pid, popen
         self.status: int | None = None
-        self.is_watched = True  # False: the watchdog is dead, and was not told of the end of CMD
+        self.is_watched = True  # False: the watchdog is dead, and was not told of the job's end
         self.woken = threading.Event()
 
     def end(self, status: int) -> None:
@@ -7665,9 +7674,9 @@ class _Process:
 class _Processes:
     """The running processes of CMD, and the thread that reaps all children of the worker.
 
-    On Linux the worker is a child subreaper, see prctl(2). A descendant whose parent ends becomes
-    the worker's child, and the thread reaps it. So no zombie is left, even if PID 1 of a container
-    does not reap.
+    On Linux the worker is a child subreaper, see prctl(2): a descendant whose parent ends becomes
+    the worker's child. The thread therefore also reaps this descendant when it ends. So no zombie
+    is left, even if PID 1 of a container does not reap.
     """
 
     def __init__(self, watchdog: int) -> None:
@@ -7680,8 +7689,9 @@ class _Processes:
         threading.Thread(target=self._reap_all, daemon=True).start()
 
     def start(self, words: list[Any], **settings: Any) -> tuple[_Process, Any]:
-        """Start CMD as the leader of a session. Return its process, and its Popen object. Raises
-        OSError or ValueError if the words can't be arguments."""
+        """Start CMD as the leader of a session. Return its process, and its Popen object.
+        `settings` are for Popen. Raises OSError if the process can't be started, for example
+        because the words are too long (E2BIG). Raises ValueError if a word has a zero byte."""
         import subprocess
 
         with self._lock:
@@ -7703,9 +7713,9 @@ class _Processes:
                     self._reap(pid)
 
     def _ended(self) -> list[int]:
-        """Wait until a child has ended, and return its pid. Where that is not possible, wait for a
-        moment, and return the pids in `_running`: any of them may have ended. No child is
-        reaped."""
+        """Wait until a child has ended, and return its pid. If there is no waitid(), or no child,
+        wait for a moment instead, and return the pids in `_running`: any of these processes may
+        have ended. No child is reaped."""
         # AttributeError: macOS before Python 3.13. ChildProcessError: there is no child.
         with suppress(AttributeError, ChildProcessError):
             ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
@@ -7715,7 +7725,7 @@ class _Processes:
 
     def _reap(self, pid: int) -> None:
         process = self._running.get(pid)
-        # ChildProcessError: CMD could not be started, and Popen has reaped the child.
+        # ChildProcessError: Popen has reaped the child, because the shell could not be executed.
         with suppress(ChildProcessError):
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended and process is not None:
@@ -7725,10 +7735,11 @@ class _Processes:
     def end_job(self, process: _Process) -> None:
         """Tell the watchdog that a job is over. Do nothing if CMD still runs.
 
-        CRASH: until this call, the watchdog kills the whole job if the worker dies, also if CMD has
-        ended and a program is left that CMD has started. This call must follow soon after the end
-        of a job. Otherwise the system may give CMD's pid to another process, which the watchdog
-        would kill. While a process of the session runs, the system does not reuse the pid."""
+        CRASH: if the worker dies before this call, the watchdog kills the whole job. This includes
+        programs that CMD has started and that outlive CMD. The call must follow soon after the end
+        of the job. Later, the system may give CMD's pid to another process, which the watchdog
+        would kill if the worker died. While a process of the session runs, the system does not
+        reuse the pid."""
         if process.status is not None:
             self.jobs.discard(process)
             try:
@@ -7739,7 +7750,7 @@ class _Processes:
 
 class _JobProcess(NamedTuple):
     """A process of a job. The pid alone does not identify a process, because the system may give
-    the pid of an ended process to another process. So a member also has the time of its start."""
+    the pid of an ended process to another process. So the time of the start is kept, too."""
 
     started: int  # proc(5): starttime
     pid: int
@@ -7749,16 +7760,18 @@ class _JobProcess(NamedTuple):
 def _is_proc_ours() -> bool:
     """Return whether /proc shows this process under its own pid.
 
-    A container may have a PID namespace of its own, but the /proc of the host. There, the same pids
-    belong to processes of the host. /proc is missing on systems other than Linux."""
+    A container may have a PID namespace of its own, but the /proc of the host. In this /proc, the
+    same pids belong to processes of the host. On systems other than Linux, /proc/self/stat is
+    usually missing."""
     with suppress(OSError), open("/proc/self/stat", "rb") as file:
         return int(file.read().split()[0]) == os.getpid()
     return False
 
 
 def _task_variables(pid: int) -> frozenset[bytes]:
-    """Return the variables that name a task and an attempt, from the environment with which a
-    process began. The result is empty if they are missing, or if the process is another user's."""
+    """Return the variables FEMTOQUEUE_ID and FEMTOQUEUE_ATTEMPT of a process, each as
+    b"NAME=value", from the environment that its program was started with. The result is empty if
+    the variables are missing, if the process has ended, or if it belongs to another user."""
     with suppress(OSError), open(f"/proc/{pid}/environ", "rb") as file:
         names = b"FEMTOQUEUE_ID=", b"FEMTOQUEUE_ATTEMPT="
         return frozenset(it for it in file.read().split(b"\0") if it.startswith(names))
@@ -7766,19 +7779,23 @@ def _task_variables(pid: int) -> frozenset[bytes]:
 
 
 def _job_processes(leaders: Iterable[int], known: Iterable[_JobProcess] = ()) -> set[_JobProcess]:
-    """Return those processes of some jobs that still run.
+    """Return the running processes of some jobs.
 
     leaders: the pids of the jobs' leaders.
     known: processes of the jobs that an earlier call found.
 
     A process belongs to a job if it is in the leader's session, or is in `known`, or descends from
     a process of the job. A daemon has a session of its own, and its parent has ended. A daemon
-    belongs to the job whose task and attempt are in its environment, as in the leader's. Daemons
-    are looked for only if `known` is empty, and are found only while the leader runs. Zombies are
-    left out: a zombie no longer runs, and may never be reaped.
+    belongs to the job if its environment and the leader's environment name the same task and the
+    same attempt. Daemons are looked for only if `known` is empty. They are found only while the
+    leader runs, because the environment of an ended process can't be read. Zombies are left out: a
+    zombie no longer runs, and may never be reaped.
+
+    Where _is_proc_ours() is false, the result has one process for each leader whose process group
+    still exists, with the pid of the leader.
     """
     leaders, known = {*leaders}, {*known}
-    if not _is_proc_ours():  # only the process group is known
+    if not _is_proc_ours():
         return _signal([_JobProcess(0, pid, pid) for pid in leaders], 0)
     found, zombies = set[_JobProcess](), set[_JobProcess]()
     children = defaultdict[int, list[_JobProcess]](list)
@@ -7797,8 +7814,10 @@ def _job_processes(leaders: Iterable[int], known: Iterable[_JobProcess] = ()) ->
             zombies.add(member)
         if member.pid in leaders or session in leaders or member in known:
             found.add(member)
-    # This worker may itself be a process of a job, and have the variables of that job. Without the
-    # subtraction, this worker could count as a daemon of one of its own jobs.
+    # This worker may itself be a process of another worker's job, and have the variables of that
+    # job. A leader has the same variables if, for example, this worker works on a copy of the other
+    # worker's queue. Without the subtraction, this worker would then count as a daemon of its own
+    # job.
     tries = {*map(_task_variables, leaders)} - {frozenset(), _task_variables(os.getpid())}
     if tries and not known:
         every = itertools.chain.from_iterable(children.values())
@@ -7813,11 +7832,12 @@ def _job_processes(leaders: Iterable[int], known: Iterable[_JobProcess] = ()) ->
 
 def _signal(members: Iterable[_JobProcess], *numbers: int) -> set[_JobProcess]:
     """Send signals to the process groups of some processes. Return the processes whose group got
-    the signals.
+    the signals. The number 0 sends nothing: the result is the processes whose group still exists.
 
-    RACE: a signal ends a shell's child, and the shell continues before it gets the signal itself.
-    Then the shell may end with status 0, as if its child had done its work. Therefore each group is
-    signalled as a whole, and the group of the oldest process first."""
+    Each group is signalled as a whole, and the group of the oldest process first. RACE: if the
+    child of a shell got the signal first, the child could end, and the shell could continue before
+    the shell gets the signal. The shell might then end with status 0, as if the child had done its
+    work."""
     members, reached = sorted(members), dict[int, bool]()
     for it in members:
         if it.group not in reached:
@@ -7832,9 +7852,10 @@ def _signal(members: Iterable[_JobProcess], *numbers: int) -> set[_JobProcess]:
 def _terminate(leaders: Iterable[int], number: int = 15) -> None:  # SIGTERM
     """End the jobs with these leaders, and wait until no process of the jobs runs.
 
-    Each process group of the jobs gets the signal `number`. It also gets SIGCONT, because a stopped
-    process could not handle the signal. Processes that still run after _GRACE_S are killed. A
-    process of another user, which takes no signal from us, is not waited for."""
+    Each process group of the jobs gets the signal `number`, and then SIGCONT, because a stopped
+    process could not handle the signal. Processes that still run after _GRACE_S are killed. If this
+    worker may not signal a process, because the process belongs to another user, the process is not
+    waited for."""
     import signal
 
     leaders, end_s = [*leaders], time.monotonic() + _GRACE_S
@@ -7847,23 +7868,24 @@ def _terminate(leaders: Iterable[int], number: int = 15) -> None:  # SIGTERM
 
 
 def _start_watchdog() -> int:
-    """Fork the watchdog, and return the descriptor of the pipe that the watchdog reads.
+    """Fork the watchdog, and return a descriptor for writing to the pipe that the watchdog reads.
 
-    If the worker is killed, the watchdog kills the worker's jobs. Otherwise these jobs would go on,
-    while other workers get their tasks and work on them, too. Both begin at the death of the
-    worker, so another worker may be first by some milliseconds. A process survives if it runs as
-    another user, or if _job_processes() does not find it. All jobs survive if the watchdog is
-    killed, too.
+    If the worker is killed, the watchdog kills the worker's jobs. Without the watchdog, these jobs
+    would go on, while other workers reclaim the tasks and work on them, too. As soon as the worker
+    is dead, the watchdog may kill its jobs, and other workers may reclaim its tasks. So another
+    worker may start on a task some milliseconds before the watchdog kills the job of this task. A
+    process survives if it runs as another user, or if _job_processes() does not find it. All jobs
+    survive if the watchdog is killed, too.
 
     Each new process writes its pid to the pipe before it executes CMD (see _START). The worker
-    writes the negative pid when the process has ended. The pipe ends when the worker and all new
-    processes have closed it. By then each of these processes has written its pid or has died, so
-    the watchdog knows all jobs.
+    writes the negative pid when the job is over (see end_job). The watchdog reads the end of the
+    pipe when the worker and all new processes have closed the pipe. Each of these processes has
+    then written its pid or has died, so the watchdog knows all jobs.
     """
     import signal
 
-    # The parent of this worker may have left SIGCHLD ignored. Then each CMD would seem to have
-    # ended with status 0.
+    # The parent of this worker may have started it with SIGCHLD ignored. The system would then
+    # reap each CMD itself. CMD's status would be lost, and the job would never be over.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     reading, writing = os.pipe()
     # The watchdog blocks all signals. A signal to a whole process group, or to all processes of a
@@ -7887,7 +7909,9 @@ def _start_watchdog() -> int:
             else:
                 leaders.discard(-report)
         while members := _signal(_job_processes(leaders), signal.SIGKILL):
-            leaders.update(it.pid for it in members)  # the next look finds their children, too
+            # The next look also finds these processes, and the sessions that they lead, if their
+            # parents have ended.
+            leaders.update(it.pid for it in members)
             time.sleep(0.001)
     finally:
         os._exit(0)
@@ -7895,9 +7919,10 @@ def _start_watchdog() -> int:
 
 # ==================================================================================================
 # 23. Command runner: the pool of `femtoqueue work`, which runs CMD for each task.
-#     The pool has several threads. Each job has a thread that keeps the time limit and judges how
-#     CMD ended. Each pipe of a job has a relay (22). One thread reaps children (22), and one thread
-#     reports the progress. So if the output of a job stalls, the time limits are still kept.
+#     The pool has several threads. Each job has a thread that ends the job at the time limit and
+#     judges how CMD ended. Each pipe of a job has a relay (22). One thread reaps children (22), and
+#     one thread reports the progress. Only relays write the output of jobs. So if nobody reads the
+#     output, the time limits still work.
 #     Invariant: the pool uses only public methods of the queue.
 # ==================================================================================================
 
@@ -7906,22 +7931,23 @@ def _start_watchdog() -> int:
 # The first signal:
 #
 #   1. _WorkerPool._on_signal() (17) notes the signal. _tell_stop() writes a message.
-#   2. The threads take no other task: _is_stopping() (17). CMD leads a session of its own, gets no
-#      signal from the worker, and runs on. Its lease is still renewed.
-#   3. If CMD exits with 0, its task is done. Otherwise, when all processes of the job have ended,
-#      the task is given back to the front, uncounted: _ended_by_stop(), _follow(), _run_command().
-#      A job that the time limit ends has failed as usual.
+#   2. The threads take no further task: _is_stopping() (17). CMD leads a session of its own, gets
+#      no signal from the worker, and runs on. The lease of the task is still renewed.
+#   3. If CMD exits with 0, its task is done. If CMD fails, the task is given back to the front,
+#      uncounted, when all processes of the job have ended: _ended_by_stop(), _follow(),
+#      _run_command(). But if the time limit has ended the job, the attempt has failed as usual.
 #   4. run_reported() waits for the output, writes the last line of progress, and returns the exit
-#      status: 0, but with --drain 1 if a task has failed or is left.
+#      status 0. With --drain, the status is 1 if a task has become a dead letter or is left.
 #
-# Another signal within 0.3 s is ignored. The second signal:
+# Another signal within 0.3 s of the first is ignored. The second signal:
 #
 #   1. _on_signal() notes the signal. The main thread stops waiting for the other threads, and calls
 #      _CommandPool._abort().
 #   2. _terminate() (22) passes the signal to all processes of the jobs, and kills the processes
 #      that still run after 5 s.
-#   3. The thread of each job gives the task back to the front, uncounted. _WorkerPool._abort()
-#      gives back the tasks that are left.
+#   3. The thread of each job settles the task as after the first signal: if CMD exits with 0, the
+#      task is done, and if CMD fails, the task is given back. After at most 1 s,
+#      _WorkerPool._abort() gives back the tasks that are left.
 #   4. The queue is closed. _work_command() (24) ends the process with the status 128 + N.
 #
 # If the worker is killed, the watchdog (22) kills all jobs. Other workers find the worker dead, and
@@ -7931,8 +7957,8 @@ _REPORT_S = 10.0  # the pause between two lines of progress
 
 
 class _CommandPool(_WorkerPool):
-    """The pool of `work`. Its handler runs CMD for a task. The second signal ends all jobs, and the
-    threads of these jobs give the tasks back."""
+    """The pool of the command `work`. The handler runs CMD for a task. The comment above tells what
+    signals do."""
 
     # The system sends HUP when the terminal is gone. Schedulers send USR1 and USR2 as a warning.
     stops = (*_WorkerPool.stops, "SIGHUP", "SIGUSR1", "SIGUSR2")
@@ -7940,8 +7966,8 @@ class _CommandPool(_WorkerPool):
     def __init__(self, queue: FemtoQueue, watchdog: int, options: Any) -> None:
         limits = {"idle_timeout_s": options.idle_timeout, "time_limit_s": options.time_limit}
         super().__init__(queue, self._run_command, options.jobs, options.drain, **limits)
-        # Use a thread even for a single job. In the main thread, a signal could interrupt the start
-        # of a command before the process of the command is known.
+        # Use a thread even for a single job. In the main thread, the second signal would raise
+        # KeyboardInterrupt, perhaps after a process has started and before it is in _processes.
         self._is_threaded = True
         self._options, self.jobs = options, options.jobs
         self._processes = _Processes(watchdog)
@@ -7959,12 +7985,12 @@ class _CommandPool(_WorkerPool):
             reporter.start()
         try:
             self.run()
-        # RuntimeError: the system allows no more threads. OSError, MemoryError: trouble with the
-        # queue.
+        # SystemExit: trouble that _run_command() met. RuntimeError: the system allows no more
+        # threads. OSError, MemoryError: trouble with the queue.
         except (SystemExit, RuntimeError, OSError, MemoryError) as error:
             self._end_report(f"femtoqueue: {str(error) or type(error).__name__}\n")
             return 2
-        if len(self.signals) > 1:  # report nothing: a thread stuck in a write may hold _output
+        if len(self.signals) > 1:  # report nothing: a thread stuck in a write may hold a turn
             return 128 + self.signals[-1]
         is_lost = not _await_output(self._relays, 0.0)
         for relay in self._relays:  # a background program may write for another moment
@@ -7995,8 +8021,8 @@ class _CommandPool(_WorkerPool):
         return ""
 
     def _end_report(self, text: str = "") -> None:
-        """Write a text and the last line of progress. From now on, no line is shown at the bottom
-        of the terminal."""
+        """Write a text, and without --quiet the last line of progress. From now on, no line is
+        shown at the bottom of the terminal."""
         self._is_over.set()
         with suppress(OSError):
             self._output.show(None)
@@ -8004,8 +8030,8 @@ class _CommandPool(_WorkerPool):
         self.write(text + (report and f"{report}\n"))
 
     def _dead_letters(self) -> set[str]:
-        """Return the names in failed/ if the exit status depends on new dead letters (--drain).
-        Return no names otherwise, or if this user may not list failed/."""
+        """With --drain, return the names in failed/: the exit status depends on new dead letters.
+        Without --drain, or if this user may not list failed/, return no names."""
         if self._drain:
             with suppress(PermissionError):
                 return self._progress.names("failed")
@@ -8024,8 +8050,8 @@ class _CommandPool(_WorkerPool):
         the running jobs must still finish. For example, Ctrl-C ends `tee` in
         `femtoqueue work ... | tee log`, too, and SIGHUP means that the terminal is gone.
 
-        RACE: the reader may end before the signal has come to this worker. So wait up to
-        _ONE_SIGNAL_S for the signal."""
+        RACE: Ctrl-C ends `tee`, and the write fails, before the signal has come to this worker. So
+        wait up to _ONE_SIGNAL_S for the signal."""
         try:
             self._output.put(fd, data, owner, is_whole)
         except OSError as error:
@@ -8036,8 +8062,8 @@ class _CommandPool(_WorkerPool):
     # Signals
 
     def _tell_stop(self) -> None:
-        """Write a message about the first signal, unless the write would block. The signal handler
-        calls this method."""
+        """Note in `_is_told` that the first signal has come. Write a message about the signal,
+        unless the write would block. The signal handler calls this method."""
         import select
 
         self._is_told.set()
@@ -8047,8 +8073,9 @@ class _CommandPool(_WorkerPool):
                 os.write(2, self._output.clearing_for_signal() + text)
 
     def _abort(self) -> None:
-        """Pass the second signal to all jobs that run, and wait until the jobs have ended. Their
-        threads give the tasks back. After a second, give back the tasks that are left."""
+        """Pass the second signal to all jobs that run, and wait until the jobs have ended. Then
+        wait for the threads of the jobs, which settle the tasks, for up to a second. Give back the
+        tasks that are left."""
         self._is_over.set()
         _terminate([it.pid for it in self._processes.jobs.copy()], self.signals[-1])
         with self._changed:
@@ -8058,8 +8085,10 @@ class _CommandPool(_WorkerPool):
     # A task
 
     def _run_command(self, task: FemtoTask) -> None:
-        """Run CMD for a task. Raises _CommandFailed if CMD fails. Raises SystemExit for trouble of
-        this worker: the worker ends, and the task is given back, uncounted."""
+        """Run CMD for a task. If CMD fails and this worker was told to stop, give the task back,
+        uncounted. Raises _CommandFailed for any other failure of CMD. Raises SystemExit for trouble
+        of this worker: the worker ends, and the block of processing() gives the task back,
+        uncounted."""
         try:
             with ExitStack() as files:
                 payload = files.enter_context(self._payload_file(task))
@@ -8094,9 +8123,10 @@ class _CommandPool(_WorkerPool):
         return file
 
     def _open_outputs(self, task: FemtoTask, files: ExitStack) -> list[Any]:
-        """Open the files in --output-dir. Raises _CommandFailed, so that the attempt fails, if the
-        disk or the quota is full, or if this user may not write to a file of this task. Such a file
-        may come from an earlier attempt by another user."""
+        """Open ID.out and ID.err in --output-dir, and return the files. Without --output-dir,
+        return an empty list. Raises _CommandFailed, so that the attempt fails, if the disk or the
+        quota is full, or if one of the files exists and this user may not write to it. For example,
+        another user has made the file in an earlier attempt. Raises OSError for other trouble."""
         if self._output_dir is None:
             return []
         paths = [f"{self._output_dir}/{task.id}.{it}" for it in ("out", "err")]
@@ -8144,8 +8174,8 @@ class _CommandPool(_WorkerPool):
     def _refuse(self, task: FemtoTask, why: str) -> NoReturn:
         """Make a dead letter of a task whose payload can't be an argument of CMD, and raise
         _CommandFailed. Another attempt would fail in the same way. But if CMD has no {}, the
-        payload is not an argument, and the environment of this worker is too large. Then raise
-        SystemExit."""
+        payload is not an argument: the environment of this worker is too large, with the arguments
+        of CMD. In this case, raise SystemExit."""
         if not any("{}" in it for it in self._options.after_dashes):
             raise SystemExit(f"{self._options.after_dashes[0]} can't be run: {why}")
         text = f"the payload can't be an argument of the command, in place of {{}}: {why}"
@@ -8158,16 +8188,19 @@ class _CommandPool(_WorkerPool):
         """Wait until CMD has ended, and until its output is passed on. If CMD runs longer than the
         time limit (--task-timeout), end the job.
 
-        Returns two values. The first is CMD's exit status, or None if the time limit ended the job.
-        The second is True if CMD failed because this worker was told to stop. Raises the error of a
-        relay, and SystemExit after a second signal. Before that, a job that still runs is ended."""
+        Returns two values. The first is the status of CMD's process (_Process.status), or None if
+        CMD still ran at the time limit. The second is the result of _ended_by_stop(). Raises the
+        error of a relay. Raises SystemExit if the second signal came before this call. If CMD still
+        runs when an error is raised, the job is ended first."""
         # Event.wait() refuses a time of more than TIMEOUT_MAX. Half of TIMEOUT_MAX leaves room for
         # the rounding of `end_s`.
         time_limit_s = min(self._options.task_timeout or 0.0, threading.TIMEOUT_MAX / 2) or None
         end_s = _end_s(time_limit_s)
         status: int | None = None
         try:
-            if len(self.signals) > 1:  # RACE: _abort() may not have seen this process
+            # RACE: the main thread ran _abort() while this thread started CMD. So _terminate() may
+            # not have got the pid of CMD.
+            if len(self.signals) > 1:
                 raise SystemExit
             while process.status is None and time.monotonic() < end_s:
                 process.woken.wait(time_limit_s and max(0.0, end_s - time.monotonic()))
@@ -8187,16 +8220,17 @@ class _CommandPool(_WorkerPool):
                 _terminate([process.pid])
                 self._await_end(task, process)
             self._processes.end_job(process)
-        # Wait for the output, too. If its reader has stalled, the wait ends after the time limit.
+        # Wait for the output, too. If the reader of the output has stalled, the wait ends after the
+        # time limit. Without a time limit, the wait goes on.
         _await_output(relays, end_s)
         _raise_first(relays)
         return status, is_stopped
 
     def _await_end(self, task: FemtoTask, process: _Process) -> None:
-        """Wait for the end of a job that was killed, or for a second signal.
+        """Wait for the end of a job that _terminate() was called for, or for the second signal.
 
-        A process of the job may run as another user, for example after sudo. Then this worker can't
-        kill the process. The task must not be tried again while this process runs."""
+        A process of the job may run as another user, for example after sudo. This worker can't kill
+        such a process. The task must not be tried again while the process runs."""
         told_s = time.monotonic() + 1.0
         while (process.status is None or _job_processes([process.pid])) and len(self.signals) < 2:
             if time.monotonic() >= told_s:
@@ -8205,8 +8239,9 @@ class _CommandPool(_WorkerPool):
             time.sleep(0.02)
 
     def _judge(self, task: FemtoTask, process: _Process, status: int | None, tail: str) -> None:
-        """Raise _CommandFailed if CMD failed. Raise SystemExit if CMD could not be run, or if it
-        failed after the watchdog had been killed."""
+        """Raise _CommandFailed if CMD failed. Raise SystemExit if sh could not execute CMD, or if
+        CMD failed and the watchdog was killed. If the arguments are too long for the system, call
+        _refuse() instead."""
         if status and not process.is_watched:
             raise SystemExit("the watchdog of this worker was killed")
         if status in (126, 127) and tail.startswith(f"{_SH_NAME}: "):  # the error is from sh
@@ -8221,13 +8256,13 @@ class _CommandPool(_WorkerPool):
             raise _CommandFailed(f"{what}\n{tail}".rstrip())
 
     def _ended_by_stop(self, status: int | None, task: FemtoTask) -> bool:
-        """Return whether CMD failed because this worker was told to stop. Then the attempt does not
-        count.
+        """Return True if CMD failed by itself or by a signal, and this worker was told to stop. The
+        attempt is then not counted, because the signal to stop may have come to CMD, too.
 
         RACE: a scheduler signals CMD and this worker. CMD ends before the signal has come to this
         worker. So if one of the signals that stop a worker has ended CMD, wait up to _ONE_SIGNAL_S
-        for a signal to this worker. If this attempt is the last one, wait in any case: CMD may have
-        caught the signal, and another failure would make a dead letter."""
+        for a signal to this worker. If this attempt is the last one, wait after any failure: CMD
+        may have caught the signal, and a counted failure would make a dead letter."""
         if not status:
             return False
         may_be = not {-status, status - 128}.isdisjoint(self.stop_numbers)
@@ -8254,15 +8289,16 @@ def _end_of_file(file: Any, begin: int) -> bytes:
 # 24. Command line: a function for each command. The docstring of the function is the help text.
 #     Invariant: a command calls only public methods of FemtoQueue and FemtoTask. From other rooms,
 #     this room uses the runner (23), the watchdog (22), streams and progress (21), _readable (15),
-#     and parsers of names (2).
+#     errors (3), and the parsers and formatters of names (2).
 #     TOPIC: a new command. It touches these places:
 #     - Here, a function _NAME_command(options), below the decorator @_command: see
 #       _retry_command(). The decorator has an _argument() for each argument and option. A new kind
-#       of value needs a parser in _TYPES. The first line of the docstring also stands in the
-#       overview. The docstring has an example.
+#       of value needs a parser in _TYPES. The first line of the docstring also stands in the list
+#       of commands (`femtoqueue --help`). The docstring has an example.
 #     - Room 12, a public method, if the command needs a new one.
 #     - The README, table "All commands": .ci/lint.py looks for each command in this table.
-#     - The test of --help in test.py: it knows the number of commands, and limits the help texts.
+#     - The test of --help in test.py, which has the number of commands. The test also limits the
+#       lines of a help text to 80 columns, and their number to 24 (except for `work`).
 #     A new option of a command needs only the _argument(), the code that uses it, and a test.
 # ==================================================================================================
 
@@ -8293,7 +8329,7 @@ def main(argv: list[str] | None = None) -> int:
                 stream.flush()
             except OSError:
                 # The error was reported, or the reader has ended. The interpreter flushes the
-                # streams again when it exits, and that must not fail.
+                # streams again when it exits. This flush must not fail, so it goes to /dev/null.
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
@@ -8410,8 +8446,9 @@ def _argument(words: str, text: str = "", group: str = "", **settings: Any) -> _
 
     words: the names, then the value in capitals, as in "-j --jobs N". A flag has no value.
     text: the help.
-    group: only one argument of a group may be given. But if the name of the group ends with a
-    colon, all arguments of the group may be given, and the name is their title in the help."""
+    group: "": no group. Only one argument of a group may be given. But if the name of the group
+    ends with a colon, all arguments of the group may be given, and the name is their title in the
+    help."""
     *names, value = words.split()
     if isinstance(settings.get("default"), str):
         text += " (default: %(default)s)"
@@ -8422,7 +8459,8 @@ def _argument(words: str, text: str = "", group: str = "", **settings: Any) -> _
 
 def _parse_arguments(argv: list[str]) -> Any:
     """Return the options of a command line. Their attribute `run` is the function of the command.
-    Raises SystemExit for --help, for --version, and for a wrong command line."""
+    Their attribute `after_dashes` has the words after `--` if the command is push or work. Raises
+    SystemExit for --help, for --version, and for a wrong command line."""
     import argparse
 
     parser, commands = _make_parser()
@@ -8477,8 +8515,8 @@ def _add_arguments(command: Any, arguments: Iterable[_Argument]) -> None:
 
 
 def _refuse_command(parser: Any, commands: Iterable[str], argv: list[str]) -> None:
-    """Exit, because the command line does not begin with a command: it asks for help, or is
-    wrong."""
+    """Exit, because the command line does not begin with a command. Either the command line asks
+    for help, or it is wrong."""
     import difflib
 
     word, hint = argv[0] if argv else "-", "the command comes first, as in: push DIR PAYLOAD"
@@ -8520,8 +8558,8 @@ def _timestamp(text: str) -> float:
 
 def _utf8_argument(text: str) -> str:
     """Decode the bytes of an argument as UTF-8, whatever the locale is, because a key must be the
-    same key in every locale. `text` is what Python has decoded by the locale. If the bytes are not
-    UTF-8, return `text`."""
+    same key in every locale. `text` is the argument as Python has decoded it by the locale. If the
+    bytes are not UTF-8, return `text`."""
     with suppress(UnicodeError):
         return os.fsencode(text).decode()
     return text
@@ -8646,7 +8684,7 @@ def _push_command(options: Any) -> None:
     """Add tasks, and print their ids.
 
     Without PAYLOAD, push standard input. If PAYLOAD begins with -, put it after --.
-    HOW if KEY's task is leased: buffer PAYLOAD behind it, update it, or reject.
+    If KEY's task is leased, HOW can be buffer (behind the task), update or reject.
 
     Example: femtoqueue push jobs 'resize 42.png'
     """
@@ -8704,7 +8742,7 @@ def _push_all(push: Callable[[bytes], str], payloads: Iterable[bytes]) -> None:
 
 def _pieces(chunks: Iterable[bytes], end: bytes) -> Iterator[bytes]:
     """Yield the pieces of a stream. A piece is yielded as soon as the byte after it, `end`, has
-    come. The last piece may also end with the stream."""
+    come. If no `end` follows the last bytes of the stream, these bytes are a piece, too."""
     rest = bytearray()
     for chunk in chunks:
         rest += chunk
@@ -8739,17 +8777,17 @@ def _pieces(chunks: Iterable[bytes], end: bytes) -> Iterator[bytes]:
 def _work_command(options: Any) -> int:
     """Run CMD for each task, with the payload on its standard input.
 
-    In an argument of CMD, {} stands for the payload. A payload that can't be an
-    argument (it has a zero byte, or is too long) becomes a dead letter at once.
-    Give {} to `sh -c` as an argument of its own: within the script, the payload
-    would run as code. CMD's environment has FEMTOQUEUE_ID, FEMTOQUEUE_ATTEMPT and
-    FEMTOQUEUE_KEY.
+    In an argument of CMD, {} stands for the payload. If CMD has {}, and the payload
+    can't be an argument (it has a zero byte, or is too long), the task becomes a
+    dead letter at once. Give {} to `sh -c` as an argument of its own: within the
+    script, the payload would run as code. CMD's environment has FEMTOQUEUE_ID,
+    FEMTOQUEUE_ATTEMPT and FEMTOQUEUE_KEY.
 
-    If CMD exits with 0, the task is done. Otherwise the task is tried again after a
-    pause. After the last try, the task becomes a dead letter, with a reason: how
-    CMD ended, and the end of its standard error. CMD's output is passed on at once,
-    with -j 2 or more in whole lines. The progress is written as a line every 10 s.
-    On a terminal, one line is rewritten in place.
+    If CMD exits with 0, the task is done. If CMD fails, the task is tried again
+    after a pause. After --max-attempts tries, the task becomes a dead letter, with
+    a reason: how CMD ended, and the end of CMD's standard error. CMD's output is
+    passed on at once, with -j 2 or more in whole lines. The progress is written as
+    a line every 10 s. On a terminal, one line is rewritten in place.
 
     After SIGTERM, SIGHUP, SIGUSR1, SIGUSR2 or Ctrl-C, the running commands finish,
     and no other command starts. A second signal, at least 0.3 s later, is passed to
@@ -8762,8 +8800,8 @@ def _work_command(options: Any) -> int:
     limit, and comes first in the next job.
 
     If this worker is killed, its commands are killed. If a lease is lost, CMD goes
-    on. A lease is lost if this worker is stopped for longer than --timeout, or if
-    `release` takes the task.
+    on. A lease may be lost if this worker is stopped for longer than --timeout, and
+    is lost if somebody gives the task back with `femtoqueue release`.
 
     Status 1: with --drain, a task of DIR became a dead letter, or tasks are left.
 
@@ -8782,7 +8820,9 @@ def _work_command(options: Any) -> int:
         pool = _CommandPool(q, watchdog, options)
         logging.basicConfig(stream=pool, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
         status = pool.run_reported()
-    if status > 128:  # a normal exit flushes the log, and a thread stuck in a write may hold it
+    # A normal exit flushes the log, and would wait for a thread that is stuck in a write and holds
+    # the lock of the log.
+    if status > 128:
         os._exit(status)
     return status
 
@@ -8828,7 +8868,7 @@ def _pop_command(options: Any) -> int:
     """Lease the oldest task, and print the path of its file in DIR.
 
     The lease lasts for --timeout, or until done, fail or release gets the path. The
-    path stands for this delivery only. The id at its end stands for any delivery.
+    path names this delivery only. The id at its end names the current delivery.
     With --payload, the path goes to standard error. Status 1: there is no task.
 
     Example: task=$(femtoqueue pop jobs) && tail -n +2 "jobs/$task"
@@ -8918,8 +8958,11 @@ def _release_command(options: Any) -> int:
 
 
 def _release(q: FemtoQueue, task: FemtoTask, to: dict[str, Any]) -> bool:
-    """Release a task that was listed in flight. Return False if that delivery has ended."""
-    for _ in range(3):  # RACE: the worker renews the lease, and the path of the task changes
+    """Release a task that was listed in flight. Return False if the delivery of `task` has ended,
+    or if its lease was renewed during each of three attempts."""
+    # RACE: the worker renews the lease after our attach(). The path of the lease changes, and
+    # release() raises LeaseLost. So try again with the new path.
+    for _ in range(3):
         with suppress(LeaseLost):
             held = q.attach(task.id)
             if held.attempts == task.attempts:
@@ -9056,7 +9099,7 @@ def _top_command(options: Any) -> None:
 
 
 def _printable(text: str) -> str:
-    """Escape the characters of a text that would move the cursor."""
+    """Escape the characters of a text that are not printable, because they may move the cursor."""
     return "".join(it if it.isprintable() else ascii(it)[1:-1] for it in text)
 
 
@@ -9084,15 +9127,16 @@ def _top_lines(name: str, q: FemtoQueue, progress: _Progress) -> Iterator[str]:
 
 @contextmanager
 def _keyboard() -> Iterator[Callable[[float], str]]:
-    """Yield a function that waits for a key for at most `seconds`, its argument. The function
-    returns the key, or "" if no key was pressed. In the block, the terminal passes each key on at
-    once."""
+    """Yield a function that waits until a key is pressed, but for at most its argument, in seconds.
+    The function returns the key, or "" if no key was pressed. In the block, the terminal passes
+    each key on at once. If standard input is not a terminal, the function only sleeps, and returns
+    ""."""
 
     signals: list[int] = []
 
     def wait_for_key(seconds: float) -> str:
-        # A finalizer or a generator that was being closed may have swallowed the exception of a
-        # signal's handler.
+        # The signal came while a finalizer ran or a generator was closed: Python may then swallow
+        # the SystemExit of the signal's handler.
         if signals:
             raise SystemExit(128 + signals[0])
         return os.read(0, 1).decode("latin-1") if _readable([0], seconds) else ""
@@ -9107,11 +9151,11 @@ def _keyboard() -> Iterator[Callable[[float], str]]:
 
 def _gives_each_key(restored: ExitStack, signals: list[int]) -> bool:
     """Let the terminal pass each key on at once, and return True. Return False if standard input is
-    not a terminal.
+    not a terminal, or if this system has no termios.
 
     When the stack is closed, the terminal gets its settings back. Until then, SIGTERM and SIGHUP
     are added to `signals`, and raise SystemExit. So the stack is also closed if one of these
-    signals ends the process."""
+    signals ends the process. A signal that is ignored or has a handler already is left as it is."""
     import signal
 
     def leave(number: int, frame: object) -> NoReturn:
@@ -9124,7 +9168,7 @@ def _gives_each_key(restored: ExitStack, signals: list[int]) -> bool:
 
         with suppress(termios.error):
             settings = termios.tcgetattr(0)
-            restored.enter_context(suppress(termios.error))  # the terminal is gone
+            restored.enter_context(suppress(termios.error))  # if the terminal is gone by then
             restored.callback(termios.tcsetattr, 0, termios.TCSADRAIN, settings)
             for number in (signal.SIGTERM, signal.SIGHUP):
                 if signal.getsignal(number) == signal.SIG_DFL:
