@@ -7632,15 +7632,15 @@ def _await_output(relays: list[_Relay], end_s: float) -> bool:
     """Wait until each relay has passed on everything that its CMD wrote, or has ended with an
     error. Return True.
 
-    Return False if the time `end_s` has passed, and the relays have passed on nothing since the
-    last look: the reader of the output has stalled. The next look comes after _GRACE_S, or earlier
-    if one of the relays is through."""
-    before = -1
+    Return False if the time `end_s` has passed, and the reader of the output has stalled: the
+    relays have passed on nothing for _GRACE_S."""
+    passed, since_s = -1, 0.0
     while waiting := [it for it in relays if not it.is_through.is_set()]:
-        passed = sum(it.passed for it in relays)
-        if passed == before and time.monotonic() >= end_s:
+        before, passed, now_s = passed, sum(it.passed for it in relays), time.monotonic()
+        if passed != before:
+            since_s = now_s
+        elif now_s >= max(end_s, since_s + _GRACE_S):
             return False
-        before = passed
         waiting[0].is_through.wait(_GRACE_S)
     return True
 

@@ -183,6 +183,8 @@ SEAMS = {
     "fork lock": "_fork_lock",
     "members of jobs": "_job_processes",
     "progress": "_Progress",
+    "lines of top": "_top_lines",
+    "wait for output": "_await_output",
 }
 CONSTANTS = {
     "one signal": "_ONE_SIGNAL_S",
@@ -9017,6 +9019,16 @@ class CommandLine(QueueCase):
                 time.sleep(0.2)
         self.assertEqual((size, process.returncode), (1000000, 0))
 
+    def test_pipe_that_ends_after_the_other_is_not_taken_for_a_stalled_reader(self) -> None:
+        # The first pipe ends without further bytes, after the time limit. Then the second pipe has
+        # the whole time of grace again.
+        relays = [types.SimpleNamespace(passed=1, is_through=threading.Event()) for _ in range(2)]
+        ends = [threading.Timer(n * 0.1, it.is_through.set) for n, it in enumerate(relays, 1)]
+        for end in ends:
+            end.start()
+            self.addCleanup(end.join)
+        self.assertTrue(through_seam("wait for output")(relays, 0.0))
+
     @unittest.skipUnless(os.path.exists("/proc/self/stat"), "needs /proc")
     def test_a_zombie_does_not_keep_a_job_alive(self) -> None:
         # The first process of a container may never reap a zombie.
@@ -9170,7 +9182,7 @@ class CommandLine(QueueCase):
         q = self.queue()
         task = leased(q)
         os.rename(self.file(task.path), self.file("failed", os.path.basename(task.path)))
-        lines = [*femtoqueue._top_lines("jobs", q, femtoqueue._Progress(self.path))]
+        lines = [*through_seam("lines of top")("jobs", q, through_seam("progress")(self.path))]
         self.assertEqual(lines[-2:], ["LATEST DEAD LETTERS", f"{task.id} - -"])
 
     @unittest.skipUnless(sys.platform == "linux", "needs a terminal of Linux")
