@@ -2983,38 +2983,42 @@ class _Worker:
 
 
 # ==================================================================================================
-# 11. Housekeeping: the periodic jobs of pop(). They list pending/ and enqueue due tasks. They
-#     reclaim the leases of late and dead workers, and repair keys. They remove stale files, and
-#     purge done/ if keep_done is a number. Only pop(), take() and the calls that use them, such as
-#     work(), run the jobs. check(repair=True) reclaims, repairs and removes stale files, too. If no
-#     process makes any of these calls, no lease of a dead worker is reclaimed.
-#     Invariant: an OSError of a job never stops deliveries. pop() raises it when no task waits.
+# 11. Housekeeping: the periodic jobs of pop(), and the listing of pending/. The jobs enqueue due
+#     tasks, reclaim leases, repair keys and remove stale files. If keep_done is a number, a job
+#     purges done/. Only pop(), take() and the calls that use them, such as work(), run the jobs.
+#     check(repair=True) also reclaims leases, repairs keys and removes stale files. If no process
+#     makes any of these calls, no job reclaims the leases of dead workers.
+#     Invariant: an OSError of a job never stops deliveries. If no task waits, pop() runs the failed
+#     job again, and raises the OSError if the job fails again.
 # ==================================================================================================
 
-# TOPIC: how a lease ends without its holder. Each of these events leads to _Worker.reclaim(): the
-# task returns to the place of its push, and the delivery counts as an attempt.
+# TOPIC: how a lease ends without its holder. Each of these events leads to _Worker.reclaim(). The
+# task then returns to the place of its push, and the delivery counts as an attempt. But a task that
+# no caller got usually returns to the place where it was claimed, uncounted. If a newer payload of
+# the key is behind the task, see move_keyed() in room 14.
 #
 # - The deadline has passed. The reclaim job of any worker looks for such leases: _reclaim_from().
-#   On a file system of several hosts, see also _renewed_recently().
-# - The process of the worker is dead. The reclaim job of another worker of this boot gets the lock
-#   of the dead worker's directory: _reclaim_dead_worker(). The job runs every _BASE_INTERVAL_S
-#   while a process calls pop() or waits.
-# - A worker starts again under the same node_id. _LeaseDir._open() gets the exclusive lock of its
-#   directory, and lists the leases in the directory as orphans, also those of earlier boots.
-# - The queue object is closed: _LeaseDir.give_up().
-# - The lease is an orphan. The next reclaim job of the same worker moves the task. A task that its
-#   caller never got returns to the place of the claim, uncounted.
+#   For a lease of another clock, the deadline alone is not enough: see _renewed_recently().
+# - The process of the worker is dead. The reclaim job of another worker of the same boot gets the
+#   lock of the dead worker's directory: _reclaim_dead_worker(). While a process calls pop() or
+#   waits in pop(), the job usually runs every _BASE_INTERVAL_S or more often.
+# - A worker starts again under the same node_id, and no other object lives under this node_id.
+#   _LeaseDir._open() gets the exclusive lock of the lease directory. It lists the leases in the
+#   directory as orphans, also those of earlier boots.
+# - The queue object is closed, and no other object lives under its node_id: _LeaseDir.give_up().
+# - The lease is an orphan. The next reclaim job of the same worker moves the task.
 #
-# A detached lease ends by its deadline only. The same holds for a lease of another host, and for
-# every lease where there is no flock. A lease of an earlier boot ends by its deadline, or by a
-# worker that starts under the same node_id.
+# A detached lease ends by its deadline only, unless it is an orphan. The same holds for every lease
+# where there is no flock. Workers of another host reclaim a lease only after its deadline. A lease
+# of an earlier boot ends by its deadline, or when a worker starts under the same node_id. A person
+# can end any lease, by the command `release` or by moving the file.
 
 _BASE_INTERVAL_S = 0.4  # between two looks for due tasks and dead workers
 _REPAIR_INTERVAL_S = 600.0
 _LONGEST_PAUSE_S = 20.0
-_STEP_S = 0.01  # the wall clock was set if it moved so far against the monotonic clock
+_STEP_S = 0.01  # the date was set if (wall clock - monotonic clock) changed by more than this
 _LEFTOVER_NS = 3600 * 10**9  # a file in creating/ or checkpoints/ may be stale after this time
-_IDLE_NS = 60 * 10**9  # an empty lease directory without an owner is kept for this time
+_IDLE_NS = 60 * 10**9  # an empty lease directory whose lock is free is kept for this time
 _PURGE_SLICE_S = 0.02  # the time for which one run of the job purges done/
 
 
@@ -3022,14 +3026,14 @@ class _Job:
     """A job that pop() repeats.
 
     The pause between two runs is every_s seconds. After a long run, the pause is 20 times the
-    duration of that run, but this longer pause is at most _LONGEST_PAUSE_S. An earlier event, such
-    as a due time or the end of a lease, brings the next run forward. `error` is the OSError of the
-    last run, or None."""
+    duration of that run, but this longer pause is at most _LONGEST_PAUSE_S. sooner() brings the
+    next run forward, for example to a due time or to the deadline of a lease. `error` is the
+    OSError of the last run, or None."""
 
-    # All times are of the monotonic clock. The job runs next at _next_s, or at _sooner_s if an
-    # event asks for an earlier run. rest_end_s is the end of the pause after a long run. If an
-    # event may come again and again, the caller should not bring a run forward to a time before
-    # rest_end_s.
+    # All times are of the monotonic clock. The job runs next at _next_s, or at _sooner_s if
+    # sooner() asked for an earlier run. rest_end_s is the end of the pause after a long run. A
+    # reason that may come again and again must not bring a run forward to a time before rest_end_s.
+    # Otherwise the job would run all the time.
     _next_s = _sooner_s = 0.0
     rest_end_s = 0.0
     error: OSError | None = None
@@ -3053,8 +3057,9 @@ class _Job:
         """Run the job now, set the time of the next run, and store an OSError in `error`."""
         started_s, self.error = time.monotonic(), None
         self._next_s = started_s + _BASE_INTERVAL_S  # holds if Ctrl-C ends this run
-        # This comes before the run. So a call of sooner() during the run, by the job itself or
-        # (RACE) by another thread, is not lost.
+        # This comes before the run, so that no call of sooner() during the run is lost. The job
+        # itself may call sooner(). RACE: schedule() in another thread calls sooner() during the
+        # run, without the worker's lock.
         self._sooner_s = float("inf")
         try:
             self._run()
@@ -3062,9 +3067,10 @@ class _Job:
             _raise_if_no_errno(error)
             self.error = error
         ended_s = time.monotonic()
-        # There is a longest pause, because a long run may have been an exception: a disk that hung.
+        # The pause has a limit, because a run may have been long for once: the disk hung.
         self.rest_end_s = ended_s + min(20 * (ended_s - started_s), _LONGEST_PAUSE_S)
-        # A failed job pauses, too: it must not run again at each pop().
+        # A failed job pauses, too: while tasks wait, it must not run again at each pop(). If no
+        # task waits, refill() runs the failed job again.
         self._next_s = max(ended_s + self.every_s, self.rest_end_s)
 
 
@@ -3095,8 +3101,8 @@ class _Housekeeper:
     # What runs when
 
     def run_due(self) -> None:
-        """Run the jobs that are due, and list pending/ if the listing is due. Do nothing if another
-        thread holds the worker's lock."""
+        """Run the jobs that are due. Also list pending/ if the listing is due, or if the queue is
+        paused. Do nothing if another thread holds the worker's lock."""
         if not self._lock.acquire(blocking=False):
             return
         try:
@@ -3112,17 +3118,19 @@ class _Housekeeper:
 
     def refill(self) -> bool:
         """List pending/ because the batch is used up. If no task waits there, run the jobs that may
-        find more tasks. Return False if there is nothing to deliver.
+        find more tasks. Return True if the caller is to try again: the batch has names now, or a
+        job ran and may have moved tasks to pending/.
 
-        Each job whose last run failed runs again. The job for due tasks also runs if scheduled/ or
-        the date has changed. Raises the OSError of a job that fails."""
+        Each job whose last run failed runs again. The job for due tasks also runs if the date was
+        set, or if scheduled/ has changed and the pause after a long run is over. Raises the OSError
+        of a job that fails."""
         with self._lock:
-            if not self._backlog.names:  # RACE: otherwise another thread has listed pending/
+            if not self._backlog.names:  # RACE: else another thread has just listed pending/
                 self._list_pending()
             if self._backlog.names:
                 return True
             jobs = [job for job in self._jobs if job.error is not None]
-            # True if a task came to scheduled/, or left it, since the last listing.
+            # True if a task came to scheduled/, or left scheduled/, since the job last listed it.
             is_changed = self._scheduled_mtime_ns() != self._due_seen_ns
             is_changed = is_changed and time.monotonic() >= self.enqueuing.rest_end_s
             if self._date_was_set() or is_changed:
@@ -3131,7 +3139,7 @@ class _Housekeeper:
                 job.run()
                 if job.error is not None:
                     raise job.error
-            return bool(jobs)  # True: the caller lists pending/ again, as the jobs may move tasks
+            return bool(jobs)
 
     def _date_was_set(self) -> bool:
         """Return whether the wall clock was set since the last call. Then other tasks may be due
@@ -3166,8 +3174,8 @@ class _Housekeeper:
             self._backlog.relist(now_s)
 
     def _begin_anew(self) -> None:
-        """Run all jobs now. This also sets the times of their next runs by the new clock. The old
-        times may be far in the future of the new clock."""
+        """Run all jobs now, after time.monotonic() was replaced. The runs set the times of the next
+        runs by the new clock. The old times may be far in the future of the new clock."""
         for job in self._jobs:
             job.reset()
             job.run()
@@ -3212,18 +3220,20 @@ class _Housekeeper:
 
     def reclaim_ended(self) -> None:
         """Reclaim orphans, leases past their deadline, and leases of dead workers."""
-        with self._lock:  # check(repair=True) calls this, too
+        with self._lock:  # check(repair=True) calls this method without the lock
             try:
                 _for_each(self._worker.reclaim, [*self._lease_dir.orphans])
             finally:
                 _for_each(self._reclaim_from, self._files.node_dirs())
 
     def _reclaim_from(self, directory: str) -> None:
-        """Reclaim the ended leases of one worker. If the worker is dead, reclaim all its leases.
+        """Reclaim the ended leases of one worker. If the worker is dead, reclaim all its leases of
+        this boot.
 
-        The lock on the directory shows whether the worker is dead. The lock is tried only if the
-        directory has leases of this boot, or if all deadlines in the directory have passed.
-        Otherwise the lock would change nothing: leases of another boot end by their deadlines."""
+        The lock on the directory shows whether the worker is dead. The lock is tried in two cases:
+        the directory has leases of this boot, or no lease in the directory is before its deadline.
+        The second case is for the removal of the directory. In any other case, the lock would
+        change nothing: leases of another boot end by their deadlines."""
         now_ns, leases = self._clock.now_ns(), self._files.entries(directory)
         ended, running = [], []
         for entry in leases:
@@ -3246,18 +3256,19 @@ class _Housekeeper:
 
         The queue clocks of hosts drift apart: after a suspend, or an NTP step after the boot. But
         the wall clocks of hosts agree. rename() sets st_ctime to the wall-clock time of the claim
-        or of the last renewal. The lease still runs if st_ctime is less than our own lease length
-        ago.
+        or of the last renewal. The lease still runs if less than our own lease length has passed
+        since st_ctime.
 
-        Only the deadline counts if st_ctime is in the future. The same is true for a lease of our
-        clock, for a detached lease, and for all leases if our own leases have no end.
+        In four cases, only the deadline counts: st_ctime is in the future, the lease is of our
+        clock, the lease is detached, or our own leases have no deadline.
 
-        A lease of our boot is usually of our clock. There are two exceptions. First, each process
-        that can't see the boot id has a clock of its own. Second, on a file system of several
-        hosts, the clock file may have been made anew after this host was suspended (_went_back).
-        Workers that lived before keep the old clock. Their clock is behind ours. So a lease of such
-        a worker seems to have ended before it was claimed or renewed, and does not count as a lease
-        of our clock."""
+        A lease with the <boot> of our leases is usually of our clock. There are two exceptions.
+        First, if this process has a clock of its own (see own_clock_tag in _QueueClock), other such
+        processes use the same <boot>. Then only the leases in our own directory are of our clock.
+        Second, on a file system of several hosts, the clock file may have been made anew after this
+        host was suspended (_went_back). The workers that started before keep the old clock, which
+        is behind ours. So a lease of such a worker seems to have ended before it was claimed or
+        renewed, and does not count as a lease of our clock."""
         length_ns, clock = self._worker.length_ns, self._clock
         if length_ns >= _FOREVER_NS or entry.boot == _DETACHED:
             return False
@@ -3267,21 +3278,21 @@ class _Housekeeper:
         )
         if is_ours and self._files.if_shared is not None:
             return False
-        with suppress(FileNotFoundError):  # RACE: the task was settled or reclaimed meanwhile
+        with suppress(FileNotFoundError):  # RACE: another process settles or reclaims the task
             age_ns = _wall_ns() - self._files.lstat(entry.path).st_ctime_ns
             is_ours = is_ours and clock.now_ns() - entry.stamp_ns < age_ns + _BEHIND_NS
             return not is_ours and 0 <= age_ns < length_ns
         return False
 
     def _reclaim_dead_worker(self, directory: str, has_own_boot: bool) -> None:
-        """Reclaim the leases of a worker and remove its directory, if the worker is dead.
+        """If a worker is dead, reclaim its leases of this boot, and remove its directory if the
+        directory is empty then.
 
         A worker is dead if the lock on its directory is free. has_own_boot: the directory has
         leases of this boot. Without such leases, a directory that was changed in the last minute
-        stays.
-        RACE: on some mounts (FUSE), a flock on a directory is not seen by other hosts. An idle
-        worker of another host then looks dead. If its directory did not stay for the minute, that
-        worker would have to make the directory again each second."""
+        stays. This minute is for mounts (FUSE) where other hosts do not see a flock on a directory.
+        There, an idle worker of another host looks dead. If its directory did not stay for the
+        minute, that worker would have to make the directory again each second."""
         lock = self._files.open_dir(directory)
         if lock is None:
             return
@@ -3289,12 +3300,12 @@ class _Housekeeper:
             if lock.try_exclusive() and lock.is_at_path():
                 self._worker.reclaim_all(directory, self._clock.boots)
                 # The worker may have died before it promoted a payload (room 14), so run the repair
-                # job. But a foreign file may keep the directory here for long. So wait until the
-                # job has rested.
+                # job. But a foreign file may keep the directory here for long, and then each run of
+                # this job comes to this line. So wait until the pause of the repair job is over.
                 if time.monotonic() >= self.repairing.rest_end_s:
                     self.repairing.sooner(0)
                 if has_own_boot or not 0 <= _wall_ns() - os.fstat(lock.fd).st_mtime_ns < _IDLE_NS:
-                    # The directory stays if leases of another boot or foreign files are in it.
+                    # The directory stays if files are left in it, such as leases of another boot.
                     _remove_empty_dir(self._files.root + directory)
 
     def node_stats(self, directory: str) -> NodeStats:
@@ -3312,8 +3323,9 @@ class _Housekeeper:
         return NodeStats(node, len(leases), expired, liveness)
 
     def _purge_done(self) -> None:
-        """Delete tasks that were done more than keep_done seconds ago. Each run goes on with one
-        listing of done/, for _PURGE_SLICE_S seconds."""
+        """Delete tasks that were done more than keep_done seconds ago. A run lasts _PURGE_SLICE_S
+        seconds at most. If the listing of done/ is not at its end then, the next run goes on with
+        it."""
         keep_s, began_s = self._worker.keep_done, time.monotonic()
         end_s, before_s = began_s + _PURGE_SLICE_S, time.time() - keep_s
         if self._done_scan is None:
@@ -3333,29 +3345,32 @@ class _Housekeeper:
         self._purging.every_s = min(max(_BASE_INTERVAL_S, keep_s / 10), 600.0)
 
     def remove_stale_files(self) -> None:
-        """Remove the files that killed processes left: see stale_files(). No task is lost: a stale
-        file in creating/ is of a call that did not return, or has an older payload that was
-        replaced. Also replace large empty directories, and restore the clock file."""
+        """Remove the files that killed processes left behind: see stale_files(). No task is lost: a
+        stale file in creating/ is of a call that did not return, or has an older payload that was
+        replaced. Also replace keys/ and checkpoints/ if they are large and empty, and restore the
+        clock file."""
         before_s = time.time() - _LEFTOVER_NS / 1e9
         for path in self.stale_files():
             if path.endswith(".pending"):
                 _remove_empty_dir(self._files.root + path)
-            else:  # directories of other names are foreign, and stay
+            else:  # a directory of another name stays: it was not made by shrink()
                 _unlink_if_older(self._files.root + path, before_s)
         for directory in ("keys", "checkpoints"):
             self._files.shrink(directory, self._clock.new_id())
         self._clock.restore()
 
     def stale_files(self) -> list[str]:
-        """Return the paths of the stale files: files in creating/ that are more than an hour old,
-        and checkpoints of that age without a task.
+        """Return the paths of the stale files. These are the files in creating/ that are more than
+        an hour old, and the checkpoints of that age whose task neither waits nor is leased.
 
-        A checkpoint has no task if a person ended the task by hand, or if a worker was killed after
-        the end of the task and before the removal of the checkpoint. In creating/, both the time
+        Such a checkpoint is there because a person ended the task by hand. Or a worker was killed
+        after the end of the task, and before it removed the checkpoint. In creating/, both the time
         in the name and st_ctime must be more than an hour ago. One alone is not enough: wall clocks
         can be set, and the queue clocks of hosts drift apart."""
         old = {it.id for it in self._files.entries("checkpoints") if self._is_stale(it)}
-        for _ in range(2 if old else 0):  # RACE: one look may miss a task that moves meanwhile
+        # RACE: another process moves a task during a search, and the search misses the task. So
+        # search twice.
+        for _ in range(2 if old else 0):
             old -= {it.id for it in self._files.find(*_LIVE)}
         before_ns = self._clock.now_ns() - _LEFTOVER_NS
         entries = self._files.entries("creating")
@@ -3363,7 +3378,7 @@ class _Housekeeper:
         return creating + [f"checkpoints/{ident}" for ident in sorted(old)]
 
     def _is_stale(self, entry: _Entry) -> bool:
-        with suppress(FileNotFoundError):  # RACE: the push or the task has just ended
+        with suppress(FileNotFoundError):  # RACE: another process ends the push or the task
             return self._files.lstat(entry.path).st_ctime_ns < _wall_ns() - _LEFTOVER_NS
         return False
 
