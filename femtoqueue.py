@@ -3688,8 +3688,8 @@ class FemtoQueue:
         the task again for a second. Each further trouble doubles that time, up to an hour.
 
         A call that waits looks for a task when inotify(7) reports a change, when a task comes due,
-        and when a lease ends. Half a second after the death of a worker, it usually has found the
-        tasks of the worker. Where inotify does not report all changes, the call also looks at least
+        and when a lease ends. It usually finds the tasks of a worker at most half a second after
+        the worker died. Where inotify does not report all changes, the call also looks at least
         every poll_interval_s.
 
         On disk: when pop() returns a task, the file of the task is in inflight-<node>/. The name of
@@ -3933,7 +3933,8 @@ class FemtoQueue:
         method checkpoint() reads the payload when it is called, and saves the checkpoint for that
         payload. It raises CorruptTask if the file is not a whole record.
 
-        Raises LeaseLost if there is no such lease, and TypeError if `lease` is not a str.
+        Raises LeaseLost if no lease has this path or id: the lease has ended, or a renewal has
+        changed the path. Raises TypeError if `lease` is not a str.
 
         A lease that is not detached still ends with the worker that took the lease. Without `ms`,
         extend() renews the lease for timeout_stale_ms of this object. If timeout_stale_ms is None,
@@ -4024,20 +4025,22 @@ class FemtoQueue:
 
         handler:  the function that does the work: a plain function, neither async nor a generator.
             If the handler raises an exception, the exception is logged (logger "femtoqueue"), and
-            the next task follows. concurrency: the number of tasks handled at a time. More than 1:
-            in threads. drain: True: return when no task is pending, scheduled or in flight. stop: a
-            threading.Event. When the event is set, the running handlers finish, and work() returns.
-            idle_timeout_s: return when this worker has been idle for that many seconds. None:
-            never. time_limit_s: take no more tasks when that many seconds have passed. None: no
-            limit.
+            the next task follows.
+        concurrency:  the number of tasks handled at a time. More than 1: in threads.
+        drain:  True: return when no task is pending, scheduled or in flight.
+        stop:  a threading.Event. When the event is set, the running handlers finish, and work()
+            returns.
+        idle_timeout_s:  return when this worker has been idle for that many seconds. None: never.
+        time_limit_s:  take no more tasks when that many seconds have passed. None: no limit.
 
         Returns the number of deliveries by outcome, as WorkCounts.
 
         If work() runs in the main thread, SIGTERM and SIGINT stop the loop as `stop` does. A second
         signal gives back the tasks that are running, and work() returns at once. With
-        concurrency=1, the second signal raises KeyboardInterrupt in the handler. With more, the
-        handlers still run in their threads, and get LeaseLost when they use their tasks. Two
-        signals within 0.3 seconds count as one. close() in another thread stops the loop, too.
+        concurrency=1, the second signal raises KeyboardInterrupt in the handler. With a higher
+        concurrency, the handlers still run in their threads, and get LeaseLost when they use their
+        tasks. Two signals within 0.3 seconds count as one. close() in another thread stops the
+        loop, too.
 
         Raises TypeError or ValueError if an argument is invalid. If a handler raises SystemExit,
         KeyboardInterrupt or another exception that is not an Exception, the loop ends, and the
@@ -4175,8 +4178,7 @@ class FemtoQueue:
         return count
 
     def check(self, repair: bool = False) -> list[Finding]:
-        """Return what is wrong in data_dir, as a list; with repair=True, repair what can be
-        repaired.
+        """Return what is wrong in data_dir, as a list. With repair=True, also make safe repairs.
 
         Every task is read. A task that moves meanwhile may be reported wrongly.
 
@@ -4259,7 +4261,7 @@ class FemtoQueue:
             path = self._worker.keys.path_of(_encode_key(key))
             entry = _parse(*path.split("/")) if path else None
         else:
-            # Most tasks move in the order of this search, so a task that moves meanwhile is found.
+            # Tasks usually move in the order of this search, so that a moving task is found.
             entry = self._files.find_id(_check_id(id), "keys", *_LIVE, *_ENDED)
         return entry and self._read_entry(entry)
 
