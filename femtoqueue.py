@@ -3081,9 +3081,9 @@ class _Housekeeper:
         self._files, self._clock, self._backlog = worker.files, worker.clock, worker.backlog
         self._lease_dir, self._worker = worker.lease_dir, worker
         self._lock = worker.lock
-        self._due_seen_ns = 0  # st_mtime of scheduled/ at the last listing
+        self._due_seen_ns = 0  # st_mtime of scheduled/ when a job last listed it
         self._done_scan: Any = None  # the os.scandir() of done/, while a purge goes on
-        self.wake_s = 0.0  # the time of the next job or listing
+        self.wake_s = 0.0  # the time of the next job, or of the next listing of pending/
         # The difference between the wall clock and the monotonic clock, when last read.
         self._date_s = time.time() - time.monotonic()
         # The times of the last and of the next look at PAUSED and at our lease directory.
@@ -3251,8 +3251,8 @@ class _Housekeeper:
                 self._reclaim_dead_worker(directory, has_own_boot)
 
     def _renewed_recently(self, entry: _Entry) -> bool:
-        """Return whether a lease of another clock still runs, although the deadline has passed by
-        our queue clock.
+        """Return whether a lease still runs, although its deadline has passed by our queue clock.
+        This is so only for a lease of another clock: another queue clock has set its deadline.
 
         The queue clocks of hosts drift apart: after a suspend, or an NTP step after the boot. But
         the wall clocks of hosts agree. rename() sets st_ctime to the wall-clock time of the claim
