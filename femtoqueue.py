@@ -3153,8 +3153,8 @@ class _Housekeeper:
     def _list_pending(self) -> None:
         """List the oldest names in pending/, unless the queue is paused.
 
-        On an almost empty queue, each pop() calls this method. So the method looks at PAUSED and at
-        our lease directory only every _LOOK_INTERVAL_S seconds."""
+        On an almost empty queue, each pop() calls this method. So only every _LOOK_INTERVAL_S
+        seconds, the method looks at PAUSED and makes sure that our lease directory is open."""
         now_s, is_paused = time.monotonic(), False
         if not self._last_look_s <= now_s < self._next_look_s:
             if now_s < self._last_look_s:
