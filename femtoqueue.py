@@ -3054,38 +3054,42 @@ class _Worker:
 
 
 # ==================================================================================================
-# 11. Housekeeping: the periodic jobs of pop(). They list pending/ and enqueue due tasks. They
-#     reclaim the leases of late and dead workers, and repair keys. They remove stale files, and
-#     purge done/ if keep_done is a number. Only pop(), take() and the calls that use them, such as
-#     work(), run the jobs. check(repair=True) reclaims, repairs and removes stale files, too. If no
-#     process makes any of these calls, no lease of a dead worker is reclaimed.
-#     Invariant: an OSError of a job never stops deliveries. pop() raises it when no task waits.
+# 11. Housekeeping: the periodic jobs of pop(), and the listing of pending/. The jobs enqueue due
+#     tasks, reclaim leases, repair keys and remove stale files. If keep_done is a number, a job
+#     purges done/. Only pop(), take() and the calls that use them, such as work(), run the jobs.
+#     check(repair=True) also reclaims leases, repairs keys and removes stale files. If no process
+#     makes any of these calls, no job reclaims the leases of dead workers.
+#     Invariant: an OSError of a job never stops deliveries. If no task waits, pop() runs the failed
+#     job again, and raises the OSError if the job fails again.
 # ==================================================================================================
 
-# TOPIC: how a lease ends without its holder. Each of these events leads to _Worker.reclaim(): the
-# task returns to the place of its push, and the delivery counts as an attempt.
+# TOPIC: how a lease ends without its holder. Each of these events leads to _Worker.reclaim(). The
+# task then returns to the place of its push, and the delivery counts as an attempt. But a task that
+# no caller got usually returns to the place where it was claimed, uncounted. If a newer payload of
+# the key is behind the task, see move_keyed() in room 14.
 #
 # - The deadline has passed. The reclaim job of any worker looks for such leases: _reclaim_from().
-#   On a file system of several hosts, see also _renewed_recently().
-# - The process of the worker is dead. The reclaim job of another worker of this boot gets the lock
-#   of the dead worker's directory: _reclaim_dead_worker(). The job runs every _BASE_INTERVAL_S
-#   while a process calls pop() or waits.
-# - A worker starts again under the same node_id. _LeaseDir._open() gets the exclusive lock of its
-#   directory, and lists the leases in the directory as orphans, also those of earlier boots.
-# - The queue object is closed: _LeaseDir.give_up().
-# - The lease is an orphan. The next reclaim job of the same worker moves the task. A task that its
-#   caller never got returns to the place of the claim, uncounted.
+#   For a lease of another clock, the deadline alone is not enough: see _renewed_recently().
+# - The process of the worker is dead. The reclaim job of another worker of the same boot gets the
+#   lock of the dead worker's directory: _reclaim_dead_worker(). While a process calls pop() or
+#   waits in pop(), the job usually runs every _BASE_INTERVAL_S or more often.
+# - A worker starts again under the same node_id, and no other object lives under this node_id.
+#   _LeaseDir._open() gets the exclusive lock of the lease directory. It lists the leases in the
+#   directory as orphans, also those of earlier boots.
+# - The queue object is closed, and no other object lives under its node_id: _LeaseDir.give_up().
+# - The lease is an orphan. The next reclaim job of the same worker moves the task.
 #
-# A detached lease ends by its deadline only. The same holds for a lease of another host, and for
-# every lease where there is no flock. A lease of an earlier boot ends by its deadline, or by a
-# worker that starts under the same node_id.
+# A detached lease ends by its deadline only, unless it is an orphan. The same holds for every lease
+# where there is no flock. Workers of another host reclaim a lease only after its deadline. A lease
+# of an earlier boot ends by its deadline, or when a worker starts under the same node_id. A person
+# can end any lease, by the command `release` or by moving the file.
 
 _BASE_INTERVAL_S = 0.4  # between two looks for due tasks and dead workers
 _REPAIR_INTERVAL_S = 600.0
 _LONGEST_PAUSE_S = 20.0
-_STEP_S = 0.01  # the wall clock was set if it moved so far against the monotonic clock
+_STEP_S = 0.01  # the date was set if (wall clock - monotonic clock) changed by more than this
 _LEFTOVER_NS = 3600 * 10**9  # a file in creating/ or checkpoints/ may be stale after this time
-_IDLE_NS = 60 * 10**9  # an empty lease directory without an owner is kept for this time
+_IDLE_NS = 60 * 10**9  # an empty lease directory whose lock is free is kept for this time
 _PURGE_SLICE_S = 0.02  # the time for which one run of the job purges done/
 
 
@@ -3093,14 +3097,14 @@ class _Job:
     """A job that pop() repeats.
 
     The pause between two runs is every_s seconds. After a long run, the pause is 20 times the
-    duration of that run, but this longer pause is at most _LONGEST_PAUSE_S. An earlier event, such
-    as a due time or the end of a lease, brings the next run forward. `error` is the OSError of the
-    last run, or None."""
+    duration of that run, but this longer pause is at most _LONGEST_PAUSE_S. sooner() brings the
+    next run forward, for example to a due time or to the deadline of a lease. `error` is the
+    OSError of the last run, or None."""
 
-    # All times are of the monotonic clock. The job runs next at _next_s, or at _sooner_s if an
-    # event asks for an earlier run. rest_end_s is the end of the pause after a long run. If an
-    # event may come again and again, the caller should not bring a run forward to a time before
-    # rest_end_s.
+    # All times are of the monotonic clock. The job runs next at _next_s, or at _sooner_s if
+    # sooner() asked for an earlier run. rest_end_s is the end of the pause after a long run. A
+    # reason that may come again and again must not bring a run forward to a time before rest_end_s.
+    # Otherwise the job would run all the time.
     _next_s = _sooner_s = 0.0
     rest_end_s = 0.0
     error: OSError | None = None
@@ -3124,8 +3128,9 @@ class _Job:
         """Run the job now, set the time of the next run, and store an OSError in `error`."""
         started_s, self.error = time.monotonic(), None
         self._next_s = started_s + _BASE_INTERVAL_S  # holds if Ctrl-C ends this run
-        # This comes before the run. So a call of sooner() during the run, by the job itself or
-        # (RACE) by another thread, is not lost.
+        # This comes before the run, so that no call of sooner() during the run is lost. The job
+        # itself may call sooner(). RACE: schedule() in another thread calls sooner() during the
+        # run, without the worker's lock.
         self._sooner_s = float("inf")
         try:
             self._run()
@@ -3133,9 +3138,10 @@ class _Job:
             _raise_if_no_errno(error)
             self.error = error
         ended_s = time.monotonic()
-        # There is a longest pause, because a long run may have been an exception: a disk that hung.
+        # The pause has a limit, because a run may have been long for once: the disk hung.
         self.rest_end_s = ended_s + min(20 * (ended_s - started_s), _LONGEST_PAUSE_S)
-        # A failed job pauses, too: it must not run again at each pop().
+        # A failed job pauses, too: while tasks wait, it must not run again at each pop(). If no
+        # task waits, refill() runs the failed job again.
         self._next_s = max(ended_s + self.every_s, self.rest_end_s)
 
 
@@ -3146,9 +3152,9 @@ class _Housekeeper:
         self._files, self._clock, self._backlog = worker.files, worker.clock, worker.backlog
         self._lease_dir, self._worker = worker.lease_dir, worker
         self._lock = worker.lock
-        self._due_seen_ns = 0  # st_mtime of scheduled/ at the last listing
+        self._due_seen_ns = 0  # st_mtime of scheduled/ when a job last listed it
         self._done_scan: Any = None  # the os.scandir() of done/, while a purge goes on
-        self.wake_s = 0.0  # the time of the next job or listing
+        self.wake_s = 0.0  # the time of the next job, or of the next listing of pending/
         # The difference between the wall clock and the monotonic clock, when last read.
         self._date_s = time.time() - time.monotonic()
         # The times of the last and of the next look at PAUSED and at our lease directory.
@@ -3166,8 +3172,8 @@ class _Housekeeper:
     # What runs when
 
     def run_due(self) -> None:
-        """Run the jobs that are due, and list pending/ if the listing is due. Do nothing if another
-        thread holds the worker's lock."""
+        """Run the jobs that are due. Also list pending/ if the listing is due, or if the queue is
+        paused. Do nothing if another thread holds the worker's lock."""
         if not self._lock.acquire(blocking=False):
             return
         try:
@@ -3183,17 +3189,19 @@ class _Housekeeper:
 
     def refill(self) -> bool:
         """List pending/ because the batch is used up. If no task waits there, run the jobs that may
-        find more tasks. Return False if there is nothing to deliver.
+        find more tasks. Return True if the caller is to try again: the batch has names now, or a
+        job ran and may have moved tasks to pending/.
 
-        Each job whose last run failed runs again. The job for due tasks also runs if scheduled/ or
-        the date has changed. Raises the OSError of a job that fails."""
+        Each job whose last run failed runs again. The job for due tasks also runs if the date was
+        set, or if scheduled/ has changed and the pause after a long run is over. Raises the OSError
+        of a job that fails."""
         with self._lock:
-            if not self._backlog.names:  # RACE: otherwise another thread has listed pending/
+            if not self._backlog.names:  # RACE: else another thread has just listed pending/
                 self._list_pending()
             if self._backlog.names:
                 return True
             jobs = [job for job in self._jobs if job.error is not None]
-            # True if a task came to scheduled/, or left it, since the last listing.
+            # True if a task came to scheduled/, or left scheduled/, since the job last listed it.
             is_changed = self._scheduled_mtime_ns() != self._due_seen_ns
             is_changed = is_changed and time.monotonic() >= self.enqueuing.rest_end_s
             if self._date_was_set() or is_changed:
@@ -3202,7 +3210,7 @@ class _Housekeeper:
                 job.run()
                 if job.error is not None:
                     raise job.error
-            return bool(jobs)  # True: the caller lists pending/ again, as the jobs may move tasks
+            return bool(jobs)
 
     def _date_was_set(self) -> bool:
         """Return whether the wall clock was set since the last call. Then other tasks may be due
@@ -3216,8 +3224,8 @@ class _Housekeeper:
     def _list_pending(self) -> None:
         """List the oldest names in pending/, unless the queue is paused.
 
-        On an almost empty queue, each pop() calls this method. So the method looks at PAUSED and at
-        our lease directory only every _LOOK_INTERVAL_S seconds."""
+        On an almost empty queue, each pop() calls this method. So only every _LOOK_INTERVAL_S
+        seconds, the method looks at PAUSED and makes sure that our lease directory is open."""
         now_s, is_paused = time.monotonic(), False
         if not self._last_look_s <= now_s < self._next_look_s:
             if now_s < self._last_look_s:
@@ -3237,8 +3245,8 @@ class _Housekeeper:
             self._backlog.relist(now_s)
 
     def _begin_anew(self) -> None:
-        """Run all jobs now. This also sets the times of their next runs by the new clock. The old
-        times may be far in the future of the new clock."""
+        """Run all jobs now, after time.monotonic() was replaced. The runs set the times of the next
+        runs by the new clock. The old times may be far in the future of the new clock."""
         for job in self._jobs:
             job.reset()
             job.run()
@@ -3283,18 +3291,20 @@ class _Housekeeper:
 
     def reclaim_ended(self) -> None:
         """Reclaim orphans, leases past their deadline, and leases of dead workers."""
-        with self._lock:  # check(repair=True) calls this, too
+        with self._lock:  # check(repair=True) calls this method without the lock
             try:
                 _for_each(self._worker.reclaim, [*self._lease_dir.orphans])
             finally:
                 _for_each(self._reclaim_from, self._files.node_dirs())
 
     def _reclaim_from(self, directory: str) -> None:
-        """Reclaim the ended leases of one worker. If the worker is dead, reclaim all its leases.
+        """Reclaim the ended leases of one worker. If the worker is dead, reclaim all its leases of
+        this boot.
 
-        The lock on the directory shows whether the worker is dead. The lock is tried only if the
-        directory has leases of this boot, or if all deadlines in the directory have passed.
-        Otherwise the lock would change nothing: leases of another boot end by their deadlines."""
+        The lock on the directory shows whether the worker is dead. The lock is tried in two cases:
+        the directory has leases of this boot, or no lease in the directory is before its deadline.
+        The second case is for the removal of the directory. In any other case, the lock would
+        change nothing: leases of another boot end by their deadlines."""
         now_ns, leases = self._clock.now_ns(), self._files.entries(directory)
         ended, running = [], []
         for entry in leases:
@@ -3312,23 +3322,24 @@ class _Housekeeper:
                 self._reclaim_dead_worker(directory, has_own_boot)
 
     def _renewed_recently(self, entry: _Entry) -> bool:
-        """Return whether a lease of another clock still runs, although the deadline has passed by
-        our queue clock.
+        """Return whether a lease still runs, although its deadline has passed by our queue clock.
+        This is so only for a lease of another clock: another queue clock has set its deadline.
 
         The queue clocks of hosts drift apart: after a suspend, or an NTP step after the boot. But
         the wall clocks of hosts agree. rename() sets st_ctime to the wall-clock time of the claim
-        or of the last renewal. The lease still runs if st_ctime is less than our own lease length
-        ago.
+        or of the last renewal. The lease still runs if less than our own lease length has passed
+        since st_ctime.
 
-        Only the deadline counts if st_ctime is in the future. The same is true for a lease of our
-        clock, for a detached lease, and for all leases if our own leases have no end.
+        In four cases, only the deadline counts: st_ctime is in the future, the lease is of our
+        clock, the lease is detached, or our own leases have no deadline.
 
-        A lease of our boot is usually of our clock. There are two exceptions. First, each process
-        that can't see the boot id has a clock of its own. Second, on a file system of several
-        hosts, the clock file may have been made anew after this host was suspended (_went_back).
-        Workers that lived before keep the old clock. Their clock is behind ours. So a lease of such
-        a worker seems to have ended before it was claimed or renewed, and does not count as a lease
-        of our clock."""
+        A lease with the <boot> of our leases is usually of our clock. There are two exceptions.
+        First, if this process has a clock of its own (see own_clock_tag in _QueueClock), other such
+        processes use the same <boot>. Then only the leases in our own directory are of our clock.
+        Second, on a file system of several hosts, the clock file may have been made anew after this
+        host was suspended (_went_back). The workers that started before keep the old clock, which
+        is behind ours. So a lease of such a worker seems to have ended before it was claimed or
+        renewed, and does not count as a lease of our clock."""
         length_ns, clock = self._worker.length_ns, self._clock
         if length_ns >= _FOREVER_NS or entry.boot == _DETACHED:
             return False
@@ -3338,21 +3349,21 @@ class _Housekeeper:
         )
         if is_ours and self._files.if_shared is not None:
             return False
-        with suppress(FileNotFoundError):  # RACE: the task was settled or reclaimed meanwhile
+        with suppress(FileNotFoundError):  # RACE: another process settles or reclaims the task
             age_ns = _wall_ns() - self._files.lstat(entry.path).st_ctime_ns
             is_ours = is_ours and clock.now_ns() - entry.stamp_ns < age_ns + _BEHIND_NS
             return not is_ours and 0 <= age_ns < length_ns
         return False
 
     def _reclaim_dead_worker(self, directory: str, has_own_boot: bool) -> None:
-        """Reclaim the leases of a worker and remove its directory, if the worker is dead.
+        """If a worker is dead, reclaim its leases of this boot, and remove its directory if the
+        directory is empty then.
 
         A worker is dead if the lock on its directory is free. has_own_boot: the directory has
         leases of this boot. Without such leases, a directory that was changed in the last minute
-        stays.
-        RACE: on some mounts (FUSE), a flock on a directory is not seen by other hosts. An idle
-        worker of another host then looks dead. If its directory did not stay for the minute, that
-        worker would have to make the directory again each second."""
+        stays. This minute is for mounts (FUSE) where other hosts do not see a flock on a directory.
+        There, an idle worker of another host looks dead. If its directory did not stay for the
+        minute, that worker would have to make the directory again each second."""
         lock = self._files.open_dir(directory)
         if lock is None:
             return
@@ -3360,12 +3371,12 @@ class _Housekeeper:
             if lock.try_exclusive() and lock.is_at_path():
                 self._worker.reclaim_all(directory, self._clock.boots)
                 # The worker may have died before it promoted a payload (room 14), so run the repair
-                # job. But a foreign file may keep the directory here for long. So wait until the
-                # job has rested.
+                # job. But a foreign file may keep the directory here for long, and then each run of
+                # this job comes to this line. So wait until the pause of the repair job is over.
                 if time.monotonic() >= self.repairing.rest_end_s:
                     self.repairing.sooner(0)
                 if has_own_boot or not 0 <= _wall_ns() - os.fstat(lock.fd).st_mtime_ns < _IDLE_NS:
-                    # The directory stays if leases of another boot or foreign files are in it.
+                    # The directory stays if files are left in it, such as leases of another boot.
                     _remove_empty_dir(self._files.root + directory)
 
     def node_stats(self, directory: str) -> NodeStats:
@@ -3383,8 +3394,9 @@ class _Housekeeper:
         return NodeStats(node, len(leases), expired, liveness)
 
     def _purge_done(self) -> None:
-        """Delete tasks that were done more than keep_done seconds ago. Each run goes on with one
-        listing of done/, for _PURGE_SLICE_S seconds."""
+        """Delete tasks that were done more than keep_done seconds ago. A run lasts _PURGE_SLICE_S
+        seconds at most. If the listing of done/ is not at its end then, the next run goes on with
+        it."""
         keep_s, began_s = self._worker.keep_done, time.monotonic()
         end_s, before_s = began_s + _PURGE_SLICE_S, time.time() - keep_s
         if self._done_scan is None:
@@ -3404,29 +3416,32 @@ class _Housekeeper:
         self._purging.every_s = min(max(_BASE_INTERVAL_S, keep_s / 10), 600.0)
 
     def remove_stale_files(self) -> None:
-        """Remove the files that killed processes left: see stale_files(). No task is lost: a stale
-        file in creating/ is of a call that did not return, or has an older payload that was
-        replaced. Also replace large empty directories, and restore the clock file."""
+        """Remove the files that killed processes left behind: see stale_files(). No task is lost: a
+        stale file in creating/ is of a call that did not return, or has an older payload that was
+        replaced. Also replace keys/ and checkpoints/ if they are large and empty, and restore the
+        clock file."""
         before_s = time.time() - _LEFTOVER_NS / 1e9
         for path in self.stale_files():
             if path.endswith(".pending"):
                 _remove_empty_dir(self._files.root + path)
-            else:  # directories of other names are foreign, and stay
+            else:  # a directory of another name stays: it was not made by shrink()
                 _unlink_if_older(self._files.root + path, before_s)
         for directory in ("keys", "checkpoints"):
             self._files.shrink(directory, self._clock.new_id())
         self._clock.restore()
 
     def stale_files(self) -> list[str]:
-        """Return the paths of the stale files: files in creating/ that are more than an hour old,
-        and checkpoints of that age without a task.
+        """Return the paths of the stale files. These are the files in creating/ that are more than
+        an hour old, and the checkpoints of that age whose task neither waits nor is leased.
 
-        A checkpoint has no task if a person ended the task by hand, or if a worker was killed after
-        the end of the task and before the removal of the checkpoint. In creating/, both the time
+        Such a checkpoint is there because a person ended the task by hand. Or a worker was killed
+        after the end of the task, and before it removed the checkpoint. In creating/, both the time
         in the name and st_ctime must be more than an hour ago. One alone is not enough: wall clocks
         can be set, and the queue clocks of hosts drift apart."""
         old = {it.id for it in self._files.entries("checkpoints") if self._is_stale(it)}
-        for _ in range(2 if old else 0):  # RACE: one look may miss a task that moves meanwhile
+        # RACE: another process moves a task during a search, and the search misses the task. So
+        # search twice.
+        for _ in range(2 if old else 0):
             old -= {it.id for it in self._files.find(*_LIVE)}
         before_ns = self._clock.now_ns() - _LEFTOVER_NS
         entries = self._files.entries("creating")
@@ -3434,15 +3449,16 @@ class _Housekeeper:
         return creating + [f"checkpoints/{ident}" for ident in sorted(old)]
 
     def _is_stale(self, entry: _Entry) -> bool:
-        with suppress(FileNotFoundError):  # RACE: the push or the task has just ended
+        with suppress(FileNotFoundError):  # RACE: another process ends the push or the task
             return self._files.lstat(entry.path).st_ctime_ns < _wall_ns() - _LEFTOVER_NS
         return False
 
 
 # ==================================================================================================
 # 12. FemtoQueue: the public interface. The methods stand in the order of a task's life.
-#     Invariant: a method checks its arguments before it changes anything. Room 5 says which locks
-#     there are, and in what order they are taken.
+#     Invariant: a method checks its arguments before it changes anything. Only push_many() checks
+#     each payload just before the push of the payload. Room 5 says which locks there are, and in
+#     what order they are taken.
 # ==================================================================================================
 
 
@@ -3450,44 +3466,46 @@ class FemtoQueue:
     """A queue in the directory `data_dir`. Each object is one worker of the queue.
 
     data_dir:  the directory. It is made with mode 0700 if it is missing.
-    node_id:  the name of this worker: 1 to 100 of the characters A-Z a-z 0-9 . _ -. None: a new
-        name. If a worker restarts under an old name, its first pop() takes back the tasks that the
-        earlier process had leased. Where there is no flock(2), a restart takes nothing back. Living
-        objects may share a name, and do not take each other's leases. If a process is killed while
-        other objects of the same name live, the leases of that process end at their deadlines, or
-        earlier, with the last object of the name.
-    timeout_stale_ms:  the length of the lease (visibility timeout) that pop() takes, in
-        milliseconds. None: the lease lasts as long as its worker lives. After a reboot such a lease
-        ends only when a worker starts under the same node_id. A person can end the lease, too, by
-        the command `release` or by moving the file. Where there is no flock(2), only a person can
-        end such a lease.
+    node_id:  the name of this worker: 1 to 100 of the characters A-Z a-z 0-9 . _ -, but not "." or
+        "..". None: a new name. If a worker restarts under an old name, its first pop() takes back
+        the tasks that the earlier process had leased, except detached leases. Where there is no
+        flock(2), or while another object of the name lives, a restart takes nothing back. Living
+        objects may share a name, and do not take each other's leases before the deadline. If a
+        process is killed while other objects of its name live, its leases end at their deadlines,
+        or earlier, when the last of these objects is closed or dies.
+    timeout_stale_ms:  the length of a lease (visibility timeout), in milliseconds. None: the lease
+        lasts as long as its worker lives. After a reboot such a lease ends only when a worker
+        starts under the same node_id. A person can end the lease, too, by the command `release` or
+        by moving the file. Where there is no flock(2), only the worker itself or a person can end
+        such a lease.
     sync_after_write:  True: the effect of a call that returned survives power loss, by fsync(2).
         This holds for push, push_many, schedule, done, fail, release, retry, retry_failed and
-        checkpoint. False: the effect survives the death of processes, but not power loss.
+        checkpoint. False: the effect survives the death of processes, but power loss may undo it.
     max_attempts:  after this number of deliveries without done() or fail(), the task goes to
-        failed/. From 1 to 999,999. None: no limit.
+        failed/ instead of being delivered again. From 1 to 999,999. None: no limit.
     keep_done:  True: done() keeps the task in done/. False: done() deletes the task. A number:
-        pop() deletes tasks from done/ after that many seconds, a few at a time.
-    retry_delay_s:  the seconds that processing() and work() wait before the second attempt of a
-        task. The pause doubles before each further attempt, up to an hour. A random part of up to
-        half is subtracted.
+        done() keeps the task, and pop() deletes tasks from done/ after that many seconds, a few at
+        a time.
+    retry_delay_s:  the seconds for which a task waits in scheduled/ after its first attempt has
+        failed in processing() or work(). The pause doubles after each further attempt, up to an
+        hour. A random part of up to half is subtracted.
     poll_interval_s:  the longest pause, in seconds, between two looks at the directories in a call
         that waits. drain() and join() always look that often. Other calls do so only where
-        inotify(7) does not report all changes: on systems other than Linux, and on file systems
-        that other hosts write to.
-    detached:  True: the leases outlive this object and its process. Only the deadlines end the
-        leases, and attach() finds the tasks again. False: a lease also ends with its worker.
+        inotify(7) is missing or does not report all changes. This is so on systems other than
+        Linux, and on file systems that other hosts write to.
+    detached:  True: the leases outlive this object and its process, and attach() finds the tasks
+        again. Only done(), fail(), release() or its deadline ends such a lease. False: a lease also
+        ends with its worker.
 
     These settings are fixed: assigning to one raises AttributeError.
 
-    Raises TypeError or ValueError if an argument is invalid, and OSError if a directory of the
-    queue can't be made or read.
+    Raises TypeError or ValueError if an argument is invalid. Raises OSError if a directory of the
+    queue can't be made or read, or if the path of data_dir is too long.
 
     The order of tasks and the deadlines of leases follow the queue clock. The queue clock is the
     monotonic clock plus an anchor that all processes of one boot share. Setting the date therefore
-    does not move the queue clock. Where there is no boot id (on systems other than Linux), each
-    process has its own anchor. Its queue clock starts at the time of the wall clock, or of the
-    newest task if that time is later.
+    does not move the queue clock. On systems other than Linux, each process has its own anchor. Its
+    queue clock starts at the time of the wall clock, or of the newest task if that time is later.
 
     Threads may share an object. A forked child's copy of the object is another worker. An unpickled
     object is made anew from the settings. A signal handler may call push() and schedule(), without
@@ -3543,7 +3561,8 @@ class FemtoQueue:
         object.__setattr__(self, name, value)
 
     def _init_worker(self) -> None:
-        # Bypass __setattr__(): a forked child gets a node_id of its own.
+        # Bypass __setattr__(), which refuses a second assignment. In a forked child, this line sets
+        # the node_id again: it is new, unless the program has given one.
         self.__dict__["node_id"] = self._given_node_id or f"{os.getpid()}-{self._clock.tag}"
         self._worker = _Worker(self, self._files, self._clock)
 
@@ -3568,36 +3587,37 @@ class FemtoQueue:
         data:  the payload: bytes, bytearray or memoryview.
         key:  a text of 1 to 200 bytes in UTF-8. None: a task without a key.
         if_in_flight:  what to do if the task of the key is leased. Only with a key.
-            "buffer": `data` waits in keys/, and a later push replaces it there. When done() or
+            "buffer": `data` waits in keys/, and a later push replaces `data` there. When done() or
                 fail() ends the leased task, `data` becomes a task with an id of its own, which
                 push() has returned. If the leased task comes back instead, its next delivery
                 carries `data`, as a first attempt.
             "update": `data` replaces the payload of the leased task, and push() returns the id of
                 this task. The running delivery keeps the old payload, and only a later delivery
-                carries `data`. done() ends the task together with `data`. But if a payload already
-                waits behind the task, `data` replaces that payload, as with "buffer".
+                carries `data`. If done() ends the task, `data` is never delivered. But if a payload
+                already waits behind the task, `data` replaces that payload, as with "buffer".
             "reject": raise KeyInFlight.
 
         Raises TypeError if `data` is not bytes-like, if `key` is not a str, or if `if_in_flight` is
-        given without a key. Raises ValueError if the key is too long or empty, or if `if_in_flight`
-        is not one of the three. Raises KeyInFlight for "reject". Raises the OSError of the system
-        call if the disk did not take the task. With a key, also raises OSError where there is no
-        flock(2).
+        "update" or "reject" without a key. Raises ValueError if the key is too long or empty, or if
+        `if_in_flight` is not one of the three. Raises KeyInFlight for "reject". Raises the OSError
+        of the system call if the disk did not take the task. With a key, also raises OSError where
+        there is no flock(2).
 
-        If push() raises, `data` is not in the queue, except in two cases. First, a worker may have
-        claimed the task before the sync of the task failed. The last paragraph has the second case.
+        If push() raises, `data` is not in the queue, except in three cases. First, a worker may
+        have claimed the task before the sync of the task failed. Second, the disk may have refused
+        to undo the push. The last paragraph has the third case.
 
         On disk: when push() returns, the file of the task is in pending/. With a key, `data` may
         also be in keys/, or where the task of the key is. The file is written in creating/, and
         then moved by rename(2). A rename is atomic (POSIX): no worker sees half a task. With
-        sync_after_write, fsync(2) of the file and of the directory follows.
+        sync_after_write, push() also calls fsync(2) for the file and for the directory.
 
-        The payload of a task is replaced by renameat2(2) with RENAME_EXCHANGE. On NFS, on FUSE, and
-        on systems other than Linux, names can't be exchanged, and rename(2) replaces the payload
-        there. But if the task is in pending/, a worker may claim the task at the same time. So the
-        new payload waits in keys/ instead, and the claim of the task takes the payload along. If
-        only the sync after a replacement by rename(2) failed, push() raises although the payload
-        has been replaced.
+        The payload of a task is replaced by renameat2(2) with RENAME_EXCHANGE. Where names can't be
+        exchanged (on NFS, on FUSE, and on systems other than Linux), rename(2) replaces the payload
+        of a task that is scheduled or leased. If the task is in pending/, a worker may claim the
+        task during the replacement. So the new payload waits in keys/ instead, and the claim of the
+        task takes the payload along. If only the sync after a replacement by rename(2) failed,
+        push() raises although the payload has been replaced.
         """
         if key is not None or if_in_flight != "buffer":
             return self._push_keyed(data, key, if_in_flight, None)
@@ -3617,12 +3637,12 @@ class FemtoQueue:
         `iterable` raises. The tasks before the error are in the queue. The attribute `pushed_ids`
         of the exception has the ids of these tasks, and the message of an OSError has their number.
         If the sync failed, the tasks are removed again. Then `pushed_ids` has only the ids of the
-        tasks that could not be removed, because a worker took them before.
+        tasks that could not be removed, usually because a worker took them before.
 
         On disk: when push_many() returns, the files of the tasks are in pending/. With
-        sync_after_write, one syncfs(2) makes the whole batch durable. Where syncfs(2) can't be
-        relied on (on FUSE, and on systems other than Linux), each file is synced by fsync(2), and
-        then pending/ once.
+        sync_after_write, one syncfs(2) makes the whole batch durable on ext4, xfs, btrfs and f2fs.
+        On other file systems, and on systems other than Linux, each file is synced by fsync(2), and
+        at the end pending/ once.
         """
         if isinstance(iterable, (_BytesLike, str)):
             raise TypeError("push_many takes an iterable of payloads; for one payload use push")
@@ -3669,15 +3689,15 @@ class FemtoQueue:
         if_in_flight:  as in push(). A payload that is buffered waits for its time, too. A payload
             that updates the leased task itself ("update") has no due time: time_us is ignored.
 
-        Raises ValueError if the time is not before the year 2255, or if a datetime has no time
-        zone. Raises ValueError for a time from one second after the epoch to the end of 1972,
-        because such a number is most likely a time in seconds or milliseconds. Raises any error
-        that push() raises.
+        Raises TypeError if `time_us` is neither a number nor a datetime. Raises ValueError if the
+        time is not before the year 2255, or if a datetime has no time zone. Raises ValueError for a
+        time from one second after the epoch to the end of 1972, because such a number is most
+        likely a time in seconds or milliseconds. Raises any error that push() raises.
 
         On disk: when schedule() returns, the file of the task is in scheduled/, under a name that
         begins with the due time. After that time, a pop() of any worker moves the task to pending/,
-        by rename(2). With a pop() or a wait all the time, this happens within half a second. With a
-        key, `data` may also be elsewhere, as after push().
+        by rename(2). While some worker waits in pop(), or calls pop() again and again, this usually
+        happens within half a second. With a key, `data` may also be elsewhere, as after push().
         """
         if key is not None or if_in_flight != "buffer":
             return self._push_keyed(data, key, if_in_flight, time_us)
@@ -3691,8 +3711,7 @@ class FemtoQueue:
     def _push_keyed(
         self, data: _BytesLike, key: str | None, if_in_flight: str, time_us: float | datetime | None
     ) -> str:
-        """Check the arguments, and call put(). If a pop() or a person moved the waiting task before
-        put() replaced the payload, call put() again."""
+        """Check the arguments, and call put() until it returns the id of the payload's task."""
         if if_in_flight not in _IF_IN_FLIGHT:
             wanted = " or ".join(_IF_IN_FLIGHT)
             raise ValueError(f"if_in_flight must be {wanted}, not {if_in_flight!r}")
@@ -3712,38 +3731,42 @@ class FemtoQueue:
     def pop(self, timeout: float | None = 0, *, lease_ms: float | None = None) -> FemtoTask | None:
         """Lease the oldest task and return the task, or return None if there is no task to deliver.
 
-        done(), fail() or release() ends the lease. If the lease ends otherwise, by its deadline or
-        by the death of this worker, another worker may deliver the task again. A corrupt task is
-        moved to failed/, logged and passed over.
+        done(), fail() or release() ends the lease. The lease may also end by its deadline, or by
+        the death or the close() of this worker. Then this or another worker may deliver the task
+        again. If a task is corrupt, pop() moves it to failed/, logs the reason, and takes the next
+        task.
 
         timeout:  the seconds to wait for a task. 0: do not wait. None: wait without a limit. During
             the wait, signal handlers run at once.
         lease_ms:  the length of this lease, in milliseconds. extend() and processing() renew the
             lease for the same length. None: timeout_stale_ms.
 
-        Returns None if no task came in time, the queue is paused, or close() was called in another
-        thread. With timeout=0, pop() also returns None if other workers won every claim.
+        Returns None if no task came in time, if the queue stayed paused, or if close() in another
+        thread ended the call. With timeout=0, pop() also returns None if other workers won every
+        claim.
 
         Raises ValueError or TypeError if an argument is invalid. Raises the OSError of the system
-        call if there is trouble with the disk. If the trouble is with scheduled/, creating/ or the
-        directories of other workers, the error is raised only when no task waits.
+        call if there is trouble with the disk. If only a housekeeping job met the trouble, for
+        example in scheduled/ or in the directory of another worker, the error is raised only when
+        no task waits.
 
         If the trouble is with one task, the attribute `task_id` of the OSError or MemoryError has
-        the id of the task. This happens if this user may not read or move the file, or if the
-        payload does not fit into memory. A task that can't be read goes to the back of the queue,
-        and the next pop(), in this process or another, takes the next task. The delivery counts as
-        an attempt: after max_attempts deliveries, the task goes to failed/. A task that can't be
-        moved stays in its place. If a task makes trouble for the second time, this object passes
-        the task over for a second. Each further trouble doubles that time, up to an hour.
+        the id of the task. For example, this user may not read or move the file, or the payload
+        does not fit into memory. A task that can't be read goes to the back of the queue, and the
+        next pop(), in this process or another, takes the next task. The delivery counts as an
+        attempt: after max_attempts deliveries, the task goes to failed/. A task that can't be moved
+        stays in its place. If a task makes trouble for the second time, this object does not try
+        the task again for a second. Each further trouble doubles that time, up to an hour.
 
-        A wait ends when inotify(7) reports a task. Where inotify does not report all changes, the
-        wait ends at the next look, at most poll_interval_s later. A wait also ends when a task
-        comes due, when a lease ends, and within half a second after a worker died.
+        A call that waits looks for a task when inotify(7) reports a change, when a task comes due,
+        and when a lease ends. It usually finds the tasks of a worker at most half a second after
+        the worker died. Where inotify does not report all changes, the call also looks at least
+        every poll_interval_s.
 
-        On disk: when pop() returns, the file of the task is in inflight-<node>/. Its name begins
-        with the deadline. If several workers call rename(2) for the same file, one succeeds and the
-        others get ENOENT (POSIX). The rename is not synced: after power loss the task may wait in
-        its old place again.
+        On disk: when pop() returns a task, the file of the task is in inflight-<node>/. The name of
+        the file begins with the deadline. If several workers call rename(2) for the same file, one
+        succeeds and the others get ENOENT (POSIX). The rename is not synced: after power loss the
+        task may wait in its old place again.
         """
         if timeout == 0 and lease_ms is None:
             return self._worker.take_oldest(self._length_ns)
@@ -3761,8 +3784,8 @@ class FemtoQueue:
 
         Coroutines that wait on the same queue object get tasks in the order of their calls.
 
-        Cancelling the call leaves no task leased. A task that was just taken returns to its place,
-        and the delivery is not counted.
+        Cancelling the call leaves no task leased. If the call has just taken a task, the task
+        returns to its place, and the delivery is not counted.
         """
         length_ns = _lease_length_ns("lease_ms", lease_ms, self._length_ns)
         return await self._worker.waits.wait_for_async(
@@ -3779,19 +3802,23 @@ class FemtoQueue:
     ) -> FemtoTask | None:
         """Lease the task of a key, or the task with an id, out of turn, and return the task.
 
-        key:  the key of the task. None is returned if the key has no task, or if the task is in
-            flight or not yet due, or if the queue is paused. The search for the task costs the same
-            whatever the number of waiting tasks is, except on file systems that other hosts write
-            to. take() also runs the housekeeping jobs of pop(), whose cost does depend on the
-            queue.
+        key:  the key of the task. The task must be in pending/, or in scheduled/ and due. The cost
+            of the search does not depend on the number of waiting tasks, except on file systems
+            that other hosts write to. But take() also runs the housekeeping jobs of pop(), and
+            their cost does depend on this number.
         timeout:  the seconds to wait for the task, as in pop().
-        id:  the id of the task. The task may be in pending/ or in scheduled/, due or not; else None
-            is returned. To cancel a waiting task, take it by its id and call done(). If the task is
-            given back or reclaimed instead, its old due time no longer counts.
+        id:  the id of the task. The task must be in pending/ or in scheduled/, due or not. To
+            cancel a waiting task, take it by its id and call done(). If the task is given back or
+            reclaimed instead, its old due time no longer counts.
         lease_ms:  the length of the lease in milliseconds, as in pop().
 
+        Returns None if the task could not be leased in time: the task does not exist, is in flight,
+        or (by key) is not due yet. Also returns None if the queue stayed paused, or if close() in
+        another thread ended the call.
+
         Raises TypeError unless exactly one of `key` and `id` is given. Raises ValueError if the key
-        or the id is invalid, and any error that pop() raises.
+        or the id is invalid, and any error that pop() raises. For a task with a key, raises OSError
+        where there is no flock(2).
 
         On disk: as after pop().
         """
@@ -3811,7 +3838,8 @@ class FemtoQueue:
         The parameters are as in take(), but the default timeout is None: wait without a limit.
 
         Coroutines that wait for the same key or id get the task in the order of their calls.
-        Cancelling the call has the same effect as in pop_async().
+        Cancelling the call has the same effect as in pop_async(). take_async() does not wait for
+        the lock of the key. While the lock is held, take_async() tries again until the timeout.
         """
         look = self._finder_of(key, id, lease_ms, wait=False)
         return await self._worker.waits.wait_for_async(look, _end_s(timeout), repr((key, id)))
@@ -3831,11 +3859,11 @@ class FemtoQueue:
         """Iterate over tasks until no task is pending, scheduled or in flight.
 
         Each task is leased as by pop(). Tasks of other workers count too: drain() waits for them to
-        end or to come back. End each task before asking for the next: a task that this worker holds
-        is in flight, too.
+        end or to come back. End each task before asking for the next: drain() also waits for a task
+        that this worker still holds.
 
-        timeout:  the seconds to wait for each task; the iteration ends if no task came. None: no
-            limit.
+        timeout:  the seconds to wait for each task. If no task comes in that time, the iteration
+            ends. None: no limit.
 
         Raises ValueError or TypeError at once if `timeout` is invalid. The iteration raises the
         errors of pop(). close() in another thread ends the iteration.
@@ -3856,8 +3884,8 @@ class FemtoQueue:
     def join(self, timeout: float | None = None) -> bool:
         """Wait until no task is pending, scheduled or in flight, and return True.
 
-        join() only looks. Due tasks, and the tasks of dead workers, move only when some worker
-        calls pop().
+        join() itself moves no task. Due tasks, and the tasks of dead workers, move only when some
+        worker calls pop() or take().
 
         timeout:  the seconds to wait. None: no limit.
 
@@ -3886,10 +3914,12 @@ class FemtoQueue:
         On disk: when done() returns, the file of the task is in done/. With keep_done=False, or if
         a full disk has no room for the name in done/, the file is deleted. The rename(2) or
         unlink(2) is the commit. The system call fails with ENOENT if the lease is gone (POSIX), and
-        then LeaseLost is raised. The checkpoint of the task is removed. With sync_after_write,
-        fsync(2) of the file and of the directory follows. A task to be deleted is also synced
-        before the unlink(2): power loss must not bring the task back to pending/. A payload that is
-        buffered behind the task becomes a task.
+        then LeaseLost is raised. The checkpoint of the task is removed. A payload that is buffered
+        behind the task becomes a task.
+
+        With sync_after_write, done() also calls fsync(2) for the file and for done/. If the task is
+        to be deleted, the file and its directory are synced before the unlink(2), and the directory
+        again after it: power loss must not bring the task back to pending/.
         """
         self._worker.finish(task)
 
@@ -3904,8 +3934,9 @@ class FemtoQueue:
 
         On disk: when fail() returns, the file of the task is in failed/, and a given reason is in
         failed/<id>.error. The rename(2) of the task comes first: a worker that lost its lease never
-        writes a reason for another delivery. If the process dies before the reason is written, the
-        task has no reason. The rest is as in done().
+        writes a reason for another delivery. If the process dies before the reason is in place, the
+        task has no reason. The checkpoint, a buffered payload and the syncs are treated as in
+        done().
         """
         if not isinstance(error, (str, BaseException, type(None))):
             raise TypeError(f"error must be a text or an exception, not {error!r}")
@@ -3919,7 +3950,7 @@ class FemtoQueue:
         Without further arguments the task goes to the back of the queue.
 
         task:  the task that pop() or another method leased.
-        front:  True: the task returns to the front of the queue, to the place of its push.
+        front:  True: the task returns to the place of its push, usually the front of the queue.
         delay_s:  the seconds, by the wall clock, for which the task waits in scheduled/.
         counted:  False: the attempts of the task do not count this delivery.
 
@@ -3946,9 +3977,9 @@ class FemtoQueue:
         self._worker.requeue(task, target)
 
     def extend(self, task: FemtoTask, ms: float | None = None) -> None:
-        """Renew the lease of the task.
+        """Renew the lease of the task: give it a new deadline.
 
-        task:  the task that pop() or another method leased. `task.path` gets the new name of the
+        task:  the task that pop() or another method leased. `task.path` gets the new path of the
             lease.
         ms:  the milliseconds from now until the lease ends. None: the length for which the lease
             was taken. In a block of processing(), the lease is never renewed for less than that
@@ -3971,9 +4002,10 @@ class FemtoQueue:
 
         The payload is not read: `data` is b"". `size_bytes`, `key` and `checkpoint` are None. The
         method checkpoint() reads the payload when it is called, and saves the checkpoint for that
-        payload.
+        payload. It raises CorruptTask if the file is not a whole record.
 
-        Raises LeaseLost if there is no such lease, and TypeError if `lease` is not a str.
+        Raises LeaseLost if no lease has this path or id: the lease has ended, or a renewal has
+        changed the path. Raises TypeError if `lease` is not a str.
 
         A lease that is not detached still ends with the worker that took the lease. Without `ms`,
         extend() renews the lease for timeout_stale_ms of this object. If timeout_stale_ms is None,
@@ -4013,15 +4045,17 @@ class FemtoQueue:
         When the block ends without an exception, the task is finished, as by done(). If the block
         itself ended the delivery by done(), fail() or release(), nothing more is done.
 
-        An exception propagates, and the task waits in scheduled/ for another attempt (see
-        retry_delay_s). If task.attempts has reached max_attempts, the task moves to failed/
-        instead, as by fail(task, exception). KeyboardInterrupt, SystemExit, asyncio.CancelledError
-        and other exceptions that are not an Exception return the task to the front of the queue.
-        The delivery is not counted then.
+        An exception propagates, and the task waits for another attempt (see retry_delay_s). If
+        task.attempts has reached max_attempts, the task moves to failed/ instead, as by fail(task,
+        exception). KeyboardInterrupt, SystemExit, asyncio.CancelledError and other exceptions that
+        are not an Exception return the task to the place of its push. The delivery is not counted
+        then.
 
-        Raises LeaseLost at the beginning or the end of the block if the lease is lost. Raises
-        OSError if the end of the delivery can't be written to the disk. Then the task is delivered
-        again soon.
+        Raises TypeError if `task` is not a FemtoTask. Raises LeaseLost at the beginning or the end
+        of the block if the lease is lost. Raises OSError if the lease can't be renewed at the
+        beginning, or if the end of the delivery can't be written to the disk. In the second case,
+        the task is delivered again soon, unless only a step after the rename(2) or unlink(2)
+        failed.
 
         On disk: after the block, as after done(), release() or fail().
         """
@@ -4042,9 +4076,9 @@ class FemtoQueue:
         not take the bytes.
 
         On disk: when checkpoint() returns, checkpoints/<id> has the new bytes. One rename(2)
-        replaces the old file. After a crash, either the old or the new file is there, and is whole.
-        With sync_after_write, fsync(2) of the file comes before the rename, and fsync(2) of the
-        directory comes after the rename.
+        replaces the old file. If the process is killed, either the old or the new file is there,
+        and is whole. With sync_after_write, this also holds after power loss: fsync(2) of the file
+        comes before the rename, and fsync(2) of the directory comes after the rename.
         """
         _save_checkpoint(self._worker, task, bytes(_as_bytes(data)))
 
@@ -4060,8 +4094,9 @@ class FemtoQueue:
     ) -> WorkCounts:
         """Call handler(task) for each task, within processing(), until told to stop.
 
-        handler:  the function that does the work, not a coroutine function. If the handler raises
-            an exception, the exception is logged (logger "femtoqueue"), and the next task follows.
+        handler:  the function that does the work: a plain function, neither async nor a generator.
+            If the handler raises an exception, the exception is logged (logger "femtoqueue"), and
+            the next task follows.
         concurrency:  the number of tasks handled at a time. More than 1: in threads.
         drain:  True: return when no task is pending, scheduled or in flight.
         stop:  a threading.Event. When the event is set, the running handlers finish, and work()
@@ -4071,10 +4106,12 @@ class FemtoQueue:
 
         Returns the number of deliveries by outcome, as WorkCounts.
 
-        In the main thread, SIGTERM and SIGINT stop the loop as `stop` does. A second signal gives
-        back the tasks that are running, and work() returns at once. Handlers that still run in
-        other threads then get LeaseLost. Two signals within 0.3 seconds count as one. close() in
-        another thread stops the loop, too.
+        If work() runs in the main thread, SIGTERM and SIGINT stop the loop as `stop` does. A second
+        signal gives back the tasks that are running, and work() returns at once. With
+        concurrency=1, the second signal raises KeyboardInterrupt in the handler. With a higher
+        concurrency, the handlers still run in their threads, and get LeaseLost when they use their
+        tasks. Two signals within 0.3 seconds count as one. close() in another thread stops the
+        loop, too.
 
         Raises TypeError or ValueError if an argument is invalid. If a handler raises SystemExit,
         KeyboardInterrupt or another exception that is not an Exception, the loop ends, and the
@@ -4083,7 +4120,8 @@ class FemtoQueue:
         running handlers have finished. If a signal came, too, the OSError is only logged.
 
         Trouble with a single task (see pop()) is logged, and work() takes the next task. An error
-        of this kind is raised only if nothing but such trouble came for 30 seconds.
+        of this kind is raised only if every attempt to take a task met such trouble for 30 seconds,
+        and no handler runs.
 
         On disk: each task is where done(), fail() or release() put it.
         """
@@ -4118,9 +4156,9 @@ class FemtoQueue:
     def pause(self) -> None:
         """Stop handing out tasks, in all processes, until resume().
 
-        Tasks in flight are not affected, and push() still adds tasks. Other workers notice the
-        pause when they list pending/ again, within about a second. Raises OSError if the file can't
-        be made.
+        Tasks in flight are not affected, and push() still adds tasks. Other workers usually notice
+        the pause within a second, when they run the housekeeping jobs. Raises OSError if the file
+        can't be made.
 
         On disk: when pause() returns, the file data_dir/PAUSED is there.
         """
@@ -4128,7 +4166,10 @@ class FemtoQueue:
         self._worker.house.look_again()
 
     def resume(self) -> None:
-        """Hand out tasks again, whoever paused the queue. Calls that wait look for tasks at once.
+        """Hand out tasks again, no matter which process paused the queue.
+
+        Calls that wait look for tasks at once, or after poll_interval_s at most if inotify(7) does
+        not report all changes.
 
         Raises OSError if the file can't be removed.
 
@@ -4140,7 +4181,7 @@ class FemtoQueue:
     def paused(self) -> bool:
         """True if the queue is paused: the file data_dir/PAUSED exists."""
         is_paused = self._files.exists("PAUSED")
-        if is_paused:  # from now on, pop() must not hand out tasks that were listed before
+        if is_paused:  # the caller knows now: pop() must not hand out tasks that were listed before
             self._worker.house.look_again()
         return is_paused
 
@@ -4152,8 +4193,8 @@ class FemtoQueue:
         id:  the id of the task.
 
         Raises TaskNotFound if the task is not in failed/. Raises KeyInFlight if its key has another
-        task now. Raises ValueError if `id` is not a valid id, and the OSError of the system call if
-        there is trouble with the disk.
+        task now. Raises ValueError or TypeError if `id` is not a valid id, and the OSError of the
+        system call if there is trouble with the disk.
 
         On disk: when retry() returns, the file of the task is in pending/, and the reason in
         failed/ is removed. The file is moved by rename(2). With sync_after_write, fsync(2) of the
@@ -4182,9 +4223,9 @@ class FemtoQueue:
         """Delete tasks that ended more than older_than_s seconds ago, and return their number.
 
         older_than_s:  the least age in seconds, by the wall clock. The age counts from the move to
-            the directory: every common file system sets st_ctime on rename(2).
-        states:  "done", "failed" or both, as a text or an iterable. With "failed", old reasons
-            whose task is gone are deleted, too.
+            done/ or failed/: every common file system sets st_ctime on rename(2).
+        states:  "done" or "failed", or an iterable of them. With "failed", old reasons whose task
+            is gone are deleted, too.
 
         Raises ValueError or TypeError if an argument is invalid, and OSError if there is trouble
         with the disk.
@@ -4208,18 +4249,18 @@ class FemtoQueue:
         return count
 
     def check(self, repair: bool = False) -> list[Finding]:
-        """Return what is wrong in data_dir, as a list; with repair=True, also repair it.
+        """Return what is wrong in data_dir, as a list. With repair=True, also make safe repairs.
 
         Every task is read. A task that moves meanwhile may be reported wrongly.
 
-        repair:  True: repair what can be repaired safely while workers run. Corrupt tasks that wait
-            go to failed/. The tasks of dead workers and ended leases return to pending/. Payloads
-            that wait behind a task that is gone become tasks. The files in keys/ of keys without a
-            task, and leftovers, are removed. False: change nothing.
+        repair:  True: make the repairs that are safe while workers run. Corrupt tasks that wait go
+            to failed/. The tasks of dead workers and ended leases return to pending/. Payloads in
+            keys/ whose task is gone become tasks. Leftovers are removed, and so are the files in
+            keys/ of keys without a task. False: change nothing.
 
         The findings are:
         - a network file system, or a directory on another file system than data_dir
-        - a queue clock that is ahead of the wall clock, or whose file this object made anew
+        - a queue clock that is ahead of the wall clock, and a clock file that this object made anew
         - foreign names
         - records that are not whole, and files or directories that can't be read
         - an id in two places
@@ -4239,7 +4280,7 @@ class FemtoQueue:
         files = self._files
         pending, scheduled = map(files.entries, _WAITING_DIRS)
         ages_ns = [max(0, self._clock.now_ns() - it.stamp_ns) for it in pending[:1]]
-        # The age is negative if the scheduled task is not due.
+        # The first scheduled task is due first. If its age is negative, the task is not due.
         ages_ns += [_wall_ns() - it.stamp_ns for it in scheduled[:1]]
         age_ns = max(ages_ns, default=-1)
         nodes = tuple(map(self._worker.house.node_stats, files.node_dirs()))
@@ -4257,14 +4298,15 @@ class FemtoQueue:
     def tasks(self, state: str, *, data: bool = True) -> Iterator[FemtoTask]:
         """Iterate over the tasks in a state, in the order of their names, without leasing them.
 
-        A task that waits is shown with the newest payload of its key.
+        The tasks in flight come worker by worker. A task that waits is shown with the newest
+        payload of its key.
 
         state:  one of STATES.
         data:  False: read only the headers. The attribute `data` is then b"". If the header is
             invalid, `size_bytes` is None.
 
-        A task that moves meanwhile is left out. A corrupt task, or a task that this user may not
-        read, is left out and logged. peek() raises the error of such a task.
+        A task that moves meanwhile is left out. A task that this user may not read is left out and
+        logged. So is a corrupt task, unless data=False. peek() raises the error of such a task.
 
         Raises ValueError if `state` is invalid.
         """
@@ -4278,7 +4320,7 @@ class FemtoQueue:
         id:  the id of the task, in any state. The id of a buffered payload is valid, too.
         key:  the key of a task that waits or is in flight.
 
-        Returns None if there is no such task, or if it moved while peek() looked.
+        Returns None if there is no such task, or if the task moved while peek() looked.
 
         Raises CorruptTask if the file is not a whole record, and the OSError of the system call if
         the file can't be read. Raises ValueError if the id or key is invalid, and TypeError unless
@@ -4290,7 +4332,7 @@ class FemtoQueue:
             path = self._worker.keys.path_of(_encode_key(key))
             entry = _parse(*path.split("/")) if path else None
         else:
-            # Search in the order in which tasks move: a task that moves on meanwhile is found.
+            # Tasks usually move in the order of this search, so that a moving task is found.
             entry = self._files.find_id(_check_id(id), "keys", *_LIVE, *_ENDED)
         return entry and self._read_entry(entry)
 
@@ -4304,7 +4346,9 @@ class FemtoQueue:
         return self._worker.keys.path_of(_encode_key(key)) != ""
 
     def keys(self, state: str) -> Iterator[str]:
-        """Iterate over the keys of the tasks in a state. Tasks without a key are left out.
+        """Iterate over the keys of the tasks in a state.
+
+        Tasks without a key are left out, and so are the tasks that tasks() leaves out.
 
         state:  one of STATES, as in tasks().
 
@@ -4316,7 +4360,7 @@ class FemtoQueue:
 
     def _read_entry(self, entry: _Entry, data: bool = True) -> FemtoTask | None:
         """Return the task of an entry, or None if its file has moved. A task that waits is read
-        with the newest payload of its key. data=False: read only the header of that payload."""
+        with the newest payload of its key. data=False: read only the header."""
         newest, payload = self._worker.keys.newest_of(entry), b""
         # RACE: another worker's claim takes the newer payload out of keys/ before this read. Then
         # read the task's own record. If the task has moved as well, return None.
@@ -4336,14 +4380,14 @@ class FemtoQueue:
         task = FemtoTask(entry.id, payload, attempts, key, lease, self._clock.anchor_ns)
         task.size_bytes = size_bytes
         if entry.directory == "failed":
-            # Show the task even if the reason is missing, or if another user's file can't be read.
+            # Show the task even if the reason is missing, or if this user may not read the reason.
             with suppress(FileNotFoundError, PermissionError):
                 task.error = self._files.text(f"failed/{entry.id}.error").removesuffix("\n")
         return task
 
     def _read_all(self, entries: Iterable[_Entry], data: bool) -> Iterator[FemtoTask]:
-        """Yield the tasks of the entries. Leave out tasks that moved, and log those that can't be
-        read."""
+        """Yield the tasks of the entries. Leave out tasks that moved. Leave out and log tasks that
+        are corrupt, or that this user may not read."""
         for entry in entries:
             try:
                 task = self._read_entry(entry, data)
@@ -4359,11 +4403,13 @@ class FemtoQueue:
         """Give up the leases of this worker: their tasks return to pending/ at once.
 
         The lease directory is removed if it is empty then. Some leases stay, and end at their
-        deadlines at the latest. These are detached leases, all leases where there is no flock(2),
-        and all leases while another object lives under the same node_id.
+        deadlines at the latest: detached leases, all leases where there is no flock(2), and all
+        leases while another object lives under the same node_id. If another process holds the lock
+        of a task's key, the task stays leased until a worker reclaims it.
 
         Calls of this object that wait in other threads and coroutines return at once. pop() and
-        take() return None, join() returns False, and drain() and work() stop.
+        take() return None, join() returns False, and drain() ends. work() takes no more tasks, and
+        returns when its handlers have finished.
 
         The object may be used again after close(). Dropping the last reference to the object, or
         leaving its `with` block, does what close() does.
@@ -4371,7 +4417,7 @@ class FemtoQueue:
         # Room 10 tells what happens to a task that another thread is just taking (TOPIC: close).
         worker, lease_dir = self._worker, self._worker.lease_dir
         # While the interpreter ends, do not wait for the lock: a thread that has ended may hold it.
-        # The kernel closes the files then.
+        # The kernel closes the files when the process ends.
         if not worker.lock.acquire(blocking=not sys.is_finalizing()):
             return
         try:
