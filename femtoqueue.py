@@ -1905,10 +1905,12 @@ class _Files:
 
 # ==================================================================================================
 # 7. Queue clock: the source of orders and deadlines. The queue clock is the monotonic clock plus an
-#    anchor. All processes of one boot read the anchor from the file clock-<boot>. If several
-#    processes make this file at once, the first link(2) wins, and the others take its anchor.
+#    anchor, which is a number of nanoseconds. The processes of one boot read the anchor from the
+#    file clock-<boot>. A process that can't use this file has a clock of its own
+#    (_QueueClock._open). If several processes make the file at once, the first link(2) wins, and
+#    the other processes take the anchor of the first.
 #    Invariant: the orders of one object strictly increase. Setting the date does not change the
-#    queue clock.
+#    queue clock of an object.
 # ==================================================================================================
 
 # TOPIC: which clock is used for what.
@@ -1917,36 +1919,40 @@ class _Files:
 #   queue clock, too.
 # - The monotonic clock, time.monotonic(), is used for timeouts, pauses, and the times of jobs.
 # - The wall clock, time.time(), is used for due times in scheduled/, also for those of retries. The
-#   queue clock of a boot starts at the time of the wall clock. Ages that are computed from the time
-#   of a file are of the wall clock: the ages of finished tasks (keep_done, purge), of stale files,
-#   of tickets, and of leases of another clock (_renewed_recently() in room 11).
+#   queue clock of a boot usually starts at the time of the wall clock. The age of a file is the
+#   time of the wall clock minus the time of the file. Such ages decide about finished tasks
+#   (keep_done, purge), stale files, tickets, and leases of another clock (_renewed_recently() in
+#   room 11).
 #
-# So if the date is set, the ids stay in order, and the leases of this boot end as if the date had
-# not been set. A scheduled task comes when the wall clock shows its time. If the machine starts
-# again after the date was set back, the new queue clock starts after the newest id and after the
-# newest claim (_compute_anchor).
+# So if the date is set, the ids of a boot stay in order, and its leases end as if the date had not
+# been set. (Between processes that have clocks of their own, this does not hold.) A scheduled task
+# moves to pending/ when the wall clock shows its due time. If the machine starts again after the
+# date was set back, the new queue clock starts after the newest id and after the newest claim
+# (_compute_anchor).
 
 
-# If the monotonic clock began anew under the same boot id, the queue clock is behind by at least
-# this time. Clocks that differ by less agree.
+# Two clocks agree if they differ by less than this time. A queue clock that is behind by at least
+# this time may be of an earlier start of the machine (_went_back).
 _BEHIND_NS = 10**9
 
 
 def _compute_anchor(files: _Files) -> int:
-    """Return the anchor that starts the queue clock at the wall clock. If the wall clock was set
-    back, the queue clock starts after the newest id and after the newest claim. Ids are compared,
-    not the names of tasks, because a name may begin with a due time of next year."""
+    """Return the anchor for a new queue clock. The queue clock starts at the time of the wall
+    clock. But if the newest id or the newest claim in data_dir is later, because the date was set
+    back, the queue clock starts after these. The names of tasks are not compared as a whole: a name
+    may begin with a due time, which may be next year."""
     times_ns = [_EARLIEST_NS, _wall_ns()]
     for directory in (*_STATE_DIRS[1:], "keys", *files.node_dirs()):
-        # PermissionError: the directory is of another user, and the clock must start all the same.
-        # FileNotFoundError: the directory was not made yet, or was removed with its worker.
+        # PermissionError: the directory belongs to another user, and the clock must start all the
+        # same. FileNotFoundError: a person removed the directory. Or (RACE) another process removed
+        # the directory of a dead worker between entries() and lstat().
         with suppress(PermissionError, FileNotFoundError):
             entries = files.entries(directory)
             times_ns += [_stamp_of(entry.id) + 1 for entry in entries]
             if entries and _state_of(directory) == "inflight":
-                # The time of the directory is that of the last claim, or of a later change. A time
-                # after the newest deadline is not trusted: the date may have been wrong. Then the
-                # deadline is used.
+                # The st_mtime of the directory is the time of the last claim, or of a later change,
+                # by the wall clock. If this time is after the newest deadline, the date may have
+                # been wrong at the claim. So the deadline is used instead.
                 times_ns.append(min(files.lstat(directory).st_mtime_ns, entries[-1].stamp_ns))
     return max(it for it in times_ns if it < _FARTHEST_NS) - _monotonic_ns()
 
@@ -1954,15 +1960,14 @@ def _compute_anchor(files: _Files) -> int:
 class _QueueClock:
     """The clock of one queue object. `tag` is the object's tag, which goes into its new ids."""
 
-    _name = ""  # of the clock file; "" if this process has a clock of its own
+    _name = ""  # the name of the clock file; "" if this process has a clock of its own
     made_anew = ""  # why this object made the clock file anew, for check()
 
     def __init__(self, files: _Files) -> None:
         self._files, files.clock = files, self
-        # If this process has a clock of its own, its leases have this <boot>. A process has a clock
-        # of its own if it can't see the boot id and no clock file agrees with the wall clock, or if
-        # it can't write the clock file. Only processes of this kernel use this <boot>. "": other
-        # hosts may use the file system, and <boot> is random.
+        # The <boot> in the names of our leases, if this process has a clock of its own. Only
+        # processes of this kernel use this <boot>. "": other hosts may use the file system. A
+        # process with a clock of its own then has a random <boot>.
         self.own_clock_tag = _boot_tag(_time_namespace(), files.root) if files.is_local else ""
         self.init_worker()
         self.boot, self.anchor_ns = self._open()
@@ -1970,12 +1975,13 @@ class _QueueClock:
     def init_worker(self) -> None:
         """Set the values that belong to one process. A forked child calls this again."""
         self.tag = f"{int.from_bytes(os.urandom(4), 'big') >> 1:08x}"
-        self._lock = threading.RLock()  # guards _order; a signal handler may push during a push
+        # Guards _order. An RLock, because a signal handler may push during a push of its thread.
+        self._lock = threading.RLock()
         self._order = 0
 
     @property
     def boots(self) -> tuple[str, str]:
-        """Two values of <boot> that only processes of this kernel use. The holder of a lease with
+        """The values of <boot> that only processes of this kernel use. The holder of a lease with
         one of these values is dead if the lock of the lease directory is free."""
         return self.boot, self.own_clock_tag
 
@@ -1993,8 +1999,12 @@ class _QueueClock:
         return _stamp_of(self.new_id())
 
     def _open(self) -> tuple[str, int]:
-        """Return the tag of this boot and the anchor of its clock. The first process of a boot sets
-        the anchor."""
+        """Return the <boot> of our leases, and the anchor. Usually the anchor is that of the clock
+        file of this boot, which the first process of the boot makes.
+
+        A process gets a clock of its own in two cases. First, the process can't read the clock
+        file, or can't make a missing one. Second, the process can't see the boot id, and there is
+        no clock file that the process may use instead: see _boot_without_id()."""
         boot_id, boot = _read_boot_id(), ""
         if boot_id is not None:
             boot = _boot_tag(boot_id, self._files.root)
@@ -2007,8 +2017,9 @@ class _QueueClock:
                 if anchor_ns is not None and self._went_back(anchor_ns):
                     self.made_anew = "was of an earlier start of this machine, under its boot id"
                     _log().warning("%s %s: made anew", self._name, self.made_anew)
-                    # RACE: another process makes the file anew at the same moment. Then the anchors
-                    # of the two processes may differ by some microseconds.
+                    # RACE: after our _read(), another process makes the file anew, and we remove
+                    # the new file. Then the anchors of the two processes may differ by some
+                    # microseconds.
                     _unlink_if_exists(self._files.root + self._name)
                     anchor_ns = None
                 if anchor_ns is None:
@@ -2018,21 +2029,22 @@ class _QueueClock:
             except OSError as error:
                 if error.errno not in _NO_WRITE_ERRNOS:
                     raise
-                # This user can't write the clock file. A clock of our own is good enough to look
-                # at tasks, to drain the queue and to purge.
+                # The clock file can't be made: this user has no right to do so, or the disk is full
+                # or read-only. Or this user may not read the file. A clock of our own is good
+                # enough to look at tasks, to drain the queue and to purge.
                 self._name = ""
                 _log().warning("no shared clock for this process: %s", error)
         return self.own_clock_tag or os.urandom(4).hex(), _compute_anchor(self._files)
 
     def _boot_without_id(self) -> str:
         """Return the tag in the name of a clock file that agrees with the wall clock, for a process
-        that can't see the boot id. Return "" if there is no such clock file.
+        that can't see the boot id. Return "" if no clock file agrees.
 
         The clock file of an earlier boot does not agree, because the monotonic clock began anew
         after that boot. The clock file of another host may agree by chance. So "" is returned if
         other hosts use data_dir."""
         for name in self._clock_names():
-            with suppress(PermissionError):  # a person took this user's rights to read the file
+            with suppress(PermissionError):  # a person removed this user's right to read the file
                 anchor_ns = self._read(name)
                 if anchor_ns and abs(anchor_ns + _monotonic_ns() - _wall_ns()) < _BEHIND_NS:
                     # RACE: another host makes SHARED, and then its clock file. If we looked for
@@ -2046,12 +2058,13 @@ class _QueueClock:
         return [it for it in names if it.startswith("clock-") and _FORMS["."](it)]
 
     def _went_back(self, anchor_ns: int) -> bool:
-        """Say whether the monotonic clock began anew under the same boot id. This happens in a
-        restored virtual machine, in some containers, and on a board without entropy.
+        """Say whether the monotonic clock seems to have begun anew under the same boot id. This
+        happens in a restored virtual machine, in some containers, and on a board without entropy.
 
-        Then the queue clock is behind the wall clock and also behind the id of a task that waits or
-        is leased. A queue clock that is only behind the wall clock is valid: the machine was
-        suspended, or its date was set forward."""
+        The answer is True if the queue clock is behind the wall clock, and also behind the id of a
+        task that waits or is leased, or of a buffered payload. A queue clock that is only behind
+        the wall clock counts as valid, because the machine may have been suspended, or its date may
+        have been set forward."""
         now_ns = anchor_ns + _monotonic_ns()
         if _wall_ns() - now_ns < _BEHIND_NS:
             return False
@@ -2064,8 +2077,8 @@ class _QueueClock:
 
     def _read(self, name: str) -> int | None:
         """Return the anchor in a clock file. Return None if the file is missing or invalid, or if
-        the anchor puts the queue clock before 2001 or after 2096. Then _open() and _create() write
-        the file again."""
+        with this anchor the queue clock would show a time before _EARLIEST_NS or after
+        _FARTHEST_NS. If the result is None, _open() and _create() write the file again."""
         anchor_ns = 0
         with suppress(FileNotFoundError):
             text = self._files.text(name)
@@ -2076,13 +2089,15 @@ class _QueueClock:
     def _remove_others(self) -> None:
         """Remove the clock files of earlier boots, because no process of an earlier boot lives.
 
-        A container may have a boot id of its own, and run beside us. While a task is leased in the
-        container, the clock file of the container stays. At other times the file is removed, and a
-        worker of the container puts it back by restore(). Where other hosts use data_dir, nothing
-        is removed."""
+        A container may have a boot id of its own, and run beside us. While the container has a
+        lease that is not detached, the name of the lease has the <boot> of the container, and its
+        clock file stays. At other times the clock file is removed, and a worker of the container
+        puts the file back later by restore(). Where other hosts use data_dir, or where there is no
+        flock, nothing is removed."""
         if self._files.if_shared is None or self._files.has_other_mounts():
             return
-        with suppress(OSError):  # a directory of another user: its leases can't be seen
+        # OSError: this user can't list a lease directory of another user. Then nothing is removed.
+        with suppress(OSError):
             in_use = {f"clock-{entry.boot}" for entry in self._files.find("inflight")}
             for name in {*self._clock_names()} - {self._name, *in_use}:
                 self._files.remove(name)
@@ -2101,15 +2116,15 @@ class _QueueClock:
         the anchor in the clock file."""
         root = self._files.root
         new_name = f"{_new_name(_wall_ns(), self.tag)}.clock"
-        # 0644, whatever the rights of data_dir are now: if data_dir is opened to other users later,
-        # they must be able to read the file.
+        # At least 0644, whatever the rights of data_dir are now. If a person gives other users
+        # access to data_dir later, these users must be able to read the file.
         with self._files.replacement(new_name, b"%d\n" % anchor_ns, extra_mode=0o644) as new_path:
             try:
                 os.link(root + new_path, root + name)
             except (AttributeError, OSError):
-                # A clock file is there, or the file system has no hard links. Without hard links,
-                # two processes that start at the same time may have anchors that differ by some
-                # microseconds.
+                # A file of this name exists, valid or not, or the file system has no hard links.
+                # Without hard links, two processes that start at the same time may have anchors
+                # that differ by some microseconds.
                 if self._read(name) is None:
                     os.replace(root + new_path, root + name)
             self._files.remove(new_path)
