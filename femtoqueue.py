@@ -2136,38 +2136,45 @@ class _QueueClock:
 # 8. Backlog: a sorted batch of names in pending/, kept in memory.
 #    Invariant: each name in the batch has the form of a task's name. The name is a hint: only the
 #    claim tells whether the task still waits.
-#    A pop() takes the oldest name of the batch. Four rules keep the order of delivery. They also
-#    make sure that pop() does not take a queue with tasks for an empty one:
+#    A pop() takes the oldest name of the batch. Four rules keep the order of delivery. The rules
+#    also make sure that pop() does not report an empty queue while tasks wait:
 #    - All names may be dropped at any time. Then the next pop() lists pending/ again. A pop() finds
-#      the queue empty only if its own listing shows no task (_Housekeeper.refill() in room 11).
-#    - A single name may be dropped only if the file is missing, or if the task made trouble.
-#      Otherwise younger tasks would be delivered first.
+#      the queue empty only if its own listing adds no name to the batch (_Housekeeper.refill() in
+#      room 11).
+#    - A single name may be dropped only for its claim, if the file is missing, or if the task made
+#      trouble. If the name of any other task were dropped, younger tasks would be delivered first.
 #    - A name may be added only if it sorts before the youngest name in the batch. Beyond that name,
 #      pending/ may have tasks that are not in the batch.
-#    - A listing must keep the oldest names, and must leave out the tasks that were pushed during
-#      the listing: see relist().
+#    - A listing must keep the oldest names. It must leave out the tasks that were pushed during the
+#      listing, unless it shows no other tasks: see relist().
 # ==================================================================================================
 
-_MAX_BATCH = 1 << 17  # names to keep in memory, which take up to 11 MB
+# How many names to keep in memory. They take up to 11 MB. For a pending/ of more than two million
+# names, _oldest_names() keeps more.
+_MAX_BATCH = 1 << 17
 _CHUNK = 1 << 16  # directory entries to read at a time
-_FEW = 1000  # a directory with fewer names is listed in one piece
-_AT_ONCE = 256  # names that the system lists in one call, so that no push comes in between
+_FEW = 1000  # a directory that had fewer names is listed by one os.listdir()
+# The system lists a directory of up to this many names in one call. No push comes in between.
+_AT_ONCE = 256
 _LONGEST_TROUBLE_S = 3600.0  # the longest time to pass over a task that made trouble
 _MAX_TROUBLES = 10_000  # how many tasks that made trouble are remembered
-_LOSSES = 64  # after every so many lost claims, a pop() checks that the lease directory is there
-# How often to list directories for one task. A pop() lists pending/ again if it lost every claim. A
-# search for the task of a key or an id is repeated if the task moved meanwhile.
+_LOSSES = 64  # a pop() checks after each 64 lost claims that the lease directory is there
+# How many times, at most, to look for a task. A pop() lists pending/ again if it could deliver no
+# task of the last listing. take() searches again for the task of a key or an id if it found the
+# task, but could not claim it.
 _MAX_LISTINGS = 8
 _is_task_name = _FORMS["pending"]
 
 
 def _oldest_names(directory: str, seen_before: int) -> tuple[list[str], int]:
-    """Return the oldest task names in a directory, oldest last, and the number of entries of the
-    directory. `seen_before` is that number at the listing before. Up to _MAX_BATCH names are
-    returned, or a sixteenth of `seen_before` if a sixteenth is more."""
+    """Return the oldest task names in a directory, the oldest last. Also return the number of
+    entries of the directory.
+
+    At most _MAX_BATCH names are returned, or a sixteenth of `seen_before` if a sixteenth is more.
+    `seen_before` is the number of entries at the previous listing."""
     keep = max(_MAX_BATCH, seen_before // 16)
     names: list[str] = []
-    seen, youngest = 0, "~"  # sorts after every name of a task
+    seen, youngest = 0, "~"  # "~" sorts after every name of a task
     with os.scandir(directory) as entries:
         while chunk := [entry.name for entry in itertools.islice(entries, _CHUNK)]:
             seen += len(chunk)
@@ -2186,24 +2193,26 @@ class _Backlog:
         self._clock = worker.clock
         self.names: list[str] = []  # the oldest last
         self.seen = 0  # the number of names in pending/ at the last listing
-        # The tasks that this worker could not read or move. The value for an id is how often that
-        # happened, and until when the task is passed over (monotonic clock). The dict is kept in
-        # memory only, because another worker may be able to read or move the task.
+        # The tasks that this worker could not read or move, by id. The value is the number of times
+        # that this happened, and the time until which the task is passed over (monotonic clock).
+        # The dict is kept in memory only, because another worker may be able to read or move the
+        # task.
         self._troubles: dict[str, tuple[int, float]] = {}
         self._listed_s = 0.0
-        # When to list pending/ again even if names are left. Another process may have put an older
-        # task into pending/, for example by release(front=True).
+        # The time (monotonic clock) to list pending/ again even if names are left. Another process
+        # may have put an older task into pending/, for example by release(front=True).
         self.refill_s = 0.0
 
     def relist(self, now_s: float) -> None:
-        """List pending/. `now_s` is the time on the monotonic clock.
+        """List pending/, and replace the batch. `now_s` is the time on the monotonic clock.
 
         RACE: another process pushes two tasks during the listing, and the listing shows only the
         younger task. The younger task would then be delivered first. So the batch gets only the
-        tasks that were pushed before the listing began. The next listing shows the later tasks. If
-        a listing shows only later tasks, a second listing is made at once. If the second listing
-        also shows only later tasks, the batch gets all its tasks. A directory that the system lists
-        in one call needs no such care."""
+        tasks whose order is before the beginning of the listing. The next listing shows the later
+        tasks. If a listing shows only later tasks, a second listing is made at once. If the second
+        listing also shows only later tasks, the batch gets all tasks of the second listing, because
+        an empty batch would mean that no task waits. If pending/ has at most _AT_ONCE names, no
+        push comes in between, and the batch gets all tasks of the first listing."""
         for _ in range(2):
             self._list(now_s)
             if self.seen <= _AT_ONCE:
@@ -2215,7 +2224,7 @@ class _Backlog:
             now_s = time.monotonic()
 
     def _list(self, now_s: float) -> None:
-        # A directory that had few names a second ago can't be huge now.
+        # A directory that had few names less than a second ago can't be huge now.
         if self.seen < _FEW and now_s - self._listed_s < 1:
             names = os.listdir(self._pending)
             self.names, self.seen = sorted(filter(_is_task_name, names), reverse=True), len(names)
@@ -2231,9 +2240,9 @@ class _Backlog:
         return self._troubles.get(_id_of(name), (0, 0.0))[1] > now_s
 
     def pass_over(self, ident: str) -> None:
-        """Leave a task that made trouble out of the next listings. After the first trouble the task
-        is not left out, because the trouble may be over. After the second trouble the task is left
-        out for 1 s, and after each further trouble for twice as long, up to an hour."""
+        """Note that a task made trouble. After the second trouble, the listings leave the task out
+        for 1 s. Each further trouble doubles that time, up to an hour. After the first trouble, the
+        task is not left out, because the trouble may be over."""
         with self._lock:
             now_s, (times, _) = time.monotonic(), self._troubles.get(ident, (0, 0.0))
             pause_s = min(2.0 ** min(times - 1, 12), _LONGEST_TROUBLE_S) if times else 0.0
@@ -2242,22 +2251,22 @@ class _Backlog:
             self._troubles[ident] = times + 1, now_s + pause_s
 
     def add(self, path: str) -> None:
-        """Add a task that came to `path` in pending/. A task that sorts after the whole batch is
-        left to the next listing."""
+        """Add a task that came to `path` in pending/. If the batch is empty, or if the task sorts
+        after the whole batch, do nothing: a later listing shows the task."""
         with self._lock:
             names, name = self.names, path.rpartition("/")[2]
             if names and name < names[0]:
                 names.insert(bisect.bisect(names, False, key=name.__gt__), name)
 
     def correct_after_loss(self, lost: str) -> None:
-        """After a lost claim at the path `lost`, drop the oldest names of the batch, up to the
-        first name whose file exists. To look at a file costs a third of a failed rename().
+        """After a lost claim at the path `lost`, drop the oldest names of the batch, until the file
+        of the oldest remaining name exists. To look for a file costs a third of a failed rename().
 
         RACE: after the listing, another process pushes a newer payload for the key of the task at
         `lost`. The push renames the task, so that its attempts are 0 again. The task keeps its
-        place. So the new name is put into the batch, as the next name to claim. The name of a task
-        with a key is not dropped before its own lost claim, because the task may have been renamed
-        in the same way."""
+        place. So the name with 0 attempts is put into the batch, as the next name to claim. For the
+        same reason, the loop stops at the name of a task with a key, even if its file is missing:
+        only the claim of this name is followed by the claim of the name with 0 attempts."""
         with self._lock:
             names, renamed = self.names, _fresh_path(lost, None)
             if renamed != lost:
@@ -2271,13 +2280,15 @@ class _Backlog:
 # ==================================================================================================
 # 9. Lease directory: this worker's inflight-<node>/. A shared flock on the directory shows that the
 #    worker lives. Invariant: a claim moves a task into the directory whose lock this worker holds.
-#    So the rename uses the descriptor of the directory: its path may name another directory by now.
+#    So the rename uses the descriptor of the directory: another directory may now be at the path.
+#    (Room 20 has the lease directories of other file systems, and of systems without flock.)
 # ==================================================================================================
 
 
 class _LeaseDir:
-    """The lease directory of one worker. The first listing of pending/ opens the directory. Later
-    listings open it again if it was removed or given up.
+    """The lease directory of one worker. The first listing of pending/ opens the directory. If the
+    directory was removed or given up, a later listing opens it again, or a pop() or take() whose
+    claims failed.
 
     RACE: another thread calls close() during a pop(). A claim and close() both hold the worker's
     lock, so the descriptor of the directory stays open during the claim. `undelivered`,
@@ -2289,13 +2300,15 @@ class _LeaseDir:
         self._lock = worker.lock
         self.directory = f"inflight-{worker.node_id}"
         self._root, self.path = self._files.root, self._files.root + self.directory
-        # The path that each task was claimed from, by the path of the lease.
+        # The leases whose tasks no caller has got yet. The key is the path of the lease, and the
+        # value is the path that the task was claimed from.
         self.undelivered: dict[str, str] = {}
-        # By the path of the lease, the path to move the task back to. None: the place of its push.
+        # The leases to reclaim. The key is the path of the lease, and the value is the path to move
+        # the task back to. None: the place of its push.
         self.orphans: dict[str, str | None] = {}
         self.close_count = 0
-        # The lock of the directory, if the directory is open. If it is None at an opening, the
-        # directory may have leases that an earlier process left.
+        # The lock of the directory. None: this object does not have the directory open. The
+        # directory may then have leases of an earlier process.
         self._dir_lock: _FileLock | None = None
 
     # Opening
@@ -2310,7 +2323,9 @@ class _LeaseDir:
                     self._worker.house.reclaiming.run()
 
     def _open(self) -> None:
-        self._worker.backlog.names = []  # no claim until the directory is open, even if this raises
+        # With an empty batch, a pop() claims no task before the directory is open, even if this
+        # method raises.
+        self._worker.backlog.names = []
         for _ in range(_MAX_REPLACED):
             self._make()
             lock = self._files.open_dir(self.directory)
@@ -2319,22 +2334,27 @@ class _LeaseDir:
                 # and removes the directory. The next round makes it again.
                 continue
             try:
-                # Another worker may hold the exclusive lock for a moment, to see whether we live.
-                # This call waits for that moment to end. Otherwise try_exclusive() below would take
-                # the other worker for a living worker of our node_id.
+                # Another process may hold the exclusive lock for a moment, to find out whether we
+                # live. acquire_shared() waits for the end of that moment. Without the wait,
+                # try_exclusive() below could fail, as if a living worker of our node_id held the
+                # lock.
                 if lock.acquire_shared() is None:
-                    # Without flock, leases end by their deadlines only. So give our leases a boot
-                    # tag that no other process has.
+                    # flock does not work for this process, so our leases must end by their
+                    # deadlines only. A random <boot> marks them as leases of another boot. With the
+                    # usual <boot>, a process whose flock works would find the lock free, and would
+                    # reclaim our leases as those of a dead worker.
                     self._clock.boot = os.urandom(4).hex()
-                # If this object had the directory open before, the leases are not listed: another
-                # thread may just have claimed a task. Otherwise try the exclusive lock. If we get
-                # the lock, no other worker of our node_id uses the directory that we opened. Then
-                # the leases in it are orphans, except detached leases, which outlive their worker.
+                # If this object has the directory open already (_dir_lock), the leases are not
+                # listed, because another thread may just have claimed a task. If it has not, try
+                # the exclusive lock. If we get the lock, no other worker of our node_id uses the
+                # directory that we opened. The leases in the directory are then orphans, except
+                # detached leases, which outlive their worker.
                 # RACE: after our open_dir(), another process removes the empty directory, and
                 # another worker of our node_id makes a new directory at the path. The leases at the
-                # path are then in use. So is_at_path() looks whether our directory is at the path.
+                # path are then in use. So is_at_path() checks that our directory is at the path.
                 elif self._dir_lock is None and lock.try_exclusive() and lock.is_at_path():
-                    with suppress(OSError):  # the next reclaim job meets and raises the error
+                    # An error is ignored: the next reclaim job lists the directory, too.
+                    with suppress(OSError):
                         leases = self._files.entries(self.directory)
                         for path in (it.path for it in leases if it.boot != _DETACHED):
                             self.orphans.setdefault(path)
@@ -2343,9 +2363,10 @@ class _LeaseDir:
                 # the next round makes the directory again.
                 if lock.is_at_path():
                     # This assignment drops the last reference to the old lock, and so closes the
-                    # old lock. It is kept until now, because our leases may be in an old directory
-                    # that a person moved away. If the person moves that directory back, the lock
-                    # shows other workers that the leases are in use.
+                    # old lock. The old lock is kept until now, because our leases may be in an old
+                    # directory that a person moved away. Up to now, the person could move the old
+                    # directory back, and the old lock would show other workers that the leases are
+                    # in use.
                     self._dir_lock = lock
                     return
             finally:
@@ -2362,10 +2383,12 @@ class _LeaseDir:
             self._files.make_dir(self.directory)
         except OSError as error:
             spare = f"{self._root}spare"
-            with suppress(OSError):  # make_dir()'s error is raised below: it is the cause
-                # If foreign files are in spare/, it is not renamed: foreign files must not move.
+            # If a step with spare/ fails, too, the error of make_dir() is raised, which is the
+            # cause.
+            with suppress(OSError):
+                # If spare/ has foreign files, spare/ is not renamed: foreign files must not move.
                 if error.errno in _OUT_OF_SPACE_ERRNOS and not os.listdir(spare):
-                    os.utime(spare)  # other workers remove an empty lease directory that is old
+                    os.utime(spare)  # other workers may remove an empty lease directory that is old
                     os.rename(spare, self.path)
                     return
             raise
@@ -2373,13 +2396,14 @@ class _LeaseDir:
     # Claiming
 
     def claim(self, source: str, lease: _Lease) -> bool:
-        """Rename a waiting task into the locked lease directory. Return False if another worker
-        claimed the task first, or if the directory is not open or no longer exists.
+        """Rename a waiting task into the locked lease directory. Return False if the task is no
+        longer at `source`, usually because another worker claimed it first. Also return False if
+        the lease directory is not open or no longer exists.
 
-        Call this with the worker's lock held. `lease.path` is set before the rename. If this
-        raises, the rename may have been done, and the caller must call undo_claim(). CRASH: if the
-        process dies after the rename, only the lease is on disk, and its name counts the attempt.
-        Room 11 says who takes the task back (TOPIC: how a lease ends)."""
+        The caller holds the worker's lock. `lease.path` is set before the rename. If claim()
+        raises, the rename may have been done, and the caller must call _Worker._take_back(). CRASH:
+        if the process dies after the rename, only the lease is on disk, and its name counts the
+        attempt. Room 11 says who takes the task back (TOPIC: how a lease ends)."""
         attempts = min(_attempts_of(source) + 1, _MAX_ATTEMPTS) if "~" in source else 1
         boot = _DETACHED if self._worker.detached else self._clock.boot
         deadline_ns = int(time.monotonic() * 1e9) + self._clock.anchor_ns + lease.length_ns
@@ -2389,12 +2413,13 @@ class _LeaseDir:
         held = self._dir_lock
         try:
             if held is None:
-                # RACE: another thread calls close() before this claim gets the worker's lock.
+                # RACE: another thread calls close() before this claim gets the worker's lock. Or no
+                # listing could open the directory.
                 raise FileNotFoundError
             os.rename(self._root + source, held.prefix + name, dst_dir_fd=held.fd)
         except FileNotFoundError:
-            # RACE: another worker renames the task first, or another process removes our directory.
-            # Either way this claim is lost.
+            # RACE: another process moves the task first, or removes our lease directory. Either way
+            # this claim is lost.
             pass
         except OSError as error:
             if error.errno in (errno.EPERM, errno.EACCES) and self._may_move(source):
@@ -2415,21 +2440,24 @@ class _LeaseDir:
         return all(os.access(path, os.W_OK | os.X_OK) for path in directories)
 
     def undo_claim(self, lease: _Lease, target: str) -> None:
-        """Move a claimed task to `target`, because no caller will get the task. The name in
-        `target` has the attempts: usually the delivery is not counted. If the rename fails, the
-        lease becomes an orphan, and the reclaim job moves the task.
+        """Move a claimed task to `target`, because no caller will get the task. If the rename
+        fails, the lease becomes an orphan, and the reclaim job moves the task.
 
-        The rename uses the descriptor of the lease directory. So the task comes back even if a
-        person has moved the whole directory away. CRASH: if the process dies before the rename, the
-        task is still leased. The lease ends like any other, and the delivery is counted."""
+        `target` contains the number of attempts. The caller usually takes the number from before
+        the claim, and so does not count the delivery. The rename uses the descriptor of the lease
+        directory. So the task comes back even if a person has moved the whole directory away.
+        CRASH: if the process dies before the rename, the task is still leased. The lease ends like
+        any other, and the delivery is counted."""
         with self._lock:
             try:
-                if (held := self._dir_lock) is None:  # closed: close() may have reclaimed the lease
+                if (held := self._dir_lock) is None:  # close() was called in another thread
                     os.rename(self._root + lease.path, self._root + target)
                 else:
                     name = lease.path.partition("/")[2]
                     os.rename(held.prefix + name, self._root + target, src_dir_fd=held.fd)
-            except OSError:  # the claim was not done, a person moved the task, or the disk failed
+            except OSError:
+                # The claim was not done, close() reclaimed the lease, a person moved the task, or
+                # the disk failed.
                 self.orphans[lease.path] = target
             self.undelivered.pop(lease.path, None)
 
@@ -2437,11 +2465,12 @@ class _LeaseDir:
 
     def give_up(self) -> None:
         """Close the lease directory. Unless another object holds the lock of the directory, reclaim
-        the leases in it, and then remove the directory if it is empty. Without flock, the leases
-        stay."""
+        the leases in it, except detached leases. Then remove the directory if it is empty. Without
+        flock, all leases stay."""
         self._worker.house.look_again()
         lock, self._dir_lock = self._dir_lock, None
-        # If this object is garbage in a cycle, the finalizer of the lock may have closed the lock.
+        # If this object is garbage in a reference cycle, the finalizer of the lock may have run
+        # first, and may have closed the lock. Then open the directory again.
         if lock is not None and lock.fd == -1:
             lock = self._files.open_dir(self.directory)
         if lock is None:
@@ -2453,7 +2482,7 @@ class _LeaseDir:
                     if is_alone:
                         self._worker.reclaim_all(self.directory)
                     _remove_empty_dir(self.path)
-            except OSError as error:  # no task is lost: pop() of another worker reclaims the leases
+            except OSError as error:  # no task is lost: the job of any worker reclaims the leases
                 _log().warning("%s could not be cleared: %s", self.path, error)
 
 
