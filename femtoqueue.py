@@ -2488,20 +2488,22 @@ class _LeaseDir:
 
 # ==================================================================================================
 # 10. Worker: the state machine. It makes each change of a task's state, except pushes (rooms 6
-#     and 14) and purges (rooms 11 and 12).
-#     Invariant: a rename (or an unlink) commits each change. It is also the fence: it fails if the
-#     lease is lost. The reason in failed/ and the checkpoint of a task are put in place or removed
-#     after the rename. So a worker that lost its lease changes none of these files. Only retry,
-#     which has no lease, removes the reason first.
+#     and 14) and purges (rooms 11 and 12). For the rename of a claim, and for the moves of a task
+#     with a key, it calls rooms 9 and 14.
+#     Invariant: a rename (or an unlink) commits each change. This system call is also the fence: it
+#     fails if the lease is lost. A call that settles a task, or saves a checkpoint, changes the
+#     reason in failed/ and the file in checkpoints/ only after the rename. So a worker that lost
+#     its lease changes none of these files. A retry, which has no lease, removes the reason first.
 #     Lock: a thread holds the worker's lock while it claims, renews, settles or reclaims a task.
 #     So a renewal and a done() in two threads cannot run at the same time. No thread holds the lock
-#     while it reads a payload for a caller or writes one. A quarantine and a take along (room 14)
-#     do not need the worker's lock, because the task has no caller at that time. If the task has a
+#     while it reads or writes a payload for a caller. A quarantine and a take along (room 14) do
+#     not need the worker's lock, because the task has no caller at that time. If the task has a
 #     key, they hold the lock of the key.
-#     The order of locks is told in room 5.
+#     Room 5 has the order of locks.
 # ==================================================================================================
 
-# Seconds between two looks at PAUSED, at our lease directory, or at a due task with a busy key.
+# Seconds between two looks at PAUSED and at our lease directory. Also the seconds until the next
+# attempt to enqueue a due task, if the lock of the task's key is busy.
 _LOOK_INTERVAL_S = 0.1
 
 
@@ -2553,9 +2555,10 @@ class _Worker:
         outcome: the field of WorkCounts that counts the delivery, or "" if the delivery goes on.
 
         Raises LeaseLost if the file of the lease is gone: the rename is the fence. Raises
-        FileNotFoundError if data_dir, or the target's directory, is missing. After an OSError of
-        the rename, the task is still leased. If the task has a key, a step after the rename may
-        also raise OSError. Then the task has moved, and the repair job does the missing step."""
+        FileNotFoundError if data_dir, or the target's directory of a state, is missing. After an
+        OSError of the rename, the task is still leased. But a step after the rename may also raise
+        OSError, for example the promotion of the payload behind a task with a key. Then the task
+        has moved, and for a key the repair job does the missing step."""
         ident = lease.path[-_ID_LENGTH:]
         is_keyed = ident[21] > "7"
         with self.keys.lock_of(ident) if is_keyed else self.lock, self.lock:
@@ -2575,8 +2578,9 @@ class _Worker:
         return gone_to
 
     def lease_lost(self, lease: _Lease) -> LeaseLost:
-        """Return the LeaseLost to raise for a lease. The text of the error says how long ago the
-        deadline passed, or why the lease ended before the deadline."""
+        """Return the LeaseLost to raise for a lease. The text of the error says that this delivery
+        has ended, or how long ago the deadline passed, or that the lease ended before the deadline
+        in another way."""
         late_ns = -self.left_ns(lease.path)
         if lease.outcome:
             why = f"this delivery has ended before; its outcome was: {lease.outcome}"
@@ -2587,18 +2591,19 @@ class _Worker:
         return LeaseLost(_id_of(lease.path), late_ns >= 0, why)
 
     def finish(self, task: FemtoTask) -> None:
-        """Move a leased task to done/; with keep_done=False, remove it. Raises LeaseLost.
+        """Move a leased task to done/. If keep_done is False or 0, remove the task instead. Raises
+        LeaseLost.
 
-        On a full disk, done/ may have no room for another name. Then the task is removed instead.
-        Otherwise the task would run again and again, until a person purges done/. To keep a record
-        of finished tasks is a weaker promise than not to deliver a finished task again."""
+        On a full disk, done/ may have no room for another name. Then the task is also removed. A
+        task that stayed leased would run again and again, until a person purges done/. To keep a
+        record of finished tasks is a weaker promise than not to deliver a finished task again."""
         lease = _lease_of(task)
         if self.keep_done:
             try:
                 gone_to = self.move_leased(lease, f"done/{lease.path[-_ID_LENGTH:]}", "done")
             except OSError as error:
-                # If the lease is gone, the rename succeeded, and a later step failed. Then the
-                # error is raised.
+                # If the lease is gone, the rename has succeeded, and only a later step failed. Then
+                # the task is not removed, and the error of that step is raised.
                 if error.errno not in _OUT_OF_SPACE_ERRNOS or not self.files.exists(lease.path):
                     raise
                 text = "task %s is done, and removed: done/ can't take it: %s"
@@ -2608,8 +2613,8 @@ class _Worker:
                     self.files.sync_with_dir(gone_to)
                 return
         # Sync the lease before the unlink: this makes the rename of the claim durable. If only the
-        # unlink were synced, the task could be in pending/ again after power loss. Both steps are
-        # under the locks, so that no renewal comes between them.
+        # unlink were synced, the task could be in pending/ again after power loss. The thread holds
+        # the locks during both steps, so that no renewal renames the file between the steps.
         with self.keys.lock_of(lease.path), self.lock:
             # If the lease or its directory is gone, move_leased() raises LeaseLost.
             with suppress(FileNotFoundError):
@@ -2624,14 +2629,14 @@ class _Worker:
         The rename comes before the reason, because the rename checks the lease: a worker that lost
         its lease never writes a reason for the delivery of another worker.
 
-        CRASH: if the process dies after the rename, the task is in failed/ without a reason. Or it
-        has the reason of an earlier failure, if a person moved the task out of failed/ by hand, and
-        left that reason."""
+        CRASH: if the process dies after the rename, the task is in failed/ without a reason. But if
+        a person had moved the task out of failed/ before, and had not removed the reason, the task
+        has that older reason."""
         lease = _lease_of(task)
         target = f"failed/{_id_of(lease.path)}"
         with nullcontext("") if error is None else self._new_reason(error) as path:
             self.move_leased(lease, target, "failed")
-            # A person who retried an earlier failure by hand may have left its reason.
+            # A person may have moved the task out of failed/ before, without the older reason.
             _unlink_if_exists(f"{self.files.root}{target}.error")
             if path:
                 self.files.put_in_place(path, f"{target}.error")
@@ -2641,7 +2646,8 @@ class _Worker:
         """Return a context manager that writes a reason to a file in creating/ and yields the path
         (see replacement()). The block must move the file to failed/.
 
-        error: a text, or an exception. An exception is written with the traceback."""
+        error: a text, or an exception. An exception is written with its traceback, except a
+        _CommandFailed, whose text is the whole reason."""
         if isinstance(error, str):
             text = error
         elif isinstance(error, _CommandFailed):
@@ -2654,7 +2660,8 @@ class _Worker:
         return self.files.replacement(f"{self.clock.new_id()}.error", content)
 
     def requeue(self, task: FemtoTask, target: str) -> None:
-        # Give a leased task back: it waits at `target`. Raises LeaseLost.
+        # Give a leased task back: the task waits at `target` then. With a newer payload of the key
+        # behind the task, move_keyed() may change the path. Raises LeaseLost.
         gone_to = self.move_leased(_lease_of(task), target, "released")
         self.note_arrival(gone_to)
         self.files.sync_with_dir(gone_to)
@@ -2664,8 +2671,8 @@ class _Worker:
         _Lease. Raises LeaseLost.
 
         length_ns: the time from now to the new deadline, in nanoseconds. In a block of
-        processing(), the lease's own length is the minimum. None: the lease's own length; if the
-        deadline is later than that already, it stays as it is.
+        processing(), the lease's own length is the minimum. None: the lease's own length, or the
+        time to the old deadline if that time is longer.
         wait: as in _KeyStates.lock()."""
         lease = _lease_of(task)
         with self.keys.lock_of(lease.path, wait), self.lock:
@@ -2691,24 +2698,28 @@ class _Worker:
     # From in flight, by others
 
     def reclaim(self, lease: str) -> None:
-        """Put back a task whose lease is over, is an orphan, or belongs to a dead worker.
+        """Put back a task whose lease is past its deadline, is an orphan, or is of a dead or closed
+        worker. Raises OSError for trouble with the disk.
 
-        The task returns to the place of its push, and its attempts count the delivery. If no caller
-        has got the task, it returns to the place where it was claimed, uncounted. If `orphans` has
-        a place for the task, it goes there. Raises OSError for trouble with the disk.
+        Usually, the task returns to the place of its push, and its attempts count the delivery.
+        There are three exceptions. If no caller of this object has got the task (`undelivered`),
+        the task returns to the place of its claim, uncounted. If `orphans` has a path for the task,
+        the task moves to this path. If a newer payload of the key is behind the task, move_keyed()
+        may change the path.
 
-        If the move fails, the lease stays in `orphans`, and the next reclaim tries again. The entry
-        is needed: without it, a lease in our own directory would end only at its deadline."""
+        If the move fails, the lease stays in `orphans`, and the next reclaim job tries again. The
+        entry is needed: without it, a lease in our own directory would end only at its deadline."""
         orphans = self.lease_dir.orphans
         orphans[lease] = source = self.lease_dir.undelivered.pop(lease, None) or orphans.get(lease)
         target = source or _front_path(_id_of(lease), _attempts_of(lease))
         try:
             self.note_arrival(self.move_task(lease, target, wait=False))
         except BlockingIOError:
-            return  # RACE: the lock of the key is busy. The next reclaim tries again.
+            return  # RACE: another process holds the key's lock. The next reclaim tries again.
         except FileNotFoundError:
             # RACE: the holder settled the task first, or another worker reclaimed the task. Then
-            # nothing is left to do. But if the lease is still there, pending/ was missing.
+            # nothing remains to be done. But if the lease still exists, the directory of the target
+            # is missing, and the next reclaim tries again.
             if self.files.exists(lease):
                 return
         orphans.pop(lease, None)
@@ -2726,14 +2737,16 @@ class _Worker:
     def quarantine(self, source: str, reason: str) -> None:
         """Make a dead letter of a task that cannot be delivered, and log the reason.
 
-        Raises OSError if the task cannot be moved to failed/. If the task was just claimed,
-        _take_back() then moves it to the back of pending/. An error while the reason is written is
-        ignored: the log has the reason, and the task must not block the queue."""
+        Raises OSError if the task cannot be moved to failed/. If the task was just claimed from
+        pending/, _take_back() then usually moves it to the back of pending/. An error while the
+        reason is written is ignored: the log has the reason, and the task must not block the queue.
+        """
         ident = _id_of(source)
         target = f"failed/{ident}"
         if is_name_used := self.files.exists(target):
-            # A person has put a file of this id into failed/ before. That file and its reason stay
-            # as they are. Our task gets a name with a new order in failed/, and no reason.
+            # Another file of this id is in failed/ already, for example because a person copied the
+            # task. That file and its reason are not changed. Our task gets a name with a new order
+            # in failed/, and its reason is only in the log.
             target = self.back_path(source, _attempts_of(source)).replace("pending", "failed")
         try:
             self.move_task(source, target)
@@ -2743,7 +2756,7 @@ class _Worker:
             return  # RACE: another worker took the task, or quarantined it first
         with suppress(OSError):
             if not is_name_used:
-                # As in end_failed(), there may be a reason of an earlier failure.
+                # The reason of an earlier failure may still be there, as in end_failed().
                 self.files.remove(f"{target}.error")
                 with self._new_reason(reason) as path:
                     self.files.put_in_place(path, f"{target}.error")
@@ -2792,22 +2805,24 @@ class _Worker:
     # TOPIC: close() while another thread of this object waits for a task. (See also _LeaseDir,
     # FemtoQueue.close() in room 12, and _Waits in room 15.)
     #
-    # close() runs under the worker's lock, so that no claim is half done. It adds 1 to
+    # close() runs under the worker's lock, so that no claim runs at the same time. It adds 1 to
     # `close_count`, wakes all waits, closes the lease directory, and reclaims the leases in that
-    # directory. But without flock, or if another object holds the same directory, the leases stay
-    # until their deadlines. The waiting thread returns None, unless it has a task already. Three
-    # attributes of _LeaseDir tell the two threads which thread has a task.
+    # directory. Some leases stay: detached leases, and all leases without flock, or if another
+    # object has the same directory open. The waiting thread returns None, unless it has removed the
+    # lease of its task from `undelivered` before. Three attributes of _LeaseDir tell the two
+    # threads which thread has a task.
     #
-    #   - `undelivered` has the leases that no caller has got, each with the path before the claim.
-    #     claim() adds a lease before the rename. A thread removes a lease with dict.pop(), and only
-    #     one thread can succeed. If the waiting thread succeeds, the task goes to the caller. If
-    #     the reclaim of close() succeeds, the task goes back, uncounted.
+    #   - `undelivered` has the leases that no caller has got. The value for a lease is the path of
+    #     the task before the claim. claim() adds a lease before the rename. A thread removes a
+    #     lease with dict.pop(), and only one thread can succeed. If the waiting thread succeeds,
+    #     the task goes to the caller. If the reclaim of close() succeeds, the task goes back,
+    #     uncounted.
     #   - `close_count` is the number of calls of close(). A wait notes the number when the wait
     #     begins.
-    #   - `orphans` has the leases that must be put back, each with the path to which its task goes.
-    #     A reclaim may fail because a key is busy, or because of disk trouble. Then the lease stays
-    #     in `orphans`. Each run of the reclaim job, and the next opening of the lease directory,
-    #     tries again.
+    #   - `orphans` has the leases that must be put back. The value for a lease is the path to which
+    #     the task goes, or None for the place of its push. A reclaim may fail because the lock of a
+    #     key is busy, or because of disk trouble. Then the lease stays in `orphans`. Each run of
+    #     the reclaim job, and the next opening of the lease directory, tries again.
     #
     # The waiting thread notices close() at three spots, because close() may come at three times.
     #
@@ -2816,12 +2831,13 @@ class _Worker:
     #   2. During a look, which is a call of take_oldest() or take_named(): _Waits._look() compares
     #      `close_count` after each look. `undelivered` is not enough here, for two reasons. If the
     #      look found no task, there is no entry in `undelivered`. If the look opened the directory
-    #      again after close(), and then claimed a task, the entry is there as usual. So _look()
-    #      puts such a task back, and gives up the directory again.
+    #      again after close(), and then claimed a task, the entry is in `undelivered` as usual. So
+    #      if `close_count` has changed, _look() puts the task back if it found one. It also gives
+    #      up the lease directory again if the directory is empty.
     #   3. After that comparison: _Waits.hand_over() removes the lease from `undelivered`, as the
-    #      last step before the caller gets the task. If the lease is missing, the reclaim of
-    #      close() removed it first. Then hand_over() makes sure that the task is put back, and
-    #      returns None.
+    #      last step before the caller gets the task. If the lease is not in `undelivered`, the
+    #      reclaim of close() removed it first. Then hand_over() makes sure that the task is put
+    #      back, and returns None.
     #
     # pop() with timeout 0, and without lease_ms, is not a wait. It does not compare `close_count`,
     # and take_oldest() itself does step 3. If this pop() opens the directory again after close(),
@@ -2833,9 +2849,11 @@ class _Worker:
     def take_oldest(self, length_ns: int, in_wait: bool = False) -> FemtoTask | None:
         """Run the jobs that are due, lease the oldest task, and return the task.
 
-        Returns None if no task waits, if the queue is paused, or if other workers won all claims of
-        _MAX_LISTINGS listings. Raises the OSError of a job if no task waits. in_wait: True if the
-        caller is a wait, which calls _Waits.hand_over() itself."""
+        Returns None if there is no task to deliver, or if the queue is paused. Also returns None if
+        no task of _MAX_LISTINGS listings could be delivered, usually because other workers won all
+        claims, and if close() in another thread has taken the task back. Raises the OSError of a
+        job if no task waits. in_wait: True if the caller is a wait, which calls _Waits.hand_over()
+        itself."""
         backlog, listings, losses = self.backlog, 0, 0
         while True:
             if time.monotonic() >= self.house.wake_s:
@@ -2857,8 +2875,8 @@ class _Worker:
                 raise
             if not waiting:
                 if listings:
-                    # All claims of the last listing were lost: to other workers, or because our
-                    # lease directory is gone.
+                    # No task of the last listing could be delivered. Usually, other workers won the
+                    # claims. But our lease directory may be gone, so look at the directory again.
                     self.house.look_again()
                 listings += 1
                 if listings > _MAX_LISTINGS or not self.house.refill():
@@ -2870,20 +2888,23 @@ class _Worker:
                 backlog.correct_after_loss(waiting)
 
     def take_named(self, key: str, ident: str, length_ns: int, wait: bool) -> FemtoTask | None:
-        """Run the jobs that are due, lease the waiting task of a key or of an id, and return it.
+        """Run the jobs that are due, lease the waiting task of a key or of an id, and return the
+        task.
 
         key: the encoded key, or "" if `ident` is given.
         wait: True: wait for the lock of the key. False: return None if another process holds the
-        lock, because that process may be stopped, and may hold the lock for ever.
+            lock, because that process may be stopped, and may hold the lock for ever.
 
-        Returns None if the task cannot be claimed now, or if the queue is paused."""
+        Returns None if there is no such task, if the task cannot be claimed now, or if the queue is
+        paused."""
         if time.monotonic() >= self.house.wake_s:
             self.house.run_due()
         if (key and not self.keys.may_have_task(key)) or self.files.exists("PAUSED"):
             return None
         for number in range(_MAX_LISTINGS):
             if number:
-                # The first claim failed: our lease directory may be gone, or may not be open.
+                # The last round delivered no task, perhaps because our lease directory is gone, or
+                # is not open.
                 self.lease_dir.ensure_open()
             lease, path = _Lease(), ""
             lease.length_ns = length_ns
@@ -2895,16 +2916,17 @@ class _Worker:
                     task = self._deliver(path, lease) if is_claimed else None
                 if task is not None or not path:
                     return task
-                # RACE: for example, a pop() claimed the task first, and the next round sees the
-                # task in flight. Or the lease directory is not open, or _deliver() had nothing to
-                # deliver.
+                # RACE: another worker's pop() claims the task after _path_to_take(), and the next
+                # round sees the task in flight. Or the lease directory is gone or not open, or
+                # _deliver() returned None.
             except BaseException as error:
                 self._take_back(lease, path, error)
                 if not isinstance(error, BlockingIOError):
                     raise
-                # RACE: a push in another process renamed a file into pending/. That woke this wait,
-                # but the push still holds the lock of the key. When the push releases the lock, no
-                # event wakes this wait. So the next look is in 10 ms.
+                # RACE: another process holds the lock of the key, and wait is False. Usually, a
+                # push of that process renamed a file into pending/, which woke this wait, and has
+                # not released the lock. No event wakes this wait when the lock is released. So the
+                # next look is in 10 ms.
                 self.house.wake_s = min(self.house.wake_s, time.monotonic() + 0.01)
                 return None
         return None
@@ -2920,18 +2942,20 @@ class _Worker:
         return "" if is_later or path.startswith("inflight-") else path
 
     def _deliver(self, waiting: str, lease: _Lease) -> FemtoTask | None:
-        """Read a task that was just claimed from the path `waiting`, and return it for delivery.
-        The task is still in `undelivered` then, because the caller has not got the task.
+        """Read a task that was just claimed from the path `waiting`, and return the task. The lease
+        stays in `undelivered`, because the caller has not got the task.
 
         Returns None if there is nothing to deliver: the task became a dead letter, the task waits
-        again, or the lease is gone. If the file is no longer at the path of the lease, undo_claim()
-        moves the file back if it can: a person may have moved the whole lease directory away. A
-        task that has had max_attempts deliveries is not read, and becomes a dead letter: its last
-        delivery ended without done() or fail(), usually because the worker was killed. (If the
-        handler raises at the last attempt, _Processing._end() makes a dead letter of the task.)
+        again, or the lease is gone. If the task's file is not at the path of the lease, a person
+        may have moved the whole lease directory away. Then undo_claim() moves the file back.
 
-        CRASH: if the process dies in here, the task is in flight, and its attempts count this
-        delivery. A reclaim() puts the task back."""
+        A task that has had max_attempts deliveries is not read, and becomes a dead letter. The last
+        delivery of such a task ended without done() or fail(), usually because the worker was
+        killed. (If the handler raises at the last attempt, _Processing._end() makes a dead letter
+        of the task.)
+
+        CRASH: if the process dies before the task is moved or delivered, the task is in flight, and
+        its attempts count this delivery. A reclaim() puts the task back."""
         path = lease.path
         ident = path[-_ID_LENGTH:]
         before = _attempts_of(waiting) if "~" in waiting else 0
@@ -2967,40 +2991,43 @@ class _Worker:
     def _blame(self, ident: str, error: OSError | MemoryError) -> None:
         """Set the attribute task_id of a read error if this one task causes the error. For example,
         this user has no right to read the file, or the payload does not fit into memory. Other
-        errors stay as they are: a missing file, a lack of descriptors, an error from a signal
-        handler."""
-        # A MemoryError has no errno, and counts as EFBIG. For an error that a signal handler
-        # raised, errno is None.
+        errors do not get the attribute: a missing file, a lack of descriptors, an error from a
+        signal handler."""
+        # A MemoryError has no errno, and counts as EFBIG. If a signal handler raised the error,
+        # errno is usually None.
         code = getattr(error, "errno", errno.EFBIG)
         if code not in (None, errno.EINTR, *_MISSING_ERRNOS, *_TRANSIENT_ERRNOS):
             error.task_id = ident  # type: ignore[union-attr]
 
     def _take_back(self, lease: _Lease, waiting: str, error: BaseException) -> None:
-        """Undo a claim after an exception: the task returns to its place, uncounted.
+        """Undo a claim after an exception. Usually, for example after Ctrl-C, the task returns to
+        its place, uncounted. If the claim itself failed, the task is still in its place.
 
-        Two cases differ, because the task must not block the tasks behind it. In the first case,
-        the task itself caused the error, and the error has a task_id. Then the task goes to the
-        back of pending/, and its attempts count the delivery. This worker passes the task over for
-        a while: see _Backlog.pass_over(). After the last attempt (max_attempts), the task becomes a
-        dead letter instead. If take() claimed the task in scheduled/, the task returns there,
-        uncounted. If the claim itself failed, the task stays in its place.
+        In two cases, a claimed task from pending/ goes to the back instead, because the task must
+        not block the tasks behind it.
+
+        In the first case, the task itself caused the error, and the error has a task_id. Then the
+        attempts of the task count the delivery. After the last attempt (max_attempts), the task
+        becomes a dead letter. If take() claimed the task in scheduled/, and this was not the last
+        attempt, the task returns to scheduled/, uncounted. This worker passes the task over for a
+        while, even if the claim itself failed: see _Backlog.pass_over().
 
         In the second case, another OSError came, for example when the state of the key was read, or
-        when the task was quarantined. Then a task from pending/ goes to the back, uncounted. But
-        for a lack of descriptors or memory (_TRANSIENT_ERRNOS), the task returns to its place.
+        when the task was quarantined. Then the delivery is not counted. But after a lack of
+        descriptors or memory (_TRANSIENT_ERRNOS), the task returns to its place.
 
-        pop() and take() then raise the error. If the error has a task_id, work() and the command
-        `work` log the error and go on (_WorkerPool._take_untroubled() in room 17). The command
-        `pop` reports the error, and exits with status 2.
+        After _take_back(), the caller raises the error. If the error has a task_id, work() and the
+        command `work` log the error and go on (_WorkerPool._take_untroubled() in room 17). The
+        command `pop` reports the error, and exits with status 2.
         """
         place = waiting if lease.path else ""
-        # For an error that a signal handler raised, errno is None.
+        # If a signal handler raised the error, errno is usually None.
         code = getattr(error, "errno", None)
         if place and hasattr(error, "task_id"):
             self.backlog.pass_over(_id_of(place))
             with suppress(OSError):
                 if not self.files.exists(lease.path):
-                    # The claim itself failed, or close() has put the task back.
+                    # The claim itself failed, or close() in another thread has put the task back.
                     self.lease_dir.undelivered.pop(lease.path, None)
                     return
                 if self._set_aside(lease, error):
