@@ -1920,7 +1920,7 @@ class _Files:
 # - The monotonic clock, time.monotonic(), is used for timeouts, pauses, and the times of jobs.
 # - The wall clock, time.time(), is used for due times in scheduled/, also for those of retries. The
 #   queue clock of a boot usually starts at the time of the wall clock. The age of a file is the
-#   time of the wall clock minus the time of the file. Such ages decide about finished tasks
+#   time of the wall clock minus the time of the file. The ages of files are used for finished tasks
 #   (keep_done, purge), stale files, tickets, and leases of another clock (_renewed_recently() in
 #   room 11).
 #
@@ -1938,9 +1938,9 @@ _BEHIND_NS = 10**9
 
 def _compute_anchor(files: _Files) -> int:
     """Return the anchor for a new queue clock. The queue clock starts at the time of the wall
-    clock. But if the newest id or the newest claim in data_dir is later, because the date was set
-    back, the queue clock starts after these. The names of tasks are not compared as a whole: a name
-    may begin with a due time, which may be next year."""
+    clock. But if the newest id or the newest claim in data_dir is later, the queue clock starts
+    after that time. This happens, for example, if the date was set back. In the name of a task,
+    only the id counts: the name may begin with a due time of next year."""
     times_ns = [_EARLIEST_NS, _wall_ns()]
     for directory in (*_STATE_DIRS[1:], "keys", *files.node_dirs()):
         # PermissionError: the directory belongs to another user, and the clock must start all the
@@ -1958,7 +1958,8 @@ def _compute_anchor(files: _Files) -> int:
 
 
 class _QueueClock:
-    """The clock of one queue object. `tag` is the object's tag, which goes into its new ids."""
+    """The clock of one queue object. `tag` is the object's random tag, which is the end of the ids
+    that new_id() makes."""
 
     _name = ""  # the name of the clock file; "" if this process has a clock of its own
     made_anew = ""  # why this object made the clock file anew, for check()
@@ -1982,14 +1983,14 @@ class _QueueClock:
     @property
     def boots(self) -> tuple[str, str]:
         """The values of <boot> that only processes of this kernel use. The holder of a lease with
-        one of these values is dead if the lock of the lease directory is free."""
+        one of these values is dead or closed if the lock of the lease directory is free."""
         return self.boot, self.own_clock_tag
 
     def now_ns(self) -> int:
         return _monotonic_ns() + self.anchor_ns
 
     def new_id(self) -> str:
-        """Return a new id, for a task or for a file in creating/."""
+        """Return a new id, for a task without a key or for a file in creating/."""
         with self._lock:
             now_ns = int(time.monotonic() * 1e9) + self.anchor_ns
             order_ns = self._order = now_ns if now_ns > self._order else self._order + 1
@@ -2061,10 +2062,10 @@ class _QueueClock:
         """Say whether the monotonic clock seems to have begun anew under the same boot id. This
         happens in a restored virtual machine, in some containers, and on a board without entropy.
 
-        The answer is True if the queue clock is behind the wall clock, and also behind the id of a
-        task that waits or is leased, or of a buffered payload. A queue clock that is only behind
-        the wall clock counts as valid, because the machine may have been suspended, or its date may
-        have been set forward."""
+        The answer is True if the queue clock is behind the wall clock and also behind an id. The
+        ids of tasks that wait or are leased count, and those of buffered payloads. A queue clock
+        that is only behind the wall clock counts as valid, because the machine may have been
+        suspended, or its date may have been set forward."""
         now_ns = anchor_ns + _monotonic_ns()
         if _wall_ns() - now_ns < _BEHIND_NS:
             return False
@@ -2158,7 +2159,7 @@ _FEW = 1000  # a directory that had fewer names is listed by one os.listdir()
 _AT_ONCE = 256
 _LONGEST_TROUBLE_S = 3600.0  # the longest time to pass over a task that made trouble
 _MAX_TROUBLES = 10_000  # how many tasks that made trouble are remembered
-_LOSSES = 64  # a pop() checks after each 64 lost claims that the lease directory is there
+_LOSSES = 64  # after every 64th lost claim, a pop() checks that its lease directory is there
 # How many times, at most, to look for a task. A pop() lists pending/ again if it could deliver no
 # task of the last listing. take() searches again for the task of a key or an id if it found the
 # task, but could not claim it.
@@ -2265,8 +2266,9 @@ class _Backlog:
         RACE: after the listing, another process pushes a newer payload for the key of the task at
         `lost`. The push renames the task, so that its attempts are 0 again. The task keeps its
         place. So the name with 0 attempts is put into the batch, as the next name to claim. For the
-        same reason, the loop stops at the name of a task with a key, even if its file is missing:
-        only the claim of this name is followed by the claim of the name with 0 attempts."""
+        same reason, the loop stops at the name of a task with a key, even if the file is missing.
+        The task may have been renamed in the same way, and only the lost claim of the old name puts
+        the new name into the batch."""
         with self._lock:
             names, renamed = self.names, _fresh_path(lost, None)
             if renamed != lost:
@@ -2482,14 +2484,14 @@ class _LeaseDir:
                     if is_alone:
                         self._worker.reclaim_all(self.directory)
                     _remove_empty_dir(self.path)
-            except OSError as error:  # no task is lost: the job of any worker reclaims the leases
+            except OSError as error:  # no task is lost: any worker may reclaim the leases
                 _log().warning("%s could not be cleared: %s", self.path, error)
 
 
 # ==================================================================================================
 # 10. Worker: the state machine. It makes each change of a task's state, except pushes (rooms 6
-#     and 14) and purges (rooms 11 and 12). For the rename of a claim, and for the moves of a task
-#     with a key, it calls rooms 9 and 14.
+#     and 14) and purges (rooms 11 and 12). It calls room 9 for the rename of a claim, and room 14
+#     for the moves of a task with a key.
 #     Invariant: a rename (or an unlink) commits each change. This system call is also the fence: it
 #     fails if the lease is lost. A call that settles a task, or saves a checkpoint, changes the
 #     reason in failed/ and the file in checkpoints/ only after the rename. So a worker that lost
@@ -2579,8 +2581,8 @@ class _Worker:
 
     def lease_lost(self, lease: _Lease) -> LeaseLost:
         """Return the LeaseLost to raise for a lease. The text of the error says that this delivery
-        has ended, or how long ago the deadline passed, or that the lease ended before the deadline
-        in another way."""
+        has ended before, or how long ago the deadline passed. If neither is true, the text lists
+        the other ways in which a lease ends."""
         late_ns = -self.left_ns(lease.path)
         if lease.outcome:
             why = f"this delivery has ended before; its outcome was: {lease.outcome}"
@@ -2787,10 +2789,10 @@ class _Worker:
     # From scheduled/
 
     def enqueue_scheduled(self, source: str) -> None:
-        """Move a task that is due to the back of pending/.
+        """Move a due task to the back of pending/.
 
         In a durable queue, the move is synced. Without this sync, btrfs showed the task in
-        scheduled/ as well after power loss, because a later push had synced pending/ alone."""
+        scheduled/, too, after power loss, because a later push had synced pending/ alone."""
         target = self.back_path(source, _attempts_of(source))
         try:
             self.files.sync_with_dir(self.move_task(source, target, wait=False))
@@ -2807,10 +2809,10 @@ class _Worker:
     #
     # close() runs under the worker's lock, so that no claim runs at the same time. It adds 1 to
     # `close_count`, wakes all waits, closes the lease directory, and reclaims the leases in that
-    # directory. Some leases stay: detached leases, and all leases without flock, or if another
-    # object has the same directory open. The waiting thread returns None, unless it has removed the
-    # lease of its task from `undelivered` before. Three attributes of _LeaseDir tell the two
-    # threads which thread has a task.
+    # directory. Some leases stay: detached leases, all leases where there is no flock, and all
+    # leases while another object has the same directory open. The waiting thread returns None,
+    # unless it removes the lease of its task from `undelivered` first. Three attributes of
+    # _LeaseDir tell the two threads which thread has a task.
     #
     #   - `undelivered` has the leases that no caller has got. The value for a lease is the path of
     #     the task before the claim. claim() adds a lease before the rename. A thread removes a
@@ -2851,9 +2853,9 @@ class _Worker:
 
         Returns None if there is no task to deliver, or if the queue is paused. Also returns None if
         no task of _MAX_LISTINGS listings could be delivered, usually because other workers won all
-        claims, and if close() in another thread has taken the task back. Raises the OSError of a
-        job if no task waits. in_wait: True if the caller is a wait, which calls _Waits.hand_over()
-        itself."""
+        claims. Returns None, too, if close() in another thread has taken the task back. Raises the
+        OSError of a job if no task waits. in_wait: True if the caller is a wait, which calls
+        _Waits.hand_over() itself."""
         backlog, listings, losses = self.backlog, 0, 0
         while True:
             if time.monotonic() >= self.house.wake_s:
@@ -2923,10 +2925,10 @@ class _Worker:
                 self._take_back(lease, path, error)
                 if not isinstance(error, BlockingIOError):
                     raise
-                # RACE: another process holds the lock of the key, and wait is False. Usually, a
-                # push of that process renamed a file into pending/, which woke this wait, and has
-                # not released the lock. No event wakes this wait when the lock is released. So the
-                # next look is in 10 ms.
+                # RACE: another process holds the lock of the key, and `wait` is False. Usually,
+                # that process is in push(): the rename into pending/ has woken this wait, but
+                # push() has not released the lock yet. The release is no event that wakes this
+                # wait. So the next look is in 10 ms.
                 self.house.wake_s = min(self.house.wake_s, time.monotonic() + 0.01)
                 return None
         return None
@@ -2947,7 +2949,7 @@ class _Worker:
 
         Returns None if there is nothing to deliver: the task became a dead letter, the task waits
         again, or the lease is gone. If the task's file is not at the path of the lease, a person
-        may have moved the whole lease directory away. Then undo_claim() moves the file back.
+        may have moved the whole lease directory away. So undo_claim() tries to move the file back.
 
         A task that has had max_attempts deliveries is not read, and becomes a dead letter. The last
         delivery of such a task ended without done() or fail(), usually because the worker was
