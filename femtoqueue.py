@@ -1976,10 +1976,12 @@ class _Files:
 
 # ==================================================================================================
 # 7. Queue clock: the source of orders and deadlines. The queue clock is the monotonic clock plus an
-#    anchor. All processes of one boot read the anchor from the file clock-<boot>. If several
-#    processes make this file at once, the first link(2) wins, and the others take its anchor.
+#    anchor, which is a number of nanoseconds. The processes of one boot read the anchor from the
+#    file clock-<boot>. A process that can't use this file has a clock of its own
+#    (_QueueClock._open). If several processes make the file at once, the first link(2) wins, and
+#    the other processes take the anchor of the first.
 #    Invariant: the orders of one object strictly increase. Setting the date does not change the
-#    queue clock.
+#    queue clock of an object.
 # ==================================================================================================
 
 # TOPIC: which clock is used for what.
@@ -1988,52 +1990,56 @@ class _Files:
 #   queue clock, too.
 # - The monotonic clock, time.monotonic(), is used for timeouts, pauses, and the times of jobs.
 # - The wall clock, time.time(), is used for due times in scheduled/, also for those of retries. The
-#   queue clock of a boot starts at the time of the wall clock. Ages that are computed from the time
-#   of a file are of the wall clock: the ages of finished tasks (keep_done, purge), of stale files,
-#   of tickets, and of leases of another clock (_renewed_recently() in room 11).
+#   queue clock of a boot usually starts at the time of the wall clock. The age of a file is the
+#   time of the wall clock minus the time of the file. The ages of files are used for finished tasks
+#   (keep_done, purge), stale files, tickets, and leases of another clock (_renewed_recently() in
+#   room 11).
 #
-# So if the date is set, the ids stay in order, and the leases of this boot end as if the date had
-# not been set. A scheduled task comes when the wall clock shows its time. If the machine starts
-# again after the date was set back, the new queue clock starts after the newest id and after the
-# newest claim (_compute_anchor).
+# So if the date is set, the ids of a boot stay in order, and its leases end as if the date had not
+# been set. (Between processes that have clocks of their own, this does not hold.) A scheduled task
+# moves to pending/ when the wall clock shows its due time. If the machine starts again after the
+# date was set back, the new queue clock starts after the newest id and after the newest claim
+# (_compute_anchor).
 
 
-# If the monotonic clock began anew under the same boot id, the queue clock is behind by at least
-# this time. Clocks that differ by less agree.
+# Two clocks agree if they differ by less than this time. A queue clock that is behind by at least
+# this time may be of an earlier start of the machine (_went_back).
 _BEHIND_NS = 10**9
 
 
 def _compute_anchor(files: _Files) -> int:
-    """Return the anchor that starts the queue clock at the wall clock. If the wall clock was set
-    back, the queue clock starts after the newest id and after the newest claim. Ids are compared,
-    not the names of tasks, because a name may begin with a due time of next year."""
+    """Return the anchor for a new queue clock. The queue clock starts at the time of the wall
+    clock. But if the newest id or the newest claim in data_dir is later, the queue clock starts
+    after that time. This happens, for example, if the date was set back. In the name of a task,
+    only the id counts: the name may begin with a due time of next year."""
     times_ns = [_EARLIEST_NS, _wall_ns()]
     for directory in (*_STATE_DIRS[1:], "keys", *files.node_dirs()):
-        # PermissionError: the directory is of another user, and the clock must start all the same.
-        # FileNotFoundError: the directory was not made yet, or was removed with its worker.
+        # PermissionError: the directory belongs to another user, and the clock must start all the
+        # same. FileNotFoundError: a person removed the directory. Or (RACE) another process removed
+        # the directory of a dead worker between entries() and lstat().
         with suppress(PermissionError, FileNotFoundError):
             entries = files.entries(directory)
             times_ns += [_stamp_of(entry.id) + 1 for entry in entries]
             if entries and _state_of(directory) == "inflight":
-                # The time of the directory is that of the last claim, or of a later change. A time
-                # after the newest deadline is not trusted: the date may have been wrong. Then the
-                # deadline is used.
+                # The st_mtime of the directory is the time of the last claim, or of a later change,
+                # by the wall clock. If this time is after the newest deadline, the date may have
+                # been wrong at the claim. So the deadline is used instead.
                 times_ns.append(min(files.lstat(directory).st_mtime_ns, entries[-1].stamp_ns))
     return max(it for it in times_ns if it < _FARTHEST_NS) - _monotonic_ns()
 
 
 class _QueueClock:
-    """The clock of one queue object. `tag` is the object's tag, which goes into its new ids."""
+    """The clock of one queue object. `tag` is the object's random tag, which is the end of the ids
+    that new_id() makes."""
 
-    _name = ""  # of the clock file; "" if this process has a clock of its own
+    _name = ""  # the name of the clock file; "" if this process has a clock of its own
     made_anew = ""  # why this object made the clock file anew, for check()
 
     def __init__(self, files: _Files) -> None:
         self._files, files.clock = files, self
-        # If this process has a clock of its own, its leases have this <boot>. A process has a clock
-        # of its own if it can't see the boot id and no clock file agrees with the wall clock, or if
-        # it can't write the clock file. Only processes of this kernel use this <boot>. "": other
-        # hosts may use the file system, and <boot> is random.
+        # The <boot> in the names of our leases, if this process has a clock of its own. Only
+        # processes of this kernel use this <boot>. "": other hosts may use the file system. A
+        # process with a clock of its own then has a random <boot>.
         self.own_clock_tag = _boot_tag(_time_namespace(), files.root) if files.is_local else ""
         self.init_worker()
         self.boot, self.anchor_ns = self._open()
@@ -2041,20 +2047,21 @@ class _QueueClock:
     def init_worker(self) -> None:
         """Set the values that belong to one process. A forked child calls this again."""
         self.tag = f"{int.from_bytes(os.urandom(4), 'big') >> 1:08x}"
-        self._lock = threading.RLock()  # guards _order; a signal handler may push during a push
+        # Guards _order. An RLock, because a signal handler may push during a push of its thread.
+        self._lock = threading.RLock()
         self._order = 0
 
     @property
     def boots(self) -> tuple[str, str]:
-        """Two values of <boot> that only processes of this kernel use. The holder of a lease with
-        one of these values is dead if the lock of the lease directory is free."""
+        """The values of <boot> that only processes of this kernel use. The holder of a lease with
+        one of these values is dead or closed if the lock of the lease directory is free."""
         return self.boot, self.own_clock_tag
 
     def now_ns(self) -> int:
         return _monotonic_ns() + self.anchor_ns
 
     def new_id(self) -> str:
-        """Return a new id, for a task or for a file in creating/."""
+        """Return a new id, for a task without a key or for a file in creating/."""
         with self._lock:
             now_ns = int(time.monotonic() * 1e9) + self.anchor_ns
             order_ns = self._order = now_ns if now_ns > self._order else self._order + 1
@@ -2064,8 +2071,12 @@ class _QueueClock:
         return _stamp_of(self.new_id())
 
     def _open(self) -> tuple[str, int]:
-        """Return the tag of this boot and the anchor of its clock. The first process of a boot sets
-        the anchor."""
+        """Return the <boot> of our leases, and the anchor. Usually the anchor is that of the clock
+        file of this boot, which the first process of the boot makes.
+
+        A process gets a clock of its own in two cases. First, the process can't read the clock
+        file, or can't make a missing one. Second, the process can't see the boot id, and there is
+        no clock file that the process may use instead: see _boot_without_id()."""
         boot_id, boot = _read_boot_id(), ""
         if boot_id is not None:
             boot = _boot_tag(boot_id, self._files.root)
@@ -2078,8 +2089,9 @@ class _QueueClock:
                 if anchor_ns is not None and self._went_back(anchor_ns):
                     self.made_anew = "was of an earlier start of this machine, under its boot id"
                     _log().warning("%s %s: made anew", self._name, self.made_anew)
-                    # RACE: another process makes the file anew at the same moment. Then the anchors
-                    # of the two processes may differ by some microseconds.
+                    # RACE: after our _read(), another process makes the file anew, and we remove
+                    # the new file. Then the anchors of the two processes may differ by some
+                    # microseconds.
                     _unlink_if_exists(self._files.root + self._name)
                     anchor_ns = None
                 if anchor_ns is None:
@@ -2089,21 +2101,22 @@ class _QueueClock:
             except OSError as error:
                 if error.errno not in _NO_WRITE_ERRNOS:
                     raise
-                # This user can't write the clock file. A clock of our own is good enough to look
-                # at tasks, to drain the queue and to purge.
+                # The clock file can't be made: this user has no right to do so, or the disk is full
+                # or read-only. Or this user may not read the file. A clock of our own is good
+                # enough to look at tasks, to drain the queue and to purge.
                 self._name = ""
                 _log().warning("no shared clock for this process: %s", error)
         return self.own_clock_tag or os.urandom(4).hex(), _compute_anchor(self._files)
 
     def _boot_without_id(self) -> str:
         """Return the tag in the name of a clock file that agrees with the wall clock, for a process
-        that can't see the boot id. Return "" if there is no such clock file.
+        that can't see the boot id. Return "" if no clock file agrees.
 
         The clock file of an earlier boot does not agree, because the monotonic clock began anew
         after that boot. The clock file of another host may agree by chance. So "" is returned if
         other hosts use data_dir."""
         for name in self._clock_names():
-            with suppress(PermissionError):  # a person took this user's rights to read the file
+            with suppress(PermissionError):  # a person removed this user's right to read the file
                 anchor_ns = self._read(name)
                 if anchor_ns and abs(anchor_ns + _monotonic_ns() - _wall_ns()) < _BEHIND_NS:
                     # RACE: another host makes SHARED, and then its clock file. If we looked for
@@ -2117,12 +2130,13 @@ class _QueueClock:
         return [it for it in names if it.startswith("clock-") and _FORMS["."](it)]
 
     def _went_back(self, anchor_ns: int) -> bool:
-        """Say whether the monotonic clock began anew under the same boot id. This happens in a
-        restored virtual machine, in some containers, and on a board without entropy.
+        """Say whether the monotonic clock seems to have begun anew under the same boot id. This
+        happens in a restored virtual machine, in some containers, and on a board without entropy.
 
-        Then the queue clock is behind the wall clock and also behind the id of a task that waits or
-        is leased. A queue clock that is only behind the wall clock is valid: the machine was
-        suspended, or its date was set forward."""
+        The answer is True if the queue clock is behind the wall clock and also behind an id. The
+        ids of tasks that wait or are leased count, and those of buffered payloads. A queue clock
+        that is only behind the wall clock counts as valid, because the machine may have been
+        suspended, or its date may have been set forward."""
         now_ns = anchor_ns + _monotonic_ns()
         if _wall_ns() - now_ns < _BEHIND_NS:
             return False
@@ -2135,8 +2149,8 @@ class _QueueClock:
 
     def _read(self, name: str) -> int | None:
         """Return the anchor in a clock file. Return None if the file is missing or invalid, or if
-        the anchor puts the queue clock before 2001 or after 2096. Then _open() and _create() write
-        the file again."""
+        with this anchor the queue clock would show a time before _EARLIEST_NS or after
+        _FARTHEST_NS. If the result is None, _open() and _create() write the file again."""
         anchor_ns = 0
         with suppress(FileNotFoundError):
             text = self._files.text(name)
@@ -2147,13 +2161,15 @@ class _QueueClock:
     def _remove_others(self) -> None:
         """Remove the clock files of earlier boots, because no process of an earlier boot lives.
 
-        A container may have a boot id of its own, and run beside us. While a task is leased in the
-        container, the clock file of the container stays. At other times the file is removed, and a
-        worker of the container puts it back by restore(). Where other hosts use data_dir, nothing
-        is removed."""
+        A container may have a boot id of its own, and run beside us. While the container has a
+        lease that is not detached, the name of the lease has the <boot> of the container, and its
+        clock file stays. At other times the clock file is removed, and a worker of the container
+        puts the file back later by restore(). Where other hosts use data_dir, or where there is no
+        flock, nothing is removed."""
         if self._files.if_shared is None or self._files.has_other_mounts():
             return
-        with suppress(OSError):  # a directory of another user: its leases can't be seen
+        # OSError: this user can't list a lease directory of another user. Then nothing is removed.
+        with suppress(OSError):
             in_use = {f"clock-{entry.boot}" for entry in self._files.find("inflight")}
             for name in {*self._clock_names()} - {self._name, *in_use}:
                 self._files.remove(name)
@@ -2172,15 +2188,15 @@ class _QueueClock:
         the anchor in the clock file."""
         root = self._files.root
         new_name = f"{_new_name(_wall_ns(), self.tag)}.clock"
-        # 0644, whatever the rights of data_dir are now: if data_dir is opened to other users later,
-        # they must be able to read the file.
+        # At least 0644, whatever the rights of data_dir are now. If a person gives other users
+        # access to data_dir later, these users must be able to read the file.
         with self._files.replacement(new_name, b"%d\n" % anchor_ns, extra_mode=0o644) as new_path:
             try:
                 os.link(root + new_path, root + name)
             except (AttributeError, OSError):
-                # A clock file is there, or the file system has no hard links. Without hard links,
-                # two processes that start at the same time may have anchors that differ by some
-                # microseconds.
+                # A file of this name exists, valid or not, or the file system has no hard links.
+                # Without hard links, two processes that start at the same time may have anchors
+                # that differ by some microseconds.
                 if self._read(name) is None:
                     os.replace(root + new_path, root + name)
             self._files.remove(new_path)
@@ -2192,38 +2208,45 @@ class _QueueClock:
 # 8. Backlog: a sorted batch of names in pending/, kept in memory.
 #    Invariant: each name in the batch has the form of a task's name. The name is a hint: only the
 #    claim tells whether the task still waits.
-#    A pop() takes the oldest name of the batch. Four rules keep the order of delivery. They also
-#    make sure that pop() does not take a queue with tasks for an empty one:
+#    A pop() takes the oldest name of the batch. Four rules keep the order of delivery. The rules
+#    also make sure that pop() does not report an empty queue while tasks wait:
 #    - All names may be dropped at any time. Then the next pop() lists pending/ again. A pop() finds
-#      the queue empty only if its own listing shows no task (_Housekeeper.refill() in room 11).
-#    - A single name may be dropped only if the file is missing, or if the task made trouble.
-#      Otherwise younger tasks would be delivered first.
+#      the queue empty only if its own listing adds no name to the batch (_Housekeeper.refill() in
+#      room 11).
+#    - A single name may be dropped only for its claim, if the file is missing, or if the task made
+#      trouble. If the name of any other task were dropped, younger tasks would be delivered first.
 #    - A name may be added only if it sorts before the youngest name in the batch. Beyond that name,
 #      pending/ may have tasks that are not in the batch.
-#    - A listing must keep the oldest names, and must leave out the tasks that were pushed during
-#      the listing: see relist().
+#    - A listing must keep the oldest names. It must leave out the tasks that were pushed during the
+#      listing, unless it shows no other tasks: see relist().
 # ==================================================================================================
 
-_MAX_BATCH = 1 << 17  # names to keep in memory, which take up to 11 MB
+# How many names to keep in memory. They take up to 11 MB. For a pending/ of more than two million
+# names, _oldest_names() keeps more.
+_MAX_BATCH = 1 << 17
 _CHUNK = 1 << 16  # directory entries to read at a time
-_FEW = 1000  # a directory with fewer names is listed in one piece
-_AT_ONCE = 256  # names that the system lists in one call, so that no push comes in between
+_FEW = 1000  # a directory that had fewer names is listed by one os.listdir()
+# The system lists a directory of up to this many names in one call. No push comes in between.
+_AT_ONCE = 256
 _LONGEST_TROUBLE_S = 3600.0  # the longest time to pass over a task that made trouble
 _MAX_TROUBLES = 10_000  # how many tasks that made trouble are remembered
-_LOSSES = 64  # after every so many lost claims, a pop() checks that the lease directory is there
-# How often to list directories for one task. A pop() lists pending/ again if it lost every claim. A
-# search for the task of a key or an id is repeated if the task moved meanwhile.
+_LOSSES = 64  # after every 64th lost claim, a pop() checks that its lease directory is there
+# How many times, at most, to look for a task. A pop() lists pending/ again if it could deliver no
+# task of the last listing. take() searches again for the task of a key or an id if it found the
+# task, but could not claim it.
 _MAX_LISTINGS = 8
 _is_task_name = _FORMS["pending"]
 
 
 def _oldest_names(directory: str, seen_before: int) -> tuple[list[str], int]:
-    """Return the oldest task names in a directory, oldest last, and the number of entries of the
-    directory. `seen_before` is that number at the listing before. Up to _MAX_BATCH names are
-    returned, or a sixteenth of `seen_before` if a sixteenth is more."""
+    """Return the oldest task names in a directory, the oldest last. Also return the number of
+    entries of the directory.
+
+    At most _MAX_BATCH names are returned, or a sixteenth of `seen_before` if a sixteenth is more.
+    `seen_before` is the number of entries at the previous listing."""
     keep = max(_MAX_BATCH, seen_before // 16)
     names: list[str] = []
-    seen, youngest = 0, "~"  # sorts after every name of a task
+    seen, youngest = 0, "~"  # "~" sorts after every name of a task
     with os.scandir(directory) as entries:
         while chunk := [entry.name for entry in itertools.islice(entries, _CHUNK)]:
             seen += len(chunk)
@@ -2242,24 +2265,26 @@ class _Backlog:
         self._clock = worker.clock
         self.names: list[str] = []  # the oldest last
         self.seen = 0  # the number of names in pending/ at the last listing
-        # The tasks that this worker could not read or move. The value for an id is how often that
-        # happened, and until when the task is passed over (monotonic clock). The dict is kept in
-        # memory only, because another worker may be able to read or move the task.
+        # The tasks that this worker could not read or move, by id. The value is the number of times
+        # that this happened, and the time until which the task is passed over (monotonic clock).
+        # The dict is kept in memory only, because another worker may be able to read or move the
+        # task.
         self._troubles: dict[str, tuple[int, float]] = {}
         self._listed_s = 0.0
-        # When to list pending/ again even if names are left. Another process may have put an older
-        # task into pending/, for example by release(front=True).
+        # The time (monotonic clock) to list pending/ again even if names are left. Another process
+        # may have put an older task into pending/, for example by release(front=True).
         self.refill_s = 0.0
 
     def relist(self, now_s: float) -> None:
-        """List pending/. `now_s` is the time on the monotonic clock.
+        """List pending/, and replace the batch. `now_s` is the time on the monotonic clock.
 
         RACE: another process pushes two tasks during the listing, and the listing shows only the
         younger task. The younger task would then be delivered first. So the batch gets only the
-        tasks that were pushed before the listing began. The next listing shows the later tasks. If
-        a listing shows only later tasks, a second listing is made at once. If the second listing
-        also shows only later tasks, the batch gets all its tasks. A directory that the system lists
-        in one call needs no such care."""
+        tasks whose order is before the beginning of the listing. The next listing shows the later
+        tasks. If a listing shows only later tasks, a second listing is made at once. If the second
+        listing also shows only later tasks, the batch gets all tasks of the second listing, because
+        an empty batch would mean that no task waits. If pending/ has at most _AT_ONCE names, no
+        push comes in between, and the batch gets all tasks of the first listing."""
         for _ in range(2):
             self._list(now_s)
             if self.seen <= _AT_ONCE:
@@ -2271,7 +2296,7 @@ class _Backlog:
             now_s = time.monotonic()
 
     def _list(self, now_s: float) -> None:
-        # A directory that had few names a second ago can't be huge now.
+        # A directory that had few names less than a second ago can't be huge now.
         if self.seen < _FEW and now_s - self._listed_s < 1:
             names = os.listdir(self._pending)
             self.names, self.seen = sorted(filter(_is_task_name, names), reverse=True), len(names)
@@ -2287,9 +2312,9 @@ class _Backlog:
         return self._troubles.get(_id_of(name), (0, 0.0))[1] > now_s
 
     def pass_over(self, ident: str) -> None:
-        """Leave a task that made trouble out of the next listings. After the first trouble the task
-        is not left out, because the trouble may be over. After the second trouble the task is left
-        out for 1 s, and after each further trouble for twice as long, up to an hour."""
+        """Note that a task made trouble. After the second trouble, the listings leave the task out
+        for 1 s. Each further trouble doubles that time, up to an hour. After the first trouble, the
+        task is not left out, because the trouble may be over."""
         with self._lock:
             now_s, (times, _) = time.monotonic(), self._troubles.get(ident, (0, 0.0))
             pause_s = min(2.0 ** min(times - 1, 12), _LONGEST_TROUBLE_S) if times else 0.0
@@ -2298,22 +2323,23 @@ class _Backlog:
             self._troubles[ident] = times + 1, now_s + pause_s
 
     def add(self, path: str) -> None:
-        """Add a task that came to `path` in pending/. A task that sorts after the whole batch is
-        left to the next listing."""
+        """Add a task that came to `path` in pending/. If the batch is empty, or if the task sorts
+        after the whole batch, do nothing: a later listing shows the task."""
         with self._lock:
             names, name = self.names, path.rpartition("/")[2]
             if names and name < names[0]:
                 names.insert(bisect.bisect(names, False, key=name.__gt__), name)
 
     def correct_after_loss(self, lost: str) -> None:
-        """After a lost claim at the path `lost`, drop the oldest names of the batch, up to the
-        first name whose file exists. To look at a file costs a third of a failed rename().
+        """After a lost claim at the path `lost`, drop the oldest names of the batch, until the file
+        of the oldest remaining name exists. To look for a file costs a third of a failed rename().
 
         RACE: after the listing, another process pushes a newer payload for the key of the task at
         `lost`. The push renames the task, so that its attempts are 0 again. The task keeps its
-        place. So the new name is put into the batch, as the next name to claim. The name of a task
-        with a key is not dropped before its own lost claim, because the task may have been renamed
-        in the same way."""
+        place. So the name with 0 attempts is put into the batch, as the next name to claim. For the
+        same reason, the loop stops at the name of a task with a key, even if the file is missing.
+        The task may have been renamed in the same way, and only the lost claim of the old name puts
+        the new name into the batch."""
         with self._lock:
             names, renamed = self.names, _fresh_path(lost, None)
             if renamed != lost:
@@ -2327,13 +2353,15 @@ class _Backlog:
 # ==================================================================================================
 # 9. Lease directory: this worker's inflight-<node>/. A shared flock on the directory shows that the
 #    worker lives. Invariant: a claim moves a task into the directory whose lock this worker holds.
-#    So the rename uses the descriptor of the directory: its path may name another directory by now.
+#    So the rename uses the descriptor of the directory: another directory may now be at the path.
+#    (Room 20 has the lease directories of other file systems, and of systems without flock.)
 # ==================================================================================================
 
 
 class _LeaseDir:
-    """The lease directory of one worker. The first listing of pending/ opens the directory. Later
-    listings open it again if it was removed or given up.
+    """The lease directory of one worker. The first listing of pending/ opens the directory. If the
+    directory was removed or given up, a later listing opens it again, or a pop() or take() whose
+    claims failed.
 
     RACE: another thread calls close() during a pop(). A claim and close() both hold the worker's
     lock, so the descriptor of the directory stays open during the claim. `undelivered`,
@@ -2345,13 +2373,15 @@ class _LeaseDir:
         self._lock = worker.lock
         self.directory = f"inflight-{worker.node_id}"
         self._root, self.path = self._files.root, self._files.root + self.directory
-        # The path that each task was claimed from, by the path of the lease.
+        # The leases whose tasks no caller has got yet. The key is the path of the lease, and the
+        # value is the path that the task was claimed from.
         self.undelivered: dict[str, str] = {}
-        # By the path of the lease, the path to move the task back to. None: the place of its push.
+        # The leases to reclaim. The key is the path of the lease, and the value is the path to move
+        # the task back to. None: the place of its push.
         self.orphans: dict[str, str | None] = {}
         self.close_count = 0
-        # The lock of the directory, if the directory is open. If it is None at an opening, the
-        # directory may have leases that an earlier process left.
+        # The lock of the directory. None: this object does not have the directory open. The
+        # directory may then have leases of an earlier process.
         self._dir_lock: _FileLock | None = None
 
     # Opening
@@ -2366,7 +2396,9 @@ class _LeaseDir:
                     self._worker.house.reclaiming.run()
 
     def _open(self) -> None:
-        self._worker.backlog.names = []  # no claim until the directory is open, even if this raises
+        # With an empty batch, a pop() claims no task before the directory is open, even if this
+        # method raises.
+        self._worker.backlog.names = []
         for _ in range(_MAX_REPLACED):
             self._make()
             lock = self._files.open_dir(self.directory)
@@ -2375,22 +2407,27 @@ class _LeaseDir:
                 # and removes the directory. The next round makes it again.
                 continue
             try:
-                # Another worker may hold the exclusive lock for a moment, to see whether we live.
-                # This call waits for that moment to end. Otherwise try_exclusive() below would take
-                # the other worker for a living worker of our node_id.
+                # Another process may hold the exclusive lock for a moment, to find out whether we
+                # live. acquire_shared() waits for the end of that moment. Without the wait,
+                # try_exclusive() below could fail, as if a living worker of our node_id held the
+                # lock.
                 if lock.acquire_shared() is None:
-                    # Without flock, leases end by their deadlines only. So give our leases a boot
-                    # tag that no other process has.
+                    # flock does not work for this process, so our leases must end by their
+                    # deadlines only. A random <boot> marks them as leases of another boot. With the
+                    # usual <boot>, a process whose flock works would find the lock free, and would
+                    # reclaim our leases as those of a dead worker.
                     self._clock.boot = os.urandom(4).hex()
-                # If this object had the directory open before, the leases are not listed: another
-                # thread may just have claimed a task. Otherwise try the exclusive lock. If we get
-                # the lock, no other worker of our node_id uses the directory that we opened. Then
-                # the leases in it are orphans, except detached leases, which outlive their worker.
+                # If this object has the directory open already (_dir_lock), the leases are not
+                # listed, because another thread may just have claimed a task. If it has not, try
+                # the exclusive lock. If we get the lock, no other worker of our node_id uses the
+                # directory that we opened. The leases in the directory are then orphans, except
+                # detached leases, which outlive their worker.
                 # RACE: after our open_dir(), another process removes the empty directory, and
                 # another worker of our node_id makes a new directory at the path. The leases at the
-                # path are then in use. So is_at_path() looks whether our directory is at the path.
+                # path are then in use. So is_at_path() checks that our directory is at the path.
                 elif self._dir_lock is None and lock.try_exclusive() and lock.is_at_path():
-                    with suppress(OSError):  # the next reclaim job meets and raises the error
+                    # An error is ignored: the next reclaim job lists the directory, too.
+                    with suppress(OSError):
                         leases = self._files.entries(self.directory)
                         for path in (it.path for it in leases if it.boot != _DETACHED):
                             self.orphans.setdefault(path)
@@ -2399,9 +2436,10 @@ class _LeaseDir:
                 # the next round makes the directory again.
                 if lock.is_at_path():
                     # This assignment drops the last reference to the old lock, and so closes the
-                    # old lock. It is kept until now, because our leases may be in an old directory
-                    # that a person moved away. If the person moves that directory back, the lock
-                    # shows other workers that the leases are in use.
+                    # old lock. The old lock is kept until now, because our leases may be in an old
+                    # directory that a person moved away. Up to now, the person could move the old
+                    # directory back, and the old lock would show other workers that the leases are
+                    # in use.
                     self._dir_lock = lock
                     return
             finally:
@@ -2418,10 +2456,12 @@ class _LeaseDir:
             self._files.make_dir(self.directory)
         except OSError as error:
             spare = f"{self._root}spare"
-            with suppress(OSError):  # make_dir()'s error is raised below: it is the cause
-                # If foreign files are in spare/, it is not renamed: foreign files must not move.
+            # If a step with spare/ fails, too, the error of make_dir() is raised, which is the
+            # cause.
+            with suppress(OSError):
+                # If spare/ has foreign files, spare/ is not renamed: foreign files must not move.
                 if error.errno in _OUT_OF_SPACE_ERRNOS and not os.listdir(spare):
-                    os.utime(spare)  # other workers remove an empty lease directory that is old
+                    os.utime(spare)  # other workers may remove an empty lease directory that is old
                     os.rename(spare, self.path)
                     return
             raise
@@ -2429,13 +2469,14 @@ class _LeaseDir:
     # Claiming
 
     def claim(self, source: str, lease: _Lease) -> bool:
-        """Rename a waiting task into the locked lease directory. Return False if another worker
-        claimed the task first, or if the directory is not open or no longer exists.
+        """Rename a waiting task into the locked lease directory. Return False if the task is no
+        longer at `source`, usually because another worker claimed it first. Also return False if
+        the lease directory is not open or no longer exists.
 
-        Call this with the worker's lock held. `lease.path` is set before the rename. If this
-        raises, the rename may have been done, and the caller must call undo_claim(). CRASH: if the
-        process dies after the rename, only the lease is on disk, and its name counts the attempt.
-        Room 11 says who takes the task back (TOPIC: how a lease ends)."""
+        The caller holds the worker's lock. `lease.path` is set before the rename. If claim()
+        raises, the rename may have been done, and the caller must call _Worker._take_back(). CRASH:
+        if the process dies after the rename, only the lease is on disk, and its name counts the
+        attempt. Room 11 says who takes the task back (TOPIC: how a lease ends)."""
         attempts = min(_attempts_of(source) + 1, _MAX_ATTEMPTS) if "~" in source else 1
         boot = _DETACHED if self._worker.detached else self._clock.boot
         deadline_ns = int(time.monotonic() * 1e9) + self._clock.anchor_ns + lease.length_ns
@@ -2445,12 +2486,13 @@ class _LeaseDir:
         held = self._dir_lock
         try:
             if held is None:
-                # RACE: another thread calls close() before this claim gets the worker's lock.
+                # RACE: another thread calls close() before this claim gets the worker's lock. Or no
+                # listing could open the directory.
                 raise FileNotFoundError
             os.rename(self._root + source, held.prefix + name, dst_dir_fd=held.fd)
         except FileNotFoundError:
-            # RACE: another worker renames the task first, or another process removes our directory.
-            # Either way this claim is lost.
+            # RACE: another process moves the task first, or removes our lease directory. Either way
+            # this claim is lost.
             pass
         except OSError as error:
             if error.errno in (errno.EPERM, errno.EACCES) and self._may_move(source):
@@ -2471,21 +2513,24 @@ class _LeaseDir:
         return all(os.access(path, os.W_OK | os.X_OK) for path in directories)
 
     def undo_claim(self, lease: _Lease, target: str) -> None:
-        """Move a claimed task to `target`, because no caller will get the task. The name in
-        `target` has the attempts: usually the delivery is not counted. If the rename fails, the
-        lease becomes an orphan, and the reclaim job moves the task.
+        """Move a claimed task to `target`, because no caller will get the task. If the rename
+        fails, the lease becomes an orphan, and the reclaim job moves the task.
 
-        The rename uses the descriptor of the lease directory. So the task comes back even if a
-        person has moved the whole directory away. CRASH: if the process dies before the rename, the
-        task is still leased. The lease ends like any other, and the delivery is counted."""
+        `target` contains the number of attempts. The caller usually takes the number from before
+        the claim, and so does not count the delivery. The rename uses the descriptor of the lease
+        directory. So the task comes back even if a person has moved the whole directory away.
+        CRASH: if the process dies before the rename, the task is still leased. The lease ends like
+        any other, and the delivery is counted."""
         with self._lock:
             try:
-                if (held := self._dir_lock) is None:  # closed: close() may have reclaimed the lease
+                if (held := self._dir_lock) is None:  # close() was called in another thread
                     os.rename(self._root + lease.path, self._root + target)
                 else:
                     name = lease.path.partition("/")[2]
                     os.rename(held.prefix + name, self._root + target, src_dir_fd=held.fd)
-            except OSError:  # the claim was not done, a person moved the task, or the disk failed
+            except OSError:
+                # The claim was not done, close() reclaimed the lease, a person moved the task, or
+                # the disk failed.
                 self.orphans[lease.path] = target
             self.undelivered.pop(lease.path, None)
 
@@ -2493,11 +2538,12 @@ class _LeaseDir:
 
     def give_up(self) -> None:
         """Close the lease directory. Unless another object holds the lock of the directory, reclaim
-        the leases in it, and then remove the directory if it is empty. Without flock, the leases
-        stay."""
+        the leases in it, except detached leases. Then remove the directory if it is empty. Without
+        flock, all leases stay."""
         self._worker.house.look_again()
         lock, self._dir_lock = self._dir_lock, None
-        # If this object is garbage in a cycle, the finalizer of the lock may have closed the lock.
+        # If this object is garbage in a reference cycle, the finalizer of the lock may have run
+        # first, and may have closed the lock. Then open the directory again.
         if lock is not None and lock.fd == -1:
             lock = self._files.open_dir(self.directory)
         if lock is None:
@@ -2509,26 +2555,28 @@ class _LeaseDir:
                     if is_alone:
                         self._worker.reclaim_all(self.directory)
                     _remove_empty_dir(self.path)
-            except OSError as error:  # no task is lost: pop() of another worker reclaims the leases
+            except OSError as error:  # no task is lost: any worker may reclaim the leases
                 _log().warning("%s could not be cleared: %s", self.path, error)
 
 
 # ==================================================================================================
 # 10. Worker: the state machine. It makes each change of a task's state, except pushes (rooms 6
-#     and 14) and purges (rooms 11 and 12).
-#     Invariant: a rename (or an unlink) commits each change. It is also the fence: it fails if the
-#     lease is lost. The reason in failed/ and the checkpoint of a task are put in place or removed
-#     after the rename. So a worker that lost its lease changes none of these files. Only retry,
-#     which has no lease, removes the reason first.
+#     and 14) and purges (rooms 11 and 12). It calls room 9 for the rename of a claim, and room 14
+#     for the moves of a task with a key.
+#     Invariant: a rename (or an unlink) commits each change. This system call is also the fence: it
+#     fails if the lease is lost. A call that settles a task, or saves a checkpoint, changes the
+#     reason in failed/ and the file in checkpoints/ only after the rename. So a worker that lost
+#     its lease changes none of these files. A retry, which has no lease, removes the reason first.
 #     Lock: a thread holds the worker's lock while it claims, renews, settles or reclaims a task.
 #     So a renewal and a done() in two threads cannot run at the same time. No thread holds the lock
-#     while it reads a payload for a caller or writes one. A quarantine and a take along (room 14)
-#     do not need the worker's lock, because the task has no caller at that time. If the task has a
+#     while it reads or writes a payload for a caller. A quarantine and a take along (room 14) do
+#     not need the worker's lock, because the task has no caller at that time. If the task has a
 #     key, they hold the lock of the key.
-#     The order of locks is told in room 5.
+#     Room 5 has the order of locks.
 # ==================================================================================================
 
-# Seconds between two looks at PAUSED, at our lease directory, or at a due task with a busy key.
+# Seconds between two looks at PAUSED and at our lease directory. Also the seconds until the next
+# attempt to enqueue a due task, if the lock of the task's key is busy.
 _LOOK_INTERVAL_S = 0.1
 
 
@@ -2580,9 +2628,10 @@ class _Worker:
         outcome: the field of WorkCounts that counts the delivery, or "" if the delivery goes on.
 
         Raises LeaseLost if the file of the lease is gone: the rename is the fence. Raises
-        FileNotFoundError if data_dir, or the target's directory, is missing. After an OSError of
-        the rename, the task is still leased. If the task has a key, a step after the rename may
-        also raise OSError. Then the task has moved, and the repair job does the missing step."""
+        FileNotFoundError if data_dir, or the target's directory of a state, is missing. After an
+        OSError of the rename, the task is still leased. But a step after the rename may also raise
+        OSError, for example the promotion of the payload behind a task with a key. Then the task
+        has moved, and for a key the repair job does the missing step."""
         ident = lease.path[-_ID_LENGTH:]
         is_keyed = ident[21] > "7"
         with self.keys.lock_of(ident) if is_keyed else self.lock, self.lock:
@@ -2602,8 +2651,9 @@ class _Worker:
         return gone_to
 
     def lease_lost(self, lease: _Lease) -> LeaseLost:
-        """Return the LeaseLost to raise for a lease. The text of the error says how long ago the
-        deadline passed, or why the lease ended before the deadline."""
+        """Return the LeaseLost to raise for a lease. The text of the error says that this delivery
+        has ended before, or how long ago the deadline passed. If neither is true, the text lists
+        the other ways in which a lease ends."""
         late_ns = -self.left_ns(lease.path)
         if lease.outcome:
             why = f"this delivery has ended before; its outcome was: {lease.outcome}"
@@ -2614,18 +2664,19 @@ class _Worker:
         return LeaseLost(_id_of(lease.path), late_ns >= 0, why)
 
     def finish(self, task: FemtoTask) -> None:
-        """Move a leased task to done/; with keep_done=False, remove it. Raises LeaseLost.
+        """Move a leased task to done/. If keep_done is False or 0, remove the task instead. Raises
+        LeaseLost.
 
-        On a full disk, done/ may have no room for another name. Then the task is removed instead.
-        Otherwise the task would run again and again, until a person purges done/. To keep a record
-        of finished tasks is a weaker promise than not to deliver a finished task again."""
+        On a full disk, done/ may have no room for another name. Then the task is also removed. A
+        task that stayed leased would run again and again, until a person purges done/. To keep a
+        record of finished tasks is a weaker promise than not to deliver a finished task again."""
         lease = _lease_of(task)
         if self.keep_done:
             try:
                 gone_to = self.move_leased(lease, f"done/{lease.path[-_ID_LENGTH:]}", "done")
             except OSError as error:
-                # If the lease is gone, the rename succeeded, and a later step failed. Then the
-                # error is raised.
+                # If the lease is gone, the rename has succeeded, and only a later step failed. Then
+                # the task is not removed, and the error of that step is raised.
                 if error.errno not in _OUT_OF_SPACE_ERRNOS or not self.files.exists(lease.path):
                     raise
                 text = "task %s is done, and removed: done/ can't take it: %s"
@@ -2635,8 +2686,8 @@ class _Worker:
                     self.files.sync_with_dir(gone_to)
                 return
         # Sync the lease before the unlink: this makes the rename of the claim durable. If only the
-        # unlink were synced, the task could be in pending/ again after power loss. Both steps are
-        # under the locks, so that no renewal comes between them.
+        # unlink were synced, the task could be in pending/ again after power loss. The thread holds
+        # the locks during both steps, so that no renewal renames the file between the steps.
         with self.keys.lock_of(lease.path), self.lock:
             # If the lease or its directory is gone, move_leased() raises LeaseLost.
             with suppress(FileNotFoundError):
@@ -2651,14 +2702,14 @@ class _Worker:
         The rename comes before the reason, because the rename checks the lease: a worker that lost
         its lease never writes a reason for the delivery of another worker.
 
-        CRASH: if the process dies after the rename, the task is in failed/ without a reason. Or it
-        has the reason of an earlier failure, if a person moved the task out of failed/ by hand, and
-        left that reason."""
+        CRASH: if the process dies after the rename, the task is in failed/ without a reason. But if
+        a person had moved the task out of failed/ before, and had not removed the reason, the task
+        has that older reason."""
         lease = _lease_of(task)
         target = f"failed/{_id_of(lease.path)}"
         with nullcontext("") if error is None else self._new_reason(error) as path:
             self.move_leased(lease, target, "failed")
-            # A person who retried an earlier failure by hand may have left its reason.
+            # A person may have moved the task out of failed/ before, without the older reason.
             _unlink_if_exists(f"{self.files.root}{target}.error")
             if path:
                 self.files.put_in_place(path, f"{target}.error")
@@ -2668,7 +2719,8 @@ class _Worker:
         """Return a context manager that writes a reason to a file in creating/ and yields the path
         (see replacement()). The block must move the file to failed/.
 
-        error: a text, or an exception. An exception is written with the traceback."""
+        error: a text, or an exception. An exception is written with its traceback, except a
+        _CommandFailed, whose text is the whole reason."""
         if isinstance(error, str):
             text = error
         elif isinstance(error, _CommandFailed):
@@ -2681,7 +2733,8 @@ class _Worker:
         return self.files.replacement(f"{self.clock.new_id()}.error", content)
 
     def requeue(self, task: FemtoTask, target: str) -> None:
-        # Give a leased task back: it waits at `target`. Raises LeaseLost.
+        # Give a leased task back: the task waits at `target` then. With a newer payload of the key
+        # behind the task, move_keyed() may change the path. Raises LeaseLost.
         gone_to = self.move_leased(_lease_of(task), target, "released")
         self.note_arrival(gone_to)
         self.files.sync_with_dir(gone_to)
@@ -2691,8 +2744,8 @@ class _Worker:
         _Lease. Raises LeaseLost.
 
         length_ns: the time from now to the new deadline, in nanoseconds. In a block of
-        processing(), the lease's own length is the minimum. None: the lease's own length; if the
-        deadline is later than that already, it stays as it is.
+        processing(), the lease's own length is the minimum. None: the lease's own length, or the
+        time to the old deadline if that time is longer.
         wait: as in _KeyStates.lock()."""
         lease = _lease_of(task)
         with self.keys.lock_of(lease.path, wait), self.lock:
@@ -2718,24 +2771,28 @@ class _Worker:
     # From in flight, by others
 
     def reclaim(self, lease: str) -> None:
-        """Put back a task whose lease is over, is an orphan, or belongs to a dead worker.
+        """Put back a task whose lease is past its deadline, is an orphan, or is of a dead or closed
+        worker. Raises OSError for trouble with the disk.
 
-        The task returns to the place of its push, and its attempts count the delivery. If no caller
-        has got the task, it returns to the place where it was claimed, uncounted. If `orphans` has
-        a place for the task, it goes there. Raises OSError for trouble with the disk.
+        Usually, the task returns to the place of its push, and its attempts count the delivery.
+        There are three exceptions. If no caller of this object has got the task (`undelivered`),
+        the task returns to the place of its claim, uncounted. If `orphans` has a path for the task,
+        the task moves to this path. If a newer payload of the key is behind the task, move_keyed()
+        may change the path.
 
-        If the move fails, the lease stays in `orphans`, and the next reclaim tries again. The entry
-        is needed: without it, a lease in our own directory would end only at its deadline."""
+        If the move fails, the lease stays in `orphans`, and the next reclaim job tries again. The
+        entry is needed: without it, a lease in our own directory would end only at its deadline."""
         orphans = self.lease_dir.orphans
         orphans[lease] = source = self.lease_dir.undelivered.pop(lease, None) or orphans.get(lease)
         target = source or _front_path(_id_of(lease), _attempts_of(lease))
         try:
             self.note_arrival(self.move_task(lease, target, wait=False))
         except BlockingIOError:
-            return  # RACE: the lock of the key is busy. The next reclaim tries again.
+            return  # RACE: another process holds the key's lock. The next reclaim tries again.
         except FileNotFoundError:
             # RACE: the holder settled the task first, or another worker reclaimed the task. Then
-            # nothing is left to do. But if the lease is still there, pending/ was missing.
+            # nothing remains to be done. But if the lease still exists, the directory of the target
+            # is missing, and the next reclaim tries again.
             if self.files.exists(lease):
                 return
         orphans.pop(lease, None)
@@ -2753,14 +2810,16 @@ class _Worker:
     def quarantine(self, source: str, reason: str) -> None:
         """Make a dead letter of a task that cannot be delivered, and log the reason.
 
-        Raises OSError if the task cannot be moved to failed/. If the task was just claimed,
-        _take_back() then moves it to the back of pending/. An error while the reason is written is
-        ignored: the log has the reason, and the task must not block the queue."""
+        Raises OSError if the task cannot be moved to failed/. If the task was just claimed from
+        pending/, _take_back() then usually moves it to the back of pending/. An error while the
+        reason is written is ignored: the log has the reason, and the task must not block the queue.
+        """
         ident = _id_of(source)
         target = f"failed/{ident}"
         if is_name_used := self.files.exists(target):
-            # A person has put a file of this id into failed/ before. That file and its reason stay
-            # as they are. Our task gets a name with a new order in failed/, and no reason.
+            # Another file of this id is in failed/ already, for example because a person copied the
+            # task. That file and its reason are not changed. Our task gets a name with a new order
+            # in failed/, and its reason is only in the log.
             target = self.back_path(source, _attempts_of(source)).replace("pending", "failed")
         try:
             self.move_task(source, target)
@@ -2770,7 +2829,7 @@ class _Worker:
             return  # RACE: another worker took the task, or quarantined it first
         with suppress(OSError):
             if not is_name_used:
-                # As in end_failed(), there may be a reason of an earlier failure.
+                # The reason of an earlier failure may still be there, as in end_failed().
                 self.files.remove(f"{target}.error")
                 with self._new_reason(reason) as path:
                     self.files.put_in_place(path, f"{target}.error")
@@ -2801,10 +2860,10 @@ class _Worker:
     # From scheduled/
 
     def enqueue_scheduled(self, source: str) -> None:
-        """Move a task that is due to the back of pending/.
+        """Move a due task to the back of pending/.
 
         In a durable queue, the move is synced. Without this sync, btrfs showed the task in
-        scheduled/ as well after power loss, because a later push had synced pending/ alone."""
+        scheduled/, too, after power loss, because a later push had synced pending/ alone."""
         target = self.back_path(source, _attempts_of(source))
         try:
             self.files.sync_with_dir(self.move_task(source, target, wait=False))
@@ -2819,22 +2878,24 @@ class _Worker:
     # TOPIC: close() while another thread of this object waits for a task. (See also _LeaseDir,
     # FemtoQueue.close() in room 12, and _Waits in room 15.)
     #
-    # close() runs under the worker's lock, so that no claim is half done. It adds 1 to
+    # close() runs under the worker's lock, so that no claim runs at the same time. It adds 1 to
     # `close_count`, wakes all waits, closes the lease directory, and reclaims the leases in that
-    # directory. But without flock, or if another object holds the same directory, the leases stay
-    # until their deadlines. The waiting thread returns None, unless it has a task already. Three
-    # attributes of _LeaseDir tell the two threads which thread has a task.
+    # directory. Some leases stay: detached leases, all leases where there is no flock, and all
+    # leases while another object has the same directory open. The waiting thread returns None,
+    # unless it removes the lease of its task from `undelivered` first. Three attributes of
+    # _LeaseDir tell the two threads which thread has a task.
     #
-    #   - `undelivered` has the leases that no caller has got, each with the path before the claim.
-    #     claim() adds a lease before the rename. A thread removes a lease with dict.pop(), and only
-    #     one thread can succeed. If the waiting thread succeeds, the task goes to the caller. If
-    #     the reclaim of close() succeeds, the task goes back, uncounted.
+    #   - `undelivered` has the leases that no caller has got. The value for a lease is the path of
+    #     the task before the claim. claim() adds a lease before the rename. A thread removes a
+    #     lease with dict.pop(), and only one thread can succeed. If the waiting thread succeeds,
+    #     the task goes to the caller. If the reclaim of close() succeeds, the task goes back,
+    #     uncounted.
     #   - `close_count` is the number of calls of close(). A wait notes the number when the wait
     #     begins.
-    #   - `orphans` has the leases that must be put back, each with the path to which its task goes.
-    #     A reclaim may fail because a key is busy, or because of disk trouble. Then the lease stays
-    #     in `orphans`. Each run of the reclaim job, and the next opening of the lease directory,
-    #     tries again.
+    #   - `orphans` has the leases that must be put back. The value for a lease is the path to which
+    #     the task goes, or None for the place of its push. A reclaim may fail because the lock of a
+    #     key is busy, or because of disk trouble. Then the lease stays in `orphans`. Each run of
+    #     the reclaim job, and the next opening of the lease directory, tries again.
     #
     # The waiting thread notices close() at three spots, because close() may come at three times.
     #
@@ -2843,12 +2904,13 @@ class _Worker:
     #   2. During a look, which is a call of take_oldest() or take_named(): _Waits._look() compares
     #      `close_count` after each look. `undelivered` is not enough here, for two reasons. If the
     #      look found no task, there is no entry in `undelivered`. If the look opened the directory
-    #      again after close(), and then claimed a task, the entry is there as usual. So _look()
-    #      puts such a task back, and gives up the directory again.
+    #      again after close(), and then claimed a task, the entry is in `undelivered` as usual. So
+    #      if `close_count` has changed, _look() puts the task back if it found one. It also gives
+    #      up the lease directory again if the directory is empty.
     #   3. After that comparison: _Waits.hand_over() removes the lease from `undelivered`, as the
-    #      last step before the caller gets the task. If the lease is missing, the reclaim of
-    #      close() removed it first. Then hand_over() makes sure that the task is put back, and
-    #      returns None.
+    #      last step before the caller gets the task. If the lease is not in `undelivered`, the
+    #      reclaim of close() removed it first. Then hand_over() makes sure that the task is put
+    #      back, and returns None.
     #
     # pop() with timeout 0, and without lease_ms, is not a wait. It does not compare `close_count`,
     # and take_oldest() itself does step 3. If this pop() opens the directory again after close(),
@@ -2860,9 +2922,11 @@ class _Worker:
     def take_oldest(self, length_ns: int, in_wait: bool = False) -> FemtoTask | None:
         """Run the jobs that are due, lease the oldest task, and return the task.
 
-        Returns None if no task waits, if the queue is paused, or if other workers won all claims of
-        _MAX_LISTINGS listings. Raises the OSError of a job if no task waits. in_wait: True if the
-        caller is a wait, which calls _Waits.hand_over() itself."""
+        Returns None if there is no task to deliver, or if the queue is paused. Also returns None if
+        no task of _MAX_LISTINGS listings could be delivered, usually because other workers won all
+        claims. Returns None, too, if close() in another thread has taken the task back. Raises the
+        OSError of a job if no task waits. in_wait: True if the caller is a wait, which calls
+        _Waits.hand_over() itself."""
         backlog, listings, losses = self.backlog, 0, 0
         while True:
             if time.monotonic() >= self.house.wake_s:
@@ -2884,8 +2948,8 @@ class _Worker:
                 raise
             if not waiting:
                 if listings:
-                    # All claims of the last listing were lost: to other workers, or because our
-                    # lease directory is gone.
+                    # No task of the last listing could be delivered. Usually, other workers won the
+                    # claims. But our lease directory may be gone, so look at the directory again.
                     self.house.look_again()
                 listings += 1
                 if listings > _MAX_LISTINGS or not self.house.refill():
@@ -2897,20 +2961,23 @@ class _Worker:
                 backlog.correct_after_loss(waiting)
 
     def take_named(self, key: str, ident: str, length_ns: int, wait: bool) -> FemtoTask | None:
-        """Run the jobs that are due, lease the waiting task of a key or of an id, and return it.
+        """Run the jobs that are due, lease the waiting task of a key or of an id, and return the
+        task.
 
         key: the encoded key, or "" if `ident` is given.
         wait: True: wait for the lock of the key. False: return None if another process holds the
-        lock, because that process may be stopped, and may hold the lock for ever.
+            lock, because that process may be stopped, and may hold the lock for ever.
 
-        Returns None if the task cannot be claimed now, or if the queue is paused."""
+        Returns None if there is no such task, if the task cannot be claimed now, or if the queue is
+        paused."""
         if time.monotonic() >= self.house.wake_s:
             self.house.run_due()
         if (key and not self.keys.may_have_task(key)) or self.files.exists("PAUSED"):
             return None
         for number in range(_MAX_LISTINGS):
             if number:
-                # The first claim failed: our lease directory may be gone, or may not be open.
+                # The last round delivered no task, perhaps because our lease directory is gone, or
+                # is not open.
                 self.lease_dir.ensure_open()
             lease, path = _Lease(), ""
             lease.length_ns = length_ns
@@ -2922,16 +2989,17 @@ class _Worker:
                     task = self._deliver(path, lease) if is_claimed else None
                 if task is not None or not path:
                     return task
-                # RACE: for example, a pop() claimed the task first, and the next round sees the
-                # task in flight. Or the lease directory is not open, or _deliver() had nothing to
-                # deliver.
+                # RACE: another worker's pop() claims the task after _path_to_take(), and the next
+                # round sees the task in flight. Or the lease directory is gone or not open, or
+                # _deliver() returned None.
             except BaseException as error:
                 self._take_back(lease, path, error)
                 if not isinstance(error, BlockingIOError):
                     raise
-                # RACE: a push in another process renamed a file into pending/. That woke this wait,
-                # but the push still holds the lock of the key. When the push releases the lock, no
-                # event wakes this wait. So the next look is in 10 ms.
+                # RACE: another process holds the lock of the key, and `wait` is False. Usually,
+                # that process is in push(): the rename into pending/ has woken this wait, but
+                # push() has not released the lock yet. The release is no event that wakes this
+                # wait. So the next look is in 10 ms.
                 self.house.wake_s = min(self.house.wake_s, time.monotonic() + 0.01)
                 return None
         return None
@@ -2947,18 +3015,20 @@ class _Worker:
         return "" if is_later or path.startswith("inflight-") else path
 
     def _deliver(self, waiting: str, lease: _Lease) -> FemtoTask | None:
-        """Read a task that was just claimed from the path `waiting`, and return it for delivery.
-        The task is still in `undelivered` then, because the caller has not got the task.
+        """Read a task that was just claimed from the path `waiting`, and return the task. The lease
+        stays in `undelivered`, because the caller has not got the task.
 
         Returns None if there is nothing to deliver: the task became a dead letter, the task waits
-        again, or the lease is gone. If the file is no longer at the path of the lease, undo_claim()
-        moves the file back if it can: a person may have moved the whole lease directory away. A
-        task that has had max_attempts deliveries is not read, and becomes a dead letter: its last
-        delivery ended without done() or fail(), usually because the worker was killed. (If the
-        handler raises at the last attempt, _Processing._end() makes a dead letter of the task.)
+        again, or the lease is gone. If the task's file is not at the path of the lease, a person
+        may have moved the whole lease directory away. So undo_claim() tries to move the file back.
 
-        CRASH: if the process dies in here, the task is in flight, and its attempts count this
-        delivery. A reclaim() puts the task back."""
+        A task that has had max_attempts deliveries is not read, and becomes a dead letter. The last
+        delivery of such a task ended without done() or fail(), usually because the worker was
+        killed. (If the handler raises at the last attempt, _Processing._end() makes a dead letter
+        of the task.)
+
+        CRASH: if the process dies before the task is moved or delivered, the task is in flight, and
+        its attempts count this delivery. A reclaim() puts the task back."""
         path = lease.path
         ident = path[-_ID_LENGTH:]
         before = _attempts_of(waiting) if "~" in waiting else 0
@@ -2994,40 +3064,43 @@ class _Worker:
     def _blame(self, ident: str, error: OSError | MemoryError) -> None:
         """Set the attribute task_id of a read error if this one task causes the error. For example,
         this user has no right to read the file, or the payload does not fit into memory. Other
-        errors stay as they are: a missing file, a lack of descriptors, an error from a signal
-        handler."""
-        # A MemoryError has no errno, and counts as EFBIG. For an error that a signal handler
-        # raised, errno is None.
+        errors do not get the attribute: a missing file, a lack of descriptors, an error from a
+        signal handler."""
+        # A MemoryError has no errno, and counts as EFBIG. If a signal handler raised the error,
+        # errno is usually None.
         code = getattr(error, "errno", errno.EFBIG)
         if code not in (None, errno.EINTR, *_MISSING_ERRNOS, *_TRANSIENT_ERRNOS):
             error.task_id = ident  # type: ignore[union-attr]
 
     def _take_back(self, lease: _Lease, waiting: str, error: BaseException) -> None:
-        """Undo a claim after an exception: the task returns to its place, uncounted.
+        """Undo a claim after an exception. Usually, for example after Ctrl-C, the task returns to
+        its place, uncounted. If the claim itself failed, the task is still in its place.
 
-        Two cases differ, because the task must not block the tasks behind it. In the first case,
-        the task itself caused the error, and the error has a task_id. Then the task goes to the
-        back of pending/, and its attempts count the delivery. This worker passes the task over for
-        a while: see _Backlog.pass_over(). After the last attempt (max_attempts), the task becomes a
-        dead letter instead. If take() claimed the task in scheduled/, the task returns there,
-        uncounted. If the claim itself failed, the task stays in its place.
+        In two cases, a claimed task from pending/ goes to the back instead, because the task must
+        not block the tasks behind it.
+
+        In the first case, the task itself caused the error, and the error has a task_id. Then the
+        attempts of the task count the delivery. After the last attempt (max_attempts), the task
+        becomes a dead letter. If take() claimed the task in scheduled/, and this was not the last
+        attempt, the task returns to scheduled/, uncounted. This worker passes the task over for a
+        while, even if the claim itself failed: see _Backlog.pass_over().
 
         In the second case, another OSError came, for example when the state of the key was read, or
-        when the task was quarantined. Then a task from pending/ goes to the back, uncounted. But
-        for a lack of descriptors or memory (_TRANSIENT_ERRNOS), the task returns to its place.
+        when the task was quarantined. Then the delivery is not counted. But after a lack of
+        descriptors or memory (_TRANSIENT_ERRNOS), the task returns to its place.
 
-        pop() and take() then raise the error. If the error has a task_id, work() and the command
-        `work` log the error and go on (_WorkerPool._take_untroubled() in room 17). The command
-        `pop` reports the error, and exits with status 2.
+        After _take_back(), the caller raises the error. If the error has a task_id, work() and the
+        command `work` log the error and go on (_WorkerPool._take_untroubled() in room 17). The
+        command `pop` reports the error, and exits with status 2.
         """
         place = waiting if lease.path else ""
-        # For an error that a signal handler raised, errno is None.
+        # If a signal handler raised the error, errno is usually None.
         code = getattr(error, "errno", None)
         if place and hasattr(error, "task_id"):
             self.backlog.pass_over(_id_of(place))
             with suppress(OSError):
                 if not self.files.exists(lease.path):
-                    # The claim itself failed, or close() has put the task back.
+                    # The claim itself failed, or close() in another thread has put the task back.
                     self.lease_dir.undelivered.pop(lease.path, None)
                     return
                 if self._set_aside(lease, error):

@@ -461,7 +461,7 @@ done() and fail() raise the OSError of their rename | Faults; faults: rename
 +                gone_to = target
 the rename to failed/ is the fence: the reason is written after the rename | Model
 -            self.move_leased(lease, target, "failed")
--            # A person who retried an earlier failure by hand may have left its reason.
+-            # A person may have moved the task out of failed/ before, without the older reason.
 -            _unlink_if_exists(f"{self.files.root}{target}.error")
              if path:
                  self.files.put_in_place(path, f"{target}.error")
@@ -652,7 +652,7 @@ a payload scheduled behind a task moves with the task to the new time | Keyed
 -            self._files.put_in_place(buffered, target, must_exist=True)
 -            states[name] = target, ""
 a delivery that could not be ended is ended later if its key's lock was held | Keyed
--            return  # RACE: the lock of the key is busy. The next reclaim tries again.
+-            return  # RACE: another process holds the key's lock. The next reclaim tries again.
 a TicketQueue directory that is removed while it is opened is made again | Tickets
 -_despite_cleanup(open_dir, path)
 +open_dir()
@@ -708,7 +708,7 @@ a claim that could be neither read nor undone is not a delivery | Faults
 - self.lease_dir.undelivered.pop(lease, None) or orphans.get(lease)
 + self.lease_dir.undelivered.pop(lease, None)
 a task that a reclaim could not put back is not delivered | Races
--            return  # RACE: the lock of the key is busy. The next reclaim tries again.
+-            return  # RACE: another process holds the key's lock. The next reclaim tries again.
 +            self.lease_dir.undelivered[lease] = source or ""
 +            return
 a claim that could not be undone does not end as a delivery | InterruptedDelivery
