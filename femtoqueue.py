@@ -450,7 +450,7 @@ def _remove_empty_dir(path: str) -> None:
         os.rmdir(path)
 
 
-def _open_plain(path: str, flags: int) -> int:
+def _open_no_follow(path: str, flags: int) -> int:
     """Open a file, but not a symbolic link. A FIFO that has just replaced the file does not block
     the call."""
     return os.open(path, flags | _NO_FOLLOW_OR_BLOCK)
@@ -541,13 +541,13 @@ def _backoff_s(longest_s: float) -> Iterator[float]:
 #   deadline.
 # - Room 6: _Files.find_id(), if a name of the state is only the id. _Files.has_work(), if
 #   join() and drain() are to wait for the tasks of the state.
-# - Room 7: _QueueClock._went_back() lists the directories that have live tasks. The function
+# - Room 7: _QueueClock._clock_began_anew() lists the directories that have live tasks. The function
 #   _compute_anchor() lists the directories of all states.
 # - Room 10: each move into the state and out of it. note_arrival(), quarantine(),
 #   _path_to_take().
 # - Room 11: a job, if time moves tasks out of the state.
 # - Room 12: stats() unpacks _WAITING_DIRS. peek() and purge() follow _LIVE and _ENDED.
-# - Room 14: put(), _replace(), move_keyed() and newest_of() test in which state a task is.
+# - Room 14: put(), _replace(), move_keyed() and newest_path() test in which state a task is.
 # - Room 15: _WATCHED, if a task that comes into the state can end a wait.
 # - Room 18: _Inspector._records() repairs in _WAITING_DIRS only.
 # - Room 20: _SharedFiles.read(), _free_path() and _found_moved(); _SharedKeys.
@@ -585,7 +585,7 @@ _LIVE = ("inflight", "scheduled", "pending", "inflight")
 _WAITING_DIRS = ("pending", "scheduled")
 _STATE_DIRS = ("creating", *_WAITING_DIRS, *_ENDED)  # made when the queue is opened
 
-_NEVER_NS = 8_999_999_999_999_999_999  # the year 2255: the largest number that a name may carry
+_MAX_STAMP_NS = 8_999_999_999_999_999_999  # the year 2255: the largest number that a name may carry
 _FOREVER_NS = 4 * 10**18  # 126 years: the longest lease
 _PATH_MAX = 4096  # the longest path on Linux, with the zero byte at its end
 # The length of a lease's path below data_dir, without the node_id: "inflight-" (9), "/" (1), the
@@ -599,7 +599,7 @@ _REFUSED_DUE_NS = (10**9, 94_694_400 * 10**9)
 # September 2001. No queue clock starts earlier, so the times of a queue clock have 19 digits.
 _EARLIEST_NS = 10**18
 # The year 2096. No queue clock starts later, even if a name carries a later time.
-_FARTHEST_NS = 4 * 10**18
+_LATEST_CLOCK_NS = 4 * 10**18
 _MAX_ATTEMPTS = 999_999  # a name has room for six digits
 _DETACHED = "00000000"  # the <boot> of a detached lease
 _MAX_KEY_BYTES = 200
@@ -701,7 +701,7 @@ def _attempts_of(path: str) -> int:
     return int(path.split("~")[1]) if "~" in path else 0
 
 
-def _is_end(path: str) -> bool:
+def _ends_at(path: str) -> bool:
     """Say whether a task has ended after a move to `path`. The path "" means that the move removes
     the file."""
     return not path or path.startswith(_ENDED)
@@ -1086,7 +1086,7 @@ def _due_time_ns(time_us: float | datetime) -> int:
             raise ValueError(f"the datetime must have a time zone, unlike {time_us!r}")
         time_us = time_us.timestamp() * 1e6
     due_ns = max(0, int(_finite("time_us", time_us) * 1000))  # type: ignore[arg-type]
-    if due_ns >= _NEVER_NS:
+    if due_ns >= _MAX_STAMP_NS:
         raise ValueError(f"time_us must be before the year 2255, not {time_us!r}")
     if _REFUSED_DUE_NS[0] <= due_ns < _REFUSED_DUE_NS[1]:
         wanted = "time_us must be in microseconds, as time.time() * 1e6"
@@ -1198,9 +1198,9 @@ def _write_record(fd: int, header: bytes, payload: bytes | memoryview) -> None:
 # - _Worker.quarantine() (room 10) renames the lease to failed/<id>, and writes the reason to
 #   failed/<id>.error and to the log. If failed/<id> exists already, the task gets another name in
 #   failed/, and only the log has the reason. Then pop() takes the next task.
-# - If the rename to failed/ fails, _Worker._take_back() usually puts the task at the back of
-#   pending/, uncounted. The docstring of _take_back() has the exceptions. Then pop() raises the
-#   OSError of the rename.
+# - If the rename to failed/ fails, _Worker._undo_after_error() usually puts the task at the back of
+#   pending/, uncounted. The docstring of _undo_after_error() has the exceptions. Then pop() raises
+#   the OSError of the rename.
 #
 # check(repair=True) (room 18) also quarantines a torn file, if the task waits. No other method
 # quarantines a file because the file is torn. A peek() (room 12) raises CorruptTask. The method
@@ -1710,7 +1710,7 @@ class _Files:
         of a device, or of a link to one, could block or never end."""
         if not self.is_regular(path):
             return ""
-        with open(self.root + path, "rb", opener=_open_plain) as file:
+        with open(self.root + path, "rb", opener=_open_no_follow) as file:
             return file.read().decode("utf-8", "replace")
 
     def lstat(self, path: str) -> os.stat_result:
@@ -1881,7 +1881,7 @@ class _Files:
         # source would stay, and the finished task would be delivered again for ever. So the source
         # is removed. To save time, this is not done after a first delivery. If the source stays
         # then, the task is delivered once more, and the end of that delivery removes the source.
-        if "~1~" not in source and _is_end(target):
+        if "~1~" not in source and _ends_at(target):
             _unlink_if_exists(self.root + source)
         return target
 
@@ -2003,7 +2003,7 @@ class _Files:
 
 
 # Two clocks agree if they differ by less than this time. A queue clock that is behind by at least
-# this time may be of an earlier start of the machine (_went_back).
+# this time may be of an earlier start of the machine (_clock_began_anew).
 _BEHIND_NS = 10**9
 
 
@@ -2025,7 +2025,7 @@ def _compute_anchor(files: _Files) -> int:
                 # by the wall clock. If this time is after the newest deadline, the date may have
                 # been wrong at the claim. So the deadline is used instead.
                 times_ns.append(min(files.lstat(directory).st_mtime_ns, entries[-1].stamp_ns))
-    return max(it for it in times_ns if it < _FARTHEST_NS) - _monotonic_ns()
+    return max(it for it in times_ns if it < _LATEST_CLOCK_NS) - _monotonic_ns()
 
 
 class _QueueClock:
@@ -2086,7 +2086,7 @@ class _QueueClock:
             self._name = f"clock-{boot}"
             try:
                 anchor_ns = self._read(self._name)
-                if anchor_ns is not None and self._went_back(anchor_ns):
+                if anchor_ns is not None and self._clock_began_anew(anchor_ns):
                     self.made_anew = "was of an earlier start of this machine, under its boot id"
                     _log().warning("%s %s: made anew", self._name, self.made_anew)
                     # RACE: after our _read(), another process makes the file anew, and we remove
@@ -2129,7 +2129,7 @@ class _QueueClock:
         names = sorted(os.listdir(self._files.root))
         return [it for it in names if it.startswith("clock-") and _FORMS["."](it)]
 
-    def _went_back(self, anchor_ns: int) -> bool:
+    def _clock_began_anew(self, anchor_ns: int) -> bool:
         """Say whether the monotonic clock seems to have begun anew under the same boot id. This
         happens in a restored virtual machine, in some containers, and on a board without entropy.
 
@@ -2144,19 +2144,19 @@ class _QueueClock:
         for directory in ("pending", "scheduled", "keys", *self._files.node_dirs()):
             with suppress(PermissionError, FileNotFoundError):
                 orders = [_stamp_of(entry.id) for entry in self._files.entries(directory)]
-                newest_ns = max([newest_ns, *(it for it in orders if it < _FARTHEST_NS)])
+                newest_ns = max([newest_ns, *(it for it in orders if it < _LATEST_CLOCK_NS)])
         return newest_ns > now_ns + _BEHIND_NS
 
     def _read(self, name: str) -> int | None:
         """Return the anchor in a clock file. Return None if the file is missing or invalid, or if
         with this anchor the queue clock would show a time before _EARLIEST_NS or after
-        _FARTHEST_NS. If the result is None, _open() and _create() write the file again."""
+        _LATEST_CLOCK_NS. If the result is None, _open() and _create() write the file again."""
         anchor_ns = 0
         with suppress(FileNotFoundError):
             text = self._files.text(name)
             anchor_ns = int(text) if re.fullmatch("[0-9]{1,19}\n", text) else 0
         now_ns = anchor_ns + _monotonic_ns()
-        return anchor_ns if _EARLIEST_NS <= now_ns < _FARTHEST_NS else None
+        return anchor_ns if _EARLIEST_NS <= now_ns < _LATEST_CLOCK_NS else None
 
     def _remove_others(self) -> None:
         """Remove the clock files of earlier boots, because no process of an earlier boot lives.
@@ -2311,7 +2311,7 @@ class _Backlog:
     def _is_passed_over(self, name: str, now_s: float) -> bool:
         return self._troubles.get(_id_of(name), (0, 0.0))[1] > now_s
 
-    def pass_over(self, ident: str) -> None:
+    def note_trouble(self, ident: str) -> None:
         """Note that a task made trouble. After the second trouble, the listings leave the task out
         for 1 s. Each further trouble doubles that time, up to an hour. After the first trouble, the
         task is not left out, because the trouble may be over."""
@@ -2474,7 +2474,8 @@ class _LeaseDir:
         the lease directory is not open or no longer exists.
 
         The caller holds the worker's lock. `lease.path` is set before the rename. If claim()
-        raises, the rename may have been done, and the caller must call _Worker._take_back(). CRASH:
+        raises, the rename may have been done, and the caller must call _Worker._undo_after_error().
+        CRASH:
         if the process dies after the rename, only the lease is on disk, and its name counts the
         attempt. Room 11 says who takes the task back (TOPIC: how a lease ends)."""
         attempts = min(_attempts_of(source) + 1, _MAX_ATTEMPTS) if "~" in source else 1
@@ -2499,7 +2500,7 @@ class _LeaseDir:
                 error.task_id = _id_of(source)  # type: ignore[attr-defined]
             if error.errno not in _MISSING_ERRNOS:
                 raise
-            self._worker.house.look_again()  # ESTALE: our directory was removed
+            self._worker.house.drop_batch()  # ESTALE: our directory was removed
         else:
             return True
         self.undelivered.pop(path, None)
@@ -2540,7 +2541,7 @@ class _LeaseDir:
         """Close the lease directory. Unless another object holds the lock of the directory, reclaim
         the leases in it, except detached leases. Then remove the directory if it is empty. Without
         flock, all leases stay."""
-        self._worker.house.look_again()
+        self._worker.house.drop_batch()
         lock, self._dir_lock = self._dir_lock, None
         # If this object is garbage in a reference cycle, the finalizer of the lock may have run
         # first, and may have closed the lock. Then open the directory again.
@@ -2646,7 +2647,7 @@ class _Worker:
                 os.stat(self.files.root + (directory if directory in _STATE_DIRS else ""))
                 raise self.lease_lost(lease) from None
             lease.outcome = outcome
-        if lease.has_checkpoint and _is_end(target):
+        if lease.has_checkpoint and _ends_at(target):
             self.files.remove(f"checkpoints/{ident}")
         return gone_to
 
@@ -2811,8 +2812,9 @@ class _Worker:
         """Make a dead letter of a task that cannot be delivered, and log the reason.
 
         Raises OSError if the task cannot be moved to failed/. If the task was just claimed from
-        pending/, _take_back() then usually moves it to the back of pending/. An error while the
-        reason is written is ignored: the log has the reason, and the task must not block the queue.
+        pending/, _undo_after_error() then usually moves it to the back of pending/. An error while
+        the reason is written is ignored: the log has the reason, and the task must not block the
+        queue.
         """
         ident = _id_of(source)
         target = f"failed/{ident}"
@@ -2944,13 +2946,13 @@ class _Worker:
                         return task
                     return self.waits.hand_over(task)
             except BaseException as error:
-                self._take_back(lease, waiting, error)
+                self._undo_after_error(lease, waiting, error)
                 raise
             if not waiting:
                 if listings:
                     # No task of the last listing could be delivered. Usually, other workers won the
                     # claims. But our lease directory may be gone, so look at the directory again.
-                    self.house.look_again()
+                    self.house.drop_batch()
                 listings += 1
                 if listings > _MAX_LISTINGS or not self.house.refill():
                     return None
@@ -2993,7 +2995,7 @@ class _Worker:
                 # round sees the task in flight. Or the lease directory is gone or not open, or
                 # _deliver() returned None.
             except BaseException as error:
-                self._take_back(lease, path, error)
+                self._undo_after_error(lease, path, error)
                 if not isinstance(error, BlockingIOError):
                     raise
                 # RACE: another process holds the lock of the key, and `wait` is False. Usually,
@@ -3045,7 +3047,7 @@ class _Worker:
             payload = None
             self.quarantine(path, error.reason)
         except FileNotFoundError:
-            self.house.look_again()
+            self.house.drop_batch()
             self.lease_dir.undo_claim(lease, waiting)
             return None
         except (OSError, MemoryError) as error:
@@ -3072,7 +3074,7 @@ class _Worker:
         if code not in (None, errno.EINTR, *_MISSING_ERRNOS, *_TRANSIENT_ERRNOS):
             error.task_id = ident  # type: ignore[union-attr]
 
-    def _take_back(self, lease: _Lease, waiting: str, error: BaseException) -> None:
+    def _undo_after_error(self, lease: _Lease, waiting: str, error: BaseException) -> None:
         """Undo a claim after an exception. Usually, for example after Ctrl-C, the task returns to
         its place, uncounted. If the claim itself failed, the task is still in its place.
 
@@ -3083,21 +3085,21 @@ class _Worker:
         attempts of the task count the delivery. After the last attempt (max_attempts), the task
         becomes a dead letter. If take() claimed the task in scheduled/, and this was not the last
         attempt, the task returns to scheduled/, uncounted. This worker passes the task over for a
-        while, even if the claim itself failed: see _Backlog.pass_over().
+        while, even if the claim itself failed: see _Backlog.note_trouble().
 
         In the second case, another OSError came, for example when the state of the key was read, or
         when the task was quarantined. Then the delivery is not counted. But after a lack of
         descriptors or memory (_TRANSIENT_ERRNOS), the task returns to its place.
 
-        After _take_back(), the caller raises the error. If the error has a task_id, work() and the
-        command `work` log the error and go on (_WorkerPool._take_untroubled() in room 17). The
-        command `pop` reports the error, and exits with status 2.
+        After _undo_after_error(), the caller raises the error. If the error has a task_id, work()
+        and the command `work` log the error and go on (_WorkerPool._take_untroubled() in room 17).
+        The command `pop` reports the error, and exits with status 2.
         """
         place = waiting if lease.path else ""
         # If a signal handler raised the error, errno is usually None.
         code = getattr(error, "errno", None)
         if place and hasattr(error, "task_id"):
-            self.backlog.pass_over(_id_of(place))
+            self.backlog.note_trouble(_id_of(place))
             with suppress(OSError):
                 if not self.files.exists(lease.path):
                     # The claim itself failed, or close() in another thread has put the task back.
@@ -3144,7 +3146,7 @@ class _Worker:
 # - The deadline has passed. The reclaim job of any worker looks for such leases: _reclaim_from().
 #   For a lease of another clock, the deadline alone is not enough: see _renewed_recently().
 # - The process of the worker is dead. The reclaim job of another worker of the same boot gets the
-#   lock of the dead worker's directory: _reclaim_dead_worker(). While a process calls pop() or
+#   lock of the dead worker's directory: _reclaim_if_dead(). While a process calls pop() or
 #   waits in pop(), the job usually runs every _BASE_INTERVAL_S or more often.
 # - A worker starts again under the same node_id, and no other object lives under this node_id.
 #   _LeaseDir._open() gets the exclusive lock of the lease directory. It lists the leases in the
@@ -3324,7 +3326,7 @@ class _Housekeeper:
             job.reset()
             job.run()
 
-    def look_again(self) -> None:
+    def drop_batch(self) -> None:
         """Make the next pop() look at PAUSED and at our lease directory before it takes a task."""
         with self._lock:
             self._backlog.names = []
@@ -3392,7 +3394,7 @@ class _Housekeeper:
             _for_each(self._worker.reclaim, ended)
         finally:
             if directory != self._lease_dir.directory and (has_own_boot or not running):
-                self._reclaim_dead_worker(directory, has_own_boot)
+                self._reclaim_if_dead(directory, has_own_boot)
 
     def _renewed_recently(self, entry: _Entry) -> bool:
         """Return whether a lease still runs, although its deadline has passed by our queue clock.
@@ -3410,9 +3412,9 @@ class _Housekeeper:
         First, if this process has a clock of its own (see own_clock_tag in _QueueClock), other such
         processes use the same <boot>. Then only the leases in our own directory are of our clock.
         Second, on a file system of several hosts, the clock file may have been made anew after this
-        host was suspended (_went_back). The workers that started before keep the old clock, which
-        is behind ours. So a lease of such a worker seems to have ended before it was claimed or
-        renewed, and does not count as a lease of our clock."""
+        host was suspended (_clock_began_anew). The workers that started before keep the old clock,
+        which is behind ours. So a lease of such a worker seems to have ended before it was claimed
+        or renewed, and does not count as a lease of our clock."""
         length_ns, clock = self._worker.length_ns, self._clock
         if length_ns >= _FOREVER_NS or entry.boot == _DETACHED:
             return False
@@ -3428,7 +3430,7 @@ class _Housekeeper:
             return not is_ours and 0 <= age_ns < length_ns
         return False
 
-    def _reclaim_dead_worker(self, directory: str, has_own_boot: bool) -> None:
+    def _reclaim_if_dead(self, directory: str, has_own_boot: bool) -> None:
         """If a worker is dead, reclaim its leases of this boot, and remove its directory if the
         directory is empty then.
 
@@ -4236,7 +4238,7 @@ class FemtoQueue:
         On disk: when pause() returns, the file data_dir/PAUSED is there.
         """
         open(f"{self._files.root}PAUSED", "ab").close()
-        self._worker.house.look_again()
+        self._worker.house.drop_batch()
 
     def resume(self) -> None:
         """Hand out tasks again, no matter which process paused the queue.
@@ -4255,7 +4257,7 @@ class FemtoQueue:
         """True if the queue is paused: the file data_dir/PAUSED exists."""
         is_paused = self._files.exists("PAUSED")
         if is_paused:  # the caller knows now: pop() must not hand out tasks that were listed before
-            self._worker.house.look_again()
+            self._worker.house.drop_batch()
         return is_paused
 
     # Dead letters and upkeep
@@ -4434,7 +4436,7 @@ class FemtoQueue:
     def _read_entry(self, entry: _Entry, data: bool = True) -> FemtoTask | None:
         """Return the task of an entry, or None if its file has moved. A task that waits is read
         with the newest payload of its key. data=False: read only the header."""
-        newest, payload = self._worker.keys.newest_of(entry), b""
+        newest, payload = self._worker.keys.newest_path(entry), b""
         # RACE: another worker's claim takes the newer payload out of keys/ before this read. Then
         # read the task's own record. If the task has moved as well, return None.
         for record in dict.fromkeys((newest, entry.path)):
@@ -4447,7 +4449,7 @@ class FemtoQueue:
                 break
         else:
             return None
-        attempts = entry.attempts if _is_end(entry.path) else _attempts_of(entry.path)
+        attempts = entry.attempts if _ends_at(entry.path) else _attempts_of(entry.path)
         lease = _Lease()
         lease.path = entry.path
         task = FemtoTask(entry.id, payload, attempts, key, lease, self._clock.anchor_ns)
@@ -4610,7 +4612,7 @@ class _KeyStates:
                 # local object holds the lock, finds SHARED, moves a task, and saves no state. If
                 # this thread had looked for SHARED before the wait, it would now load outdated
                 # states from keys/<hash>.
-                self.heed_mark()
+                self.become_shared_if_marked()
             self._held_locks[holder] = lock
             states = lock.states.get(tag) or lock.states.setdefault(tag, self._load(tag))
             try:
@@ -4622,7 +4624,7 @@ class _KeyStates:
             if lock is not outer:
                 lock.close()
 
-    def heed_mark(self) -> bool:
+    def become_shared_if_marked(self) -> bool:
         """If the file SHARED exists in a data_dir on a local file system, change the class of this
         object to _SharedKeys (room 20), and return True.
 
@@ -4708,7 +4710,7 @@ class _KeyStates:
 
 # ==================================================================================================
 # 14. Keys: finding, claiming, moving and pushing the tasks with a key. For a task that has a key,
-#     other rooms call lock_of(), to_deliver(), move_keyed(), reserve() and newest_of(). For a key
+#     other rooms call lock_of(), to_deliver(), move_keyed(), reserve() and newest_path(). For a key
 #     itself, they call put(), find_or_repair(), may_have_task() and path_of(). For all keys, they
 #     call repair() and paths_without_task().
 #     Invariant: a key has at most one task in pending/, scheduled/ and inflight-*/ together. Behind
@@ -4864,7 +4866,7 @@ class _KeyedTasks(_KeyStates):
         """Return False if an encoded key has no task, because keys/<hash> does not exist. (The
         banner of room 13 has the exceptions.) Return True if the key may have a task. The method
         takes no lock, and only looks whether files exist."""
-        return self.heed_mark() or self._files.exists(f"keys/{_key_tag(name)}")
+        return self.become_shared_if_marked() or self._files.exists(f"keys/{_key_tag(name)}")
 
     def path_of(self, name: str) -> str:
         """Return the path of an encoded key's task, or "" if the key has no task."""
@@ -4889,7 +4891,7 @@ class _KeyedTasks(_KeyStates):
         task, behind = self._load(_key_tag(name))[name]
         return self._locate(task, *_LIVE) or self._locate(behind, "keys", *_LIVE)
 
-    def newest_of(self, entry: _Entry) -> str:
+    def newest_path(self, entry: _Entry) -> str:
         """Return the path of the payload to show for a task. For a task that waits, this is the
         newer payload behind the task. If there is no such payload, or if the task does not wait,
         return the path of the task itself.
@@ -4897,7 +4899,7 @@ class _KeyedTasks(_KeyStates):
         RACE: a worker claims the task, and takes the newer payload along, before the caller reads
         the file. Then no file is at the path, and the caller reads the task's own record."""
         if _is_keyed(entry.id) and entry.directory in _WAITING_DIRS:
-            self.heed_mark()
+            self.become_shared_if_marked()
             for path, buffered in self._load(_tag_of(entry.id)).values():
                 if buffered and _id_of(path) == entry.id:
                     return buffered
@@ -4939,7 +4941,7 @@ class _KeyedTasks(_KeyStates):
             return self._take_along(states, name, waiting)
 
     def _has_no_buffered(self, name: str, lease: str) -> bool:
-        if self.heed_mark():
+        if self.become_shared_if_marked():
             return False
         path, buffered = self._load(_tag_of(lease))[name]
         self._files.lstat(lease)  # only after the state was read: see the RACE in to_deliver()
@@ -4955,8 +4957,8 @@ class _KeyedTasks(_KeyStates):
             self._quarantine_second(name, lease, path)
             return True
         states[name] = lease, buffered
-        # An error of _save() is raised, and _Worker._take_back() undoes the claim. With the task
-        # missing from keys/<hash>, a push would add a second task of the key.
+        # An error of _save() is raised, and _Worker._undo_after_error() undoes the claim. With the
+        # task missing from keys/<hash>, a push would add a second task of the key.
         self._save(_tag_of(lease), states)
         return False
 
@@ -5013,7 +5015,7 @@ class _KeyedTasks(_KeyStates):
                 target = _fresh_path(target, _future_due_ns(buffered))
             try:
                 target = self._files.move(source, target)
-                if name and _is_end(target):
+                if name and _ends_at(target):
                     states[name] = self._promote(buffered), ""
                 elif name:
                     states[name] = target, buffered
@@ -5867,7 +5869,7 @@ class _Processing:
             if error is None or isinstance(error, Exception):
                 raise lost from error
         except BaseException:  # trouble with the disk, or str() of `error` raises; or Ctrl-C
-            self.abandon()
+            self.leave_to_reclaim()
             raise
         finally:
             self._worker.renewer.remove(task)
@@ -5893,7 +5895,7 @@ class _Processing:
             queue.release(task, delay_s=delay_s * (1 - os.urandom(1)[0] / 512))
             self._lease.outcome = "retried"
 
-    def abandon(self) -> None:
+    def leave_to_reclaim(self) -> None:
         """Make the reclaim job take the task back soon, because the delivery could not be ended."""
         self._worker.lease_dir.orphans[self.task.path] = None
         self._worker.house.reclaiming.sooner(0)
@@ -6139,7 +6141,7 @@ class _WorkerPool:
             pass
         except OSError as error:
             _log().warning("task %s is not given back: %s", task.id, error)
-            self._queue.processing(task).abandon()
+            self._queue.processing(task).leave_to_reclaim()
         return False
 
     @contextmanager
@@ -6345,10 +6347,10 @@ class _Numbers:
     that other hosts write to. _open_files() chooses the class; _join_with() changes the class if
     SHARED exists.
 
-    `late`: if a member has not touched its ticket for this part of stale_timeout, another host may
-    be about to pass the ticket over. On a local file system, no other host does so."""
+    `late_part`: if a member has not touched its ticket for this part of stale_timeout, another host
+    may be about to pass the ticket over. On a local file system, no other host does so."""
 
-    late = float("inf")
+    late_part = float("inf")
 
     def __init__(self, files: _Files) -> None:
         self._files, self._root = files, files.root
@@ -6654,7 +6656,7 @@ class TicketQueue:
         # EBADF or EINVAL.
         with _ignore_missing(errno.EBADF, errno.EINVAL):
             os.utime(held.lock.fd)
-            if time.time() - held.touched_s <= self._numbers.late * self._stale_s:
+            if time.time() - held.touched_s <= self._numbers.late_part * self._stale_s:
                 held.touched_s = began_s
                 return True
         return False
@@ -6794,11 +6796,11 @@ class TicketQueue:
 #       _SharedKeys._load                     stale (both), healed and phantom (GlusterFS)
 #       _SharedKeys._save, _has_no_buffered   stale (both)
 #       _SharedKeys._paths                    mounts (both)
-#       _SharedKeys.may_have_task, newest_of  stale (both)
+#       _SharedKeys.may_have_task, newest_path  stale (both)
 #       _SharedKeys._note_or_give_way         flock (both), healed (GlusterFS)
 #       _SharedNumbers.draw                   stale, flock (both)
 #       _SharedNumbers.check                  flock (both)
-#       _SharedNumbers.late                   a host may be cut off or stopped for long (both)
+#       _SharedNumbers.late_part                   a host may be cut off or stopped for long (both)
 #       _SharedNumbers.remove_dir             stale (both)
 #
 #     The overrides for systems without flock (Python has no module fcntl) follow. On these systems,
@@ -7154,7 +7156,7 @@ class _SharedLeaseDir(_LeaseDir):
             return os.path.basename(lease) in os.listdir(self.path)
         except OSError:
             self.orphans[lease] = None  # the listing failed, so the lease may be there
-            self._worker.house.look_again()  # the lease directory may be gone
+            self._worker.house.drop_batch()  # the lease directory may be gone
             return False
 
 
@@ -7168,7 +7170,7 @@ def _younger(buffered: str, path: str) -> str:
 class _SharedKeys(_Keys):
     """Finds the tasks of a key by listings, usually with the lock of the key held. The states of
     keys are not kept in files (stale). A known phantom is ignored. A _Keys object that finds SHARED
-    becomes an object of this class (mounts): see heed_mark()."""
+    becomes an object of this class (mounts): see become_shared_if_marked()."""
 
     @contextmanager
     def lock(self, tag: str, wait: bool = True) -> Iterator[_States]:
@@ -7237,11 +7239,12 @@ class _SharedKeys(_Keys):
     def may_have_task(self, name: str) -> bool:
         return True
 
-    def newest_of(self, entry: _Entry) -> str:
-        # super().newest_of() lists all tasks. So call it only if keys/ has a payload of this hash.
+    def newest_path(self, entry: _Entry) -> str:
+        # super().newest_path() lists all tasks. So call it only if keys/ has a payload of this
+        # hash.
         tag = _tag_of(entry.id)
         is_behind = any(_tag_of(buffered.id) == tag for buffered in self._files.entries("keys"))
-        return super().newest_of(entry) if is_behind else entry.path
+        return super().newest_path(entry) if is_behind else entry.path
 
     def _has_no_buffered(self, name: str, lease: str) -> bool:
         return False
@@ -7294,7 +7297,7 @@ class _SharedNumbers(_Numbers):
     # the first in line, but the member must not take the turn. So the member gives the ticket up
     # after three quarters of stale_timeout without a touch, before any host can find the ticket
     # stale. The last quarter is for clocks that differ.
-    late = 0.75
+    late_part = 0.75
     _parse = re.compile(r"last~[0-9]{20}").fullmatch
 
     def draw(self, last: _FileLock, highest: int) -> int:
@@ -9265,10 +9268,10 @@ def _keyboard() -> Iterator[Callable[[float], str]]:
         return ""
 
     with ExitStack() as restored:
-        yield wait_for_key if _gives_each_key(restored, signals) else wait
+        yield wait_for_key if _let_terminal_pass_keys(restored, signals) else wait
 
 
-def _gives_each_key(restored: ExitStack, signals: list[int]) -> bool:
+def _let_terminal_pass_keys(restored: ExitStack, signals: list[int]) -> bool:
     """Let the terminal pass each key on at once, and return True. Return False if standard input is
     not a terminal, or if this system has no termios.
 
