@@ -172,6 +172,7 @@ one comment each, which tells the whole. To find this comment, search for "TOPIC
     a new field                     in the name of a lease: the places that it touches (2)
     a torn file                     from the read to failed/ (4)
     fork()                          what a forked child has (5)
+    a full disk                     the calls that still work (6)
     locks                           what each lock guards, and the order of the locks (5)
     syncs                           what is synced before a call returns (6)
     which clock                     is used for what, and what follows if the date is set (7)
@@ -1520,6 +1521,17 @@ if hasattr(os, "register_at_fork"):
 #      a second task of the key.
 #    A claim, a renewal, a reclaim and a purge are not synced.
 # ==================================================================================================
+
+# TOPIC: a full disk. A worker must be able to start and to empty the queue.
+#
+# - push(), schedule() and checkpoint() write a new file first, and raise OSError. Nothing is added.
+# - A worker starts: if its lease directory can't be made, spare/ is renamed (_LeaseDir._make). If
+#   the clock file can't be made, the process has a clock of its own (_QueueClock._open).
+# - pop() claims by a rename, which usually needs no space.
+# - done() renames. If done/ has no room for another name, the task is removed (_Worker.finish).
+# - release() and fail() without a reason rename. fail() with a reason writes the reason first, and
+#   raises OSError: the task stays leased. A quarantine writes the reason last, and does without it.
+# - The states of keys are written over the older ones in place, which usually needs no space.
 
 # How often other processes may replace or remove a directory during one step. The step is a move
 # into the directory, its opening as a lease directory, or the entry into a ticket line.
@@ -3471,7 +3483,7 @@ class _Housekeeper:
     def _purge_done(self) -> None:
         """Delete tasks that were done more than keep_done seconds ago. A run lasts _PURGE_SLICE_S
         seconds at most. If the listing of done/ is not at its end then, the next run goes on with
-        it."""
+        it. At the end of the listing, a large empty done/ is replaced: see _Files.shrink()."""
         keep_s, began_s = self._worker.keep_done, time.monotonic()
         end_s, before_s = began_s + _PURGE_SLICE_S, time.time() - keep_s
         if self._done_scan is None:
@@ -5927,7 +5939,8 @@ class _WorkerPool:
 
     The loop runs in `concurrency` threads. If `concurrency` is 1, the loop of work() runs in the
     calling thread instead. One thread at a time takes a task. Before a thread looks for a task, and
-    again after a task was taken, is_stopped() is called. A true result stops the pool.
+    again after a task was taken, is_stopped() is called. A true result stops the pool. With drain,
+    the pool also stops when no task is left: if drain() yields nothing, _take() asks join(0).
 
     Invariant: a task is in `_running` from before its handler is called until its delivery is
     counted. The thread that removes the task from `_running` counts the delivery. The lock of
