@@ -564,7 +564,9 @@ def _backoff_s(longest_s: float) -> Iterator[float]:
 # - Here, _FORMS["inflight"]. Also _TASK_NAME, because a person may move a lease elsewhere and keep
 #   the name. _parse_key_state matches the path of a lease, and accepts only hex digits and "~" in
 #   front of the id. _parse() unpacks three groups (attempts, boot and id) from the form of each
-#   task's name. So if the new field is a group, each of these forms needs the group. The constant
+#   task's name. So if the new field is a group, _parse() must unpack four groups. Each form that
+#   _parse() uses then needs the group: those of the five states, creating/, keys/ and checkpoints/.
+#   Where a name does not have the field, the group is empty, as `()` is now. The constant
 #   _LEASE_BYTES includes the length of the name.
 # - Room 6: _Files.move() looks for "~1~", the mark of a first delivery. So the text of the new
 #   field must never be "1".
@@ -578,10 +580,10 @@ def _backoff_s(longest_s: float) -> Iterator[float]:
 STATES = ("pending", "scheduled", "inflight", "done", "failed")
 _ENDED = ("done", "failed")
 # The states of a task that has not ended, in the order of a search. The search looks at the leases
-# first and again at the end. A search for the task of a key holds the lock of the key. But a claim
-# by pop() and the undoing of a claim do not take this lock, so either may move the task during the
-# search. If the task makes one of these two moves, the search still finds the task. If the task
-# makes both moves, the search may miss the task.
+# first and again at the end. A search for the task of a key usually holds the lock of the key. But
+# a claim by pop() and the undoing of a claim do not take this lock, so either may move the task
+# during the search. If the task makes one of these two moves, the search still finds the task. If
+# the task makes both moves, the search may miss the task.
 _LIVE = ("inflight", "scheduled", "pending", "inflight")
 _WAITING_DIRS = ("pending", "scheduled")
 _STATE_DIRS = ("creating", *_WAITING_DIRS, *_ENDED)  # made when the queue is opened
@@ -599,7 +601,8 @@ _LEASE_BYTES = 9 + 1 + 67
 _REFUSED_DUE_NS = (10**9, 94_694_400 * 10**9)
 # September 2001. No queue clock starts earlier, so the times of a queue clock have 19 digits.
 _EARLIEST_NS = 10**18
-# The year 2096. No queue clock starts later, even if a name carries a later time.
+# The year 2096. No queue clock starts later: _compute_anchor() ignores ids with this time or a
+# later one.
 _LATEST_CLOCK_NS = 4 * 10**18
 _MAX_ATTEMPTS = 999_999  # a name has room for six digits
 _DETACHED = "00000000"  # the <boot> of a detached lease
@@ -610,7 +613,7 @@ _NS = "0[0-8][0-9]{18}"
 _ID = f"({_NS}-[0-9a-f]{{8}})"
 _ATTEMPTS = "([0-9]{1,6})"
 _BOOT = "([0-9a-f]{8})"
-# The form of names in pending/, done/ and failed/. The queue itself never writes <boot> in these
+# The form of names in pending/, done/ and failed/. The queue itself never adds <boot> to these
 # names, and in done/ it writes only the id. But a person may move a task from another directory to
 # one of these three, and keep the name.
 _TASK_NAME = f"(?:{_NS}~{_ATTEMPTS}~(?:{_BOOT}~)?)?{_ID}"
@@ -640,7 +643,8 @@ _parse_tag = re.compile("[89a-f][0-9a-f]{7}").fullmatch
 _parse_id = re.compile(_ID).fullmatch
 _parse_ticket = re.compile(r"[0-9]{20}~[0-9a-f]{8}~[0-9a-f]{16}").fullmatch
 _parse_node_dir = re.compile(r"inflight-([A-Za-z0-9._-]{1,100})").fullmatch
-# A line of a file keys/<hash>, see room 13: the key, the path of its task, and a payload or "-".
+# A line of a file keys/<hash>, see room 13: the key, the path of its task, and the name in keys/ of
+# the payload behind the task, or "-" if there is none.
 _parse_key_state = re.compile(
     r"([!-~]+) ((?:pending|scheduled|inflight-[A-Za-z0-9._-]{1,100})/"
     rf"(?:[0-9a-f~]+~)?{_ID}) ((?:[0-9~]+~)?{_NS}-[0-9a-f]{{8}}|-)"
@@ -1198,10 +1202,10 @@ def _write_record(fd: int, header: bytes, payload: bytes | memoryview) -> None:
 # - _Worker._deliver() (room 10) reads a task after its claim, and catches the CorruptTask.
 # - _Worker.quarantine() (room 10) renames the lease to failed/<id>, and writes the reason to
 #   failed/<id>.error and to the log. If failed/<id> exists already, the task gets another name in
-#   failed/, and only the log has the reason. Then pop() takes the next task.
+#   failed/, and only the log has the reason. In both cases, pop() then takes the next task.
 # - If the rename to failed/ fails, _Worker._undo_after_error() usually puts the task at the back of
-#   pending/, uncounted. The docstring of _undo_after_error() has the exceptions. Then pop() raises
-#   the OSError of the rename.
+#   pending/, uncounted. (Its docstring has the other cases.) After that, pop() raises the OSError
+#   of the rename.
 #
 # check(repair=True) (room 18) also quarantines a torn file, if the task waits. No other method
 # quarantines a file because the file is torn. A peek() (room 12) raises CorruptTask. The method
@@ -2024,7 +2028,7 @@ def _compute_anchor(files: _Files) -> int:
     clock. But if the newest id or the newest claim in data_dir is later, the queue clock starts
     after that time. This happens, for example, if the date was set back. In the name of a task,
     only the id counts: the name may begin with a due time of next year."""
-    times_ns = [_EARLIEST_NS, _wall_ns()]
+    times_ns, started_ns = [_EARLIEST_NS, _wall_ns()], _monotonic_ns()
     for directory in (*_STATE_DIRS[1:], "keys", *files.node_dirs()):
         # PermissionError: the directory belongs to another user, and the clock must start all the
         # same. FileNotFoundError: a person removed the directory. Or (RACE) another process removed
@@ -2037,7 +2041,7 @@ def _compute_anchor(files: _Files) -> int:
                 # by the wall clock. If this time is after the newest deadline, the date may have
                 # been wrong at the claim. So the deadline is used instead.
                 times_ns.append(min(files.lstat(directory).st_mtime_ns, entries[-1].stamp_ns))
-    return max(it for it in times_ns if it < _LATEST_CLOCK_NS) - _monotonic_ns()
+    return max(it for it in times_ns if it < _LATEST_CLOCK_NS) - started_ns
 
 
 class _QueueClock:
@@ -2049,9 +2053,10 @@ class _QueueClock:
 
     def __init__(self, files: _Files) -> None:
         self._files, files.clock = files, self
-        # The <boot> in the names of our leases, if this process has a clock of its own. Only
-        # processes of this kernel use this <boot>. "": other hosts may use the file system. A
-        # process with a clock of its own then has a random <boot>.
+        # The <boot> that processes with a clock of their own write in the names of their leases.
+        # All such processes of this kernel share it, and no process of another kernel uses it. This
+        # process knows it even if it uses the clock file. "": other hosts may use the file system.
+        # There, each process with a clock of its own has a random <boot>.
         self.own_clock_tag = _boot_tag(_time_namespace(), files.root) if files.is_local else ""
         self.init_worker()
         self.boot, self.anchor_ns = self._open()
@@ -2102,8 +2107,7 @@ class _QueueClock:
                     self.made_anew = "was of an earlier start of this machine, under its boot id"
                     _log().warning("%s %s: made anew", self._name, self.made_anew)
                     # RACE: after our _read(), another process makes the file anew, and we remove
-                    # the new file. Then the anchors of the two processes may differ by some
-                    # microseconds.
+                    # the new file. Then the anchors of the two processes may differ a little.
                     _unlink_if_exists(self._files.root + self._name)
                     anchor_ns = None
                 if anchor_ns is None:
@@ -2121,12 +2125,13 @@ class _QueueClock:
         return self.own_clock_tag or os.urandom(4).hex(), _compute_anchor(self._files)
 
     def _boot_without_id(self) -> str:
-        """Return the tag in the name of a clock file that agrees with the wall clock, for a process
-        that can't see the boot id. Return "" if no clock file agrees.
+        """For a process that can't see the boot id, find a clock file by which the queue clock
+        agrees with the wall clock. Return the <boot> in the name of this file. Return "" if no
+        clock file agrees.
 
-        The clock file of an earlier boot does not agree, because the monotonic clock began anew
-        after that boot. The clock file of another host may agree by chance. So "" is returned if
-        other hosts use data_dir."""
+        The clock file of an earlier boot does not agree, because the monotonic clock began anew at
+        the start of the present boot. The clock file of another host may agree by chance. So "" is
+        returned if other hosts use data_dir."""
         for name in self._clock_names():
             with suppress(PermissionError):  # a person removed this user's right to read the file
                 anchor_ns = self._read(name)
@@ -2208,7 +2213,7 @@ class _QueueClock:
             except (AttributeError, OSError):
                 # A file of this name exists, valid or not, or the file system has no hard links.
                 # Without hard links, two processes that start at the same time may have anchors
-                # that differ by some microseconds.
+                # that differ a little.
                 if self._read(name) is None:
                     os.replace(root + new_path, root + name)
             self._files.remove(new_path)
@@ -2550,9 +2555,9 @@ class _LeaseDir:
     # Closing
 
     def give_up(self) -> None:
-        """Close the lease directory. Unless another object holds the lock of the directory, reclaim
-        the leases in it, except detached leases. Then remove the directory if it is empty. Without
-        flock, all leases stay."""
+        """Close the lease directory. If another object holds the lock of the directory, do nothing
+        more. Otherwise, reclaim the leases in the directory, except detached leases, and remove the
+        directory if it is empty. Without flock, all leases stay."""
         self._worker.house.drop_batch()
         lock, self._dir_lock = self._dir_lock, None
         # If this object is garbage in a reference cycle, the finalizer of the lock may have run
@@ -2912,35 +2917,38 @@ class _Worker:
     #     the reclaim job, and the next opening of the lease directory, tries again.
     #
     # The waiting thread notices close() at three spots, because close() may come at three times.
+    # (In addition, wait_for() compares `close_count` to end its loop.)
     #
     #   1. Before the claim: _LeaseDir.claim() finds that the directory is not open, and takes no
     #      task.
     #   2. During a look, which is a call of take_oldest() or take_named(): _Waits._look() compares
     #      `close_count` after each look. `undelivered` is not enough here, for two reasons. If the
-    #      look found no task, there is no entry in `undelivered`. If the look opened the directory
-    #      again after close(), and then claimed a task, the entry is in `undelivered` as usual. So
-    #      if `close_count` has changed, _look() puts the task back if it found one. It also gives
-    #      up the lease directory again if the directory is empty.
+    #      look found no task, it has no entry whose absence could show the close(). If the look
+    #      opened the directory again after close(), and then claimed a task, the entry is in
+    #      `undelivered`, as if close() had not been called. So if `close_count` has changed,
+    #      _look() puts the task back if it found one. It also gives up the lease directory again if
+    #      the directory is empty.
     #   3. After that comparison: _Waits.hand_over() removes the lease from `undelivered`, as the
-    #      last step before the caller gets the task. If the lease is not in `undelivered`, the
-    #      reclaim of close() removed it first. Then hand_over() makes sure that the task is put
-    #      back, and returns None.
+    #      last step before the caller gets the task. If the lease is not in `undelivered`, a
+    #      reclaim removed it first: that of close(), or that of a job after the deadline. Then
+    #      hand_over() makes sure that the task is put back, and returns None.
     #
     # pop() with timeout 0, and without lease_ms, is not a wait. It does not compare `close_count`,
     # and take_oldest() itself does step 3. If this pop() opens the directory again after close(),
     # that is a new use of the object.
     #
     # close() may also put a task back while _deliver() reads the file. Then _deliver() finds that
-    # the lease is gone, undoes the claim, and returns None.
+    # the lease is gone, and returns None. (It also calls undo_claim(), whose rename fails, because
+    # the task is already back. So the lease is in `orphans` until the next reclaim finds it gone.)
 
     def take_oldest(self, length_ns: int, in_wait: bool = False) -> FemtoTask | None:
         """Run the jobs that are due, lease the oldest task, and return the task.
 
-        Returns None if there is no task to deliver, or if the queue is paused. Also returns None if
-        no task of _MAX_LISTINGS listings could be delivered, usually because other workers won all
-        claims. Returns None, too, if close() in another thread has taken the task back. Raises the
-        OSError of a job if no task waits. in_wait: True if the caller is a wait, which calls
-        _Waits.hand_over() itself."""
+        Returns None if there is no task to deliver, or if the queue is paused. Also returns None
+        after _MAX_LISTINGS listings, if none of their tasks could be delivered, usually because
+        other workers won all claims. Returns None, too, if close() in another thread has taken the
+        task back. Raises the OSError of a job if no task waits. in_wait: True if the caller is a
+        wait, which calls _Waits.hand_over() itself."""
         backlog, listings, losses = self.backlog, 0, 0
         while True:
             if time.monotonic() >= self.house.wake_s:
@@ -3189,9 +3197,10 @@ class _Job:
     OSError of the last run, or None."""
 
     # All times are of the monotonic clock. The job runs next at _next_s, or at _sooner_s if
-    # sooner() asked for an earlier run. rest_end_s is the end of the pause after a long run. A
-    # reason that may come again and again must not bring a run forward to a time before rest_end_s.
-    # Otherwise the job would run all the time.
+    # sooner() asked for an earlier run. rest_end_s is the end of the pause after a long run.
+    # sooner() does not look at rest_end_s. A caller whose reason may come again and again should
+    # look at it, or give a pause. Otherwise the job would run all the time. Otherwise the job would
+    # run all the time.
     _next_s = _sooner_s = 0.0
     rest_end_s = 0.0
     error: OSError | None = None
@@ -3259,8 +3268,9 @@ class _Housekeeper:
     # What runs when
 
     def run_due(self) -> None:
-        """Run the jobs that are due. Also list pending/ if the listing is due, or if the queue is
-        paused. Do nothing if another thread holds the worker's lock."""
+        """Run the jobs that are due. Also call _list_pending() if the listing is due, or if the
+        queue is paused: then that method drops the batch, at its next look at PAUSED. Do nothing if
+        another thread holds the worker's lock."""
         if not self._lock.acquire(blocking=False):
             return
         try:
@@ -3446,11 +3456,12 @@ class _Housekeeper:
         """If a worker is dead, reclaim its leases of this boot, and remove its directory if the
         directory is empty then.
 
-        A worker is dead if the lock on its directory is free. has_own_boot: the directory has
-        leases of this boot. Without such leases, a directory that was changed in the last minute
-        stays. This minute is for mounts (FUSE) where other hosts do not see a flock on a directory.
-        There, an idle worker of another host looks dead. If its directory did not stay for the
-        minute, that worker would have to make the directory again each second."""
+        A worker counts as dead if the lock on its directory is free. has_own_boot: the directory
+        has leases of this boot. Without such leases, a directory that was changed in the last
+        minute stays. This minute is for mounts (FUSE) where other hosts do not see a flock on a
+        directory. There, an idle worker of another host looks dead. Its empty directory is removed,
+        and its next listing of pending/, within a second, makes the directory again. Without the
+        minute, this would happen each second."""
         lock = self._files.open_dir(directory)
         if lock is None:
             return
@@ -3458,8 +3469,9 @@ class _Housekeeper:
             if lock.try_exclusive() and lock.is_at_path():
                 self._worker.reclaim_all(directory, self._clock.boots)
                 # The worker may have died before it promoted a payload (room 14), so run the repair
-                # job. But a foreign file may keep the directory here for long, and then each run of
-                # this job comes to this line. So wait until the pause of the repair job is over.
+                # job. But if a foreign file keeps the directory here for long, each run of the
+                # reclaim job comes to this line. So the repair job is brought forward only after
+                # its rest_end_s.
                 if time.monotonic() >= self.repairing.rest_end_s:
                     self.repairing.sooner(0)
                 if has_own_boot or not 0 <= _wall_ns() - os.fstat(lock.fd).st_mtime_ns < _IDLE_NS:
@@ -3695,16 +3707,17 @@ class FemtoQueue:
         to undo the push. The last paragraph has the third case.
 
         On disk: when push() returns, the file of the task is in pending/. With a key, `data` may
-        also be in keys/, or where the task of the key is. The file is written in creating/, and
-        then moved by rename(2). A rename is atomic (POSIX): no worker sees half a task. With
-        sync_after_write, push() also calls fsync(2) for the file and for the directory.
+        instead be in keys/, or in the file of the key's task, wherever that file is. The file is
+        written in creating/, and then moved by rename(2). A rename is atomic (POSIX): no worker
+        sees half a task. With sync_after_write, push() also calls fsync(2) for the file and for the
+        directory.
 
         The payload of a task is replaced by renameat2(2) with RENAME_EXCHANGE. Where names can't be
         exchanged (on NFS, on FUSE, and on systems other than Linux), rename(2) replaces the payload
         of a task that is scheduled or leased. If the task is in pending/, a worker may claim the
         task during the replacement. So the new payload waits in keys/ instead, and the claim of the
-        task takes the payload along. If only the sync after a replacement by rename(2) failed,
-        push() raises although the payload has been replaced.
+        task takes the payload along. If a replacement by rename(2) succeeded, and the sync after it
+        failed, push() raises although the payload has been replaced.
         """
         if key is not None or if_in_flight != "buffer":
             return self._push_keyed(data, key, if_in_flight, None)
@@ -5541,9 +5554,10 @@ class _Waits:
         """Wake all waits, and drop the watchers that no wait uses. close() has added 1 to
         `close_count` before this call, so that each wait ends when it wakes."""
         self._wake()
-        # RACE: another thread is in _wake(), and calls wake() of one of these watchers after this
-        # line. The watcher must be open then. So the watchers are not closed here: each watcher is
-        # closed with its last reference.
+        # RACE: another thread is in _wake(). Its copy of `_watchers` still has a watcher whose wait
+        # has ended since, and which is now in `_idle`. The thread calls wake() of this watcher
+        # after the clear() here. The watcher must be open then. So the watchers are not closed
+        # here: each watcher is closed with its last reference.
         self._idle.clear()
 
     def _wake(self) -> None:
@@ -6424,7 +6438,7 @@ class TicketQueue:
     stale_timeout:  seconds (wall clock). A ticket of another host, or of an earlier boot, is passed
         over when it was not touched for so long. None: such a ticket is never passed over. Hosts
         that share a line need the same value, of more than 10 seconds. On a file system that is
-        certainly local, the value has no effect (see below).
+        certainly local, and if there is no file SHARED, the value has no effect (see below).
 
     A member is a participant in the line. Its ticket is a file, <number>~<boot>~<random>, which the
     member keeps locked. The lock ends with the process. So processes on the same host pass a dead
@@ -6432,10 +6446,11 @@ class TicketQueue:
 
     Other hosts do not rely on that lock, and neither does the same host after a reboot. They pass a
     ticket over when its file was not touched for stale_timeout seconds. But if the file system is
-    certainly local (on Linux), the host relies on the lock after a reboot, too. The host may also
-    do so where the system shows no boot id, because the reboot may go unnoticed there. Each
-    is_head() of the object that holds the ticket touches the file. With a stale_timeout, turn()
-    touches the file regularly, from the start of the wait to the end of the block.
+    certainly local (on Linux), and if there is no file SHARED, the host relies on the lock after a
+    reboot, too. The host may also do so where the system shows no boot id, because the reboot may
+    go unnoticed there. Each is_head(ticket) of the object that holds the ticket touches the file.
+    With a stale_timeout, turn() touches the file regularly, from the start of the wait to the end
+    of the block.
 
     On a file system that other hosts write to, a member may be cut off from the network. If a
     waiting member could not touch its ticket for three quarters of stale_timeout, another host may
@@ -6924,8 +6939,9 @@ class _UnlockedLeaseDir(_LeaseDir):
 
 def _afresh(look: _Method) -> _Method:
     """Return a method that calls `look`, and calls it again at once if it raises ENOENT or ESTALE,
-    up to _LOOKS times in all (replaced). No listing is needed between the calls. If the last call
-    raises ENOENT or ESTALE, too, the method raises FileNotFoundError."""
+    up to _LOOKS times in all (replaced). Each call looks the name up again, so no listing is needed
+    between the calls. If the last call raises ENOENT or ESTALE, too, the method raises
+    FileNotFoundError."""
 
     @functools.wraps(look)
     def call(*args: Any) -> Any:
@@ -7027,9 +7043,10 @@ class _SharedFiles(_Files):
         return self._read_once(path, ident)
 
     def read_listed(self, path: str, ident: str) -> _Record:
-        """Read a record whose name was listed just now. If its file is missing, repeat the read
-        while the name is listed, because the file may have been replaced. A name that is still
-        listed after the last look is a phantom. A known phantom gets fewer looks.
+        """Read a record whose name was listed just now. If the read finds no file, read again as
+        long as the listing shows the name: another file may have been renamed over it (replaced). A
+        name that is still listed after the last look is a phantom. A known phantom gets fewer
+        looks.
 
         Raises FileNotFoundError if the name is no longer listed, or is a phantom.
 
@@ -8757,7 +8774,7 @@ def _for_each_id(options: Any, act: Callable[[FemtoQueue, str], object], **setti
 
 
 def _time_text(seconds: float | None) -> str:
-    """Return a span of time as a TIME: 7s, 3.1m, 2.1h, 4.1d."""
+    """Return a span of time as text: 7s, 3.1m, 2.1h, 4.1d, or "-" for None."""
     if seconds is None:
         return "-"
     for unit, size in (("d", 86400), ("h", 3600), ("m", 60)):
@@ -8782,8 +8799,8 @@ def _task_row(task: FemtoTask) -> dict[str, Any]:
 
 
 def _cell(name: str, value: Any) -> str:
-    """Return a field of a row as text. A key is percent-encoded, as in a header, so that it is one
-    word."""
+    """Return a field of a row as text. A key is percent-encoded, as in the header of a record, so
+    that the key is one word."""
     if value is None:
         return "-"
     return _quote_key(value) if name == "key" else str(value)

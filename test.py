@@ -1430,6 +1430,15 @@ class Ordering(QueueCase):
                 self.queue().push(b"x")
         self.assertEqual(len(self.clocks()), 3)
 
+    def test_queue_clock_starts_at_the_wall_clock_however_long_the_listings_take(self) -> None:
+        clock = self.clock()
+        clock.stand_still()
+        q = self.queue(None)
+        os.unlink(self.file(f"clock-{self.boot()}"))
+        with hooked(at_call("list", "/done", lambda: clock.advance(5), times=1)):
+            q = self.queue(None)
+        self.assertLess(abs(int(q.push(b"x")[:20]) - clock.wall_ns()), 10**9)
+
     def test_invalid_clock_file_is_made_again_and_the_order_is_kept(self) -> None:
         """An invalid clock-<boot> does not change the order of tasks."""
         # The file may hold rubbish, or a number that no clock can have. A FIFO of that name is

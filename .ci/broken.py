@@ -308,9 +308,9 @@ a name of the year 2200 does not move the queue clock | Ordering
 leases of an earlier boot end even if the wall clock was set far back | Liveness
 -                times_ns.append(min(files.lstat(directory).st_mtime_ns, entries[-1].stamp_ns))
 a wall clock in the year 2100 does not set the queue clock | Ordering
--    times_ns = [_EARLIEST_NS, _wall_ns()]
+-    times_ns, started_ns = [_EARLIEST_NS, _wall_ns()], _monotonic_ns()
 +    return max(_wall_ns(), _EARLIEST_NS) - _monotonic_ns()
-+    times_ns = [_EARLIEST_NS]
++    times_ns, started_ns = [_EARLIEST_NS], 0
 the batch of a huge directory has the oldest names | Ordering
 -                names = sorted(names, reverse=True)[-keep:]
 +                names = sorted(names, reverse=True)[:keep]

@@ -33,7 +33,7 @@ import femtoqueue
 import test
 
 LIMITS = {
-    "tokens of code": 42_431,
+    "tokens of code": 42_435,
     "lines of code": 4_726,
 }
 DOORS = {  # names of annexes that rooms above them may use
