@@ -831,7 +831,8 @@ class KeyInFlight(FemtoQueueError):
 
 
 class TaskNotFound(FemtoQueueError):
-    """The task is not in the state that the call requires: retry() requires a task in failed/."""
+    """The task is not in the state that the call requires. Only retry() and the commands raise
+    this: for example, retry() requires a task in failed/."""
 
 
 class CorruptTask(FemtoQueueError):
@@ -857,8 +858,8 @@ class _CommandFailed(Exception):
 
 
 class _Lease:
-    """The path of a task's file and, if the caller got the task by a claim or by attach(), the
-    state of this delivery. If the caller only looked at the task (peek(), tasks()), length_ns is 0,
+    """The path of a task's file. If the caller got the task by a claim or by attach(), also the
+    facts of this delivery. If the caller only looked at the task (peek(), tasks()), length_ns is 0,
     and the caller has no lease.
 
     path: the path of the file. For a leased task, the path is the fence. A renewal writes the new
@@ -1269,8 +1270,8 @@ def _finish_read(fd: int, head: bytes, ident: str) -> _Record:
 # - If a handler of work() forks, the child handles SIGINT and SIGTERM as the program did before
 #   work() (17).
 #
-# TOPIC: locks, and their order. A thread that holds a lock takes only locks further down in this
-# list. The number after a lock is the number of its room.
+# TOPIC: locks, and their order. A thread that holds a lock waits only for locks further down in
+# this list. The number after a lock is the number of its room.
 #
 # - _WorkerPool._take_lock (17) is held by the thread of work() that takes a task. The thread waits
 #   for a task for 0.4 s at most. The lock is held longer if a look at the queue takes longer, for
@@ -1281,14 +1282,15 @@ def _finish_read(fd: int, head: bytes, ident: str) -> _Record:
 #   lock for ever. These calls wait for the lock: push() and schedule() with such a key, contains(),
 #   and peek() by key. For a task with such a key, take(), done(), fail(), release(), extend(),
 #   checkpoint(), retry(), the beginning and the end of processing(), and the quarantine by
-#   check(repair=True) wait, too. A pop() of such a task waits if the task becomes a dead letter, if
-#   a newer payload is behind the task, or if keys/<hash> does not name the task. (On file systems
-#   of several hosts, each pop() of such a task waits.) Housekeeping jobs, take_async() and the
-#   thread that renews leases only try to take the lock (wait=False). A thread that holds such a
-#   lock takes no second one, unless a signal handler of the program uses the queue.
+#   check(repair=True) wait, too. A pop() claims such a task without the lock, but then waits for it
+#   if the task becomes a dead letter, if a newer payload is behind the task, or if keys/<hash> does
+#   not name the task. (On file systems of several hosts, each pop() of such a task waits.)
+#   Housekeeping jobs, take_async() and the thread that renews leases only try to take the lock
+#   (wait=False). A thread that holds such a lock takes no second one, unless a signal handler of
+#   the program uses the queue.
 # - _Worker.lock (10) is held while a task is claimed, renewed, settled or reclaimed, and while a
-#   job runs. _LeaseDir, _Backlog, _Housekeeper and _LeaseRenewer have the same lock as `_lock`. A
-#   thread that holds this lock may try to take locks/NN, but does not wait for it.
+#   job runs. _LeaseDir, _Backlog, _Housekeeper and _LeaseRenewer have this same lock under the name
+#   `_lock`. A thread that holds this lock may try to take locks/NN, but does not wait for it.
 # - inflight-<node>/ (9) is locked by its worker, with a shared lock, while the worker has the
 #   directory open. Another process tries to take the exclusive lock, to find out whether the worker
 #   is dead. If the worker is dead, the other process holds the exclusive lock while it reclaims the
@@ -1298,14 +1300,14 @@ def _finish_read(fd: int, head: bytes, ident: str) -> _Record:
 #   log of the command `work` takes _Output._turns (21), and waits while nobody reads standard
 #   error.
 # - _WorkerPool._changed (17), _Waits._lock (15) and _QueueClock._lock (7) guard a few fields for a
-#   moment. _Processes._lock (22) is held while a process of CMD is started or reaped.
+#   moment. _Processes._lock (22) is held while `work` starts or reaps a process of its command.
 # - _fork_lock (5) is held during fork(), and while a thread enters a block of _no_fork(). A fork()
 #   waits 0.5 s at most for the threads that are in such a block.
 #
 # The locks of a ticket line (19) are not in this list. A thread that holds such a lock takes only
 # _fork_lock and other locks of the line. (In a block of turn(), the program may take any lock.)
-# register(), turn() and maybe_cleanup() wait for the lock of the file "last". Other processes only
-# try to take the lock of a ticket.
+# register(), turn() and maybe_cleanup() wait for the lock of the file "last". Only the member
+# itself waits for the lock of its ticket; other members and processes only try to take it.
 
 _NO_FLOCK = "keyed tasks and tickets need flock(2), which is not available here"
 # NFS returns EBADF for an exclusive lock on a file that is open for reading only. Some file systems
@@ -2179,10 +2181,10 @@ class _QueueClock:
         """Remove the clock files of earlier boots, because no process of an earlier boot lives.
 
         A container may have a boot id of its own, and run beside us. While the container has a
-        lease that is not detached, the name of the lease has the <boot> of the container, and its
-        clock file stays. At other times the clock file is removed, and a worker of the container
-        puts the file back later by restore(). Where other hosts use data_dir, or where there is no
-        flock, nothing is removed."""
+        lease that is not detached, the name of the lease has the <boot> of the container, and the
+        clock file of the container stays. At other times the clock file is removed, and a worker of
+        the container puts the file back later by restore(). Where other hosts use data_dir, or
+        where there is no flock, nothing is removed."""
         if self._files.if_shared is None or self._files.has_other_mounts():
             return
         # OSError: this user can't list a lease directory of another user. Then nothing is removed.
@@ -4865,10 +4867,10 @@ class _KeyedTasks(_KeyStates):
         if behind and not buffered:
             # If a task has the id of the payload, this task is the task of the key, even if a
             # person has put the older task back. CRASH: a process died after it promoted the
-            # payload and before it saved the state.
-            # If no task has the id of the payload, the task at `path` stays the task of the key.
-            # CRASH: a process died after it took the payload along and before it saved the state,
-            # or before it renamed the payload into keys/.
+            # payload and before it saved the state. If no task has the id of the payload, the task
+            # at `path` stays the task of the key. CRASH: a process died before it renamed the
+            # payload into keys/. Or a process died after it took the payload along, and before it
+            # saved the state.
             path = self._locate(behind, *_LIVE) or path
         elif not path:
             # The key has no task, so the payload becomes the task, if there is a payload. CRASH: a
@@ -4880,17 +4882,18 @@ class _KeyedTasks(_KeyStates):
 
     def _locate(self, path: str, *where: str) -> str:
         """Return `path` if its file exists, or if `path` is "". If the file is missing, look for a
-        file with the same id in the states `where`. Return the path of that file, or "" if no file
-        has the id."""
+        file with the same id in the directories `where`. Return the path of that file, or "" if no
+        file has the id."""
         if not path or self._files.exists(path):
             return path
         entry = self._files.find_id(_id_of(path), *where)
         return entry.path if entry else ""
 
     def may_have_task(self, name: str) -> bool:
-        """Return False if an encoded key has no task, because keys/<hash> does not exist. (The
-        banner of room 13 has the exceptions.) Return True if the key may have a task. The method
-        takes no lock, and only looks whether files exist."""
+        """Return False if keys/<hash> does not exist: then an encoded key has no task, except after
+        power loss or a move by a person (see the banner of room 13). Return True if the key may
+        have a task. The method takes no lock. If SHARED exists, it returns True, after
+        become_shared_if_marked()."""
         return self.become_shared_if_marked() or self._files.exists(f"keys/{_key_tag(name)}")
 
     def path_of(self, name: str) -> str:
@@ -5729,16 +5732,16 @@ def _save_checkpoint(worker: _Worker, task: FemtoTask, payload: bytes) -> None:
             os.stat(files.root)  # raises if data_dir is gone, which is disk trouble
             raise worker.lease_lost(lease) from None
     record = _header(data) + payload
-    # With an extra_mode, the file gets the owner and the rights of data_dir, because the worker of
-    # the next delivery may run under another user.
+    # An extra_mode, even 0, gives the file the owner and the rights of data_dir: the worker of the
+    # next delivery may run under another user.
     with files.replacement(worker.clock.new_id(), _header(record), record, extra_mode=0) as path:
         if not os.path.isdir(f"{files.root}checkpoints"):
             files.make_dir("checkpoints")
             files.sync_dir("")
         with worker.keys.lock_of(ident), worker.lock:
             # No other thread of this queue object ends the delivery between the two steps, because
-            # both steps are under the worker's lock. The renewed lease usually lasts far longer
-            # than the second step takes, so no other worker reclaims the task before that step.
+            # both steps are under the worker's lock. No other worker reclaims the task before the
+            # second step, unless this process is stopped for longer than the renewed lease.
             worker.renew(task)
             files.put_in_place(path, f"checkpoints/{ident}")
     files.sync_dir("checkpoints")
