@@ -4565,12 +4565,12 @@ _SETTINGS = FemtoQueue.__init__.__annotations__.keys() - {"return"}
 #     Invariant: the file keys/<hash> has a line for each key of this hash that has a task. The line
 #     is "<key> <path of the task> <name of the newer payload in keys/, or ->", with the key
 #     percent-encoded. An empty line ends the text. Any bytes after the empty line are the rest of
-#     an older, longer text. A change of the file is one pwrite(). Some calls read the file without
-#     the lock. If no key of the hash has a task left, the file is removed. A line is a hint, which
-#     room 14 checks and corrects. A key without a line has no task, unless power loss removed the
-#     line, or a person moved a task. In these cases, the claim of the task writes the line, and
-#     repair() finds the payloads in keys/ that no line names. A queue on a file system that other
-#     hosts write to has no such files (room 20). Room 5 has the order of locks.
+#     an older, longer text. A change of the file is one pwrite(), because some calls read the file
+#     without the lock. If no key of the hash has a task left, the file is removed. A line is a
+#     hint, which room 14 checks and corrects. A key without a line has no task, unless power loss
+#     removed the line, or a person moved a task. In these cases, the claim of the task writes the
+#     line, and repair() finds the payloads in keys/ that no line names. A queue on a file system
+#     that other hosts write to has no such files (room 20). Room 5 has the order of locks.
 # ==================================================================================================
 
 
@@ -4779,9 +4779,9 @@ class _KeyStates:
 #                                                          that K is missing, and corrects the state
 #       5. rename C to K                    U old, K new   the next claim takes K along
 #
-#     If an older payload is behind the task already, K is the path of the older payload, and the
-#     new payload gets the id of the older one. So step 5 is: rename K to the new time, if the time
-#     changes; exchange K and C; remove C. If names cannot be exchanged, C is renamed over K. After
+#     If an older payload is behind the task already, the name of K has the id of the older payload
+#     and the time of the new one. So step 5 is: rename the older payload to K, unless K is its path
+#     already; exchange K and C; remove C. If names cannot be exchanged, C is renamed over K. After
 #     a kill, the next claim takes along the payload that is in keys/.
 #
 #     Push of a key without a task: put(), _add_or_buffer()
@@ -4797,7 +4797,8 @@ class _KeyStates:
 #       2. save L and K in keys/<hash>      L old, C new   as after 1; find_or_repair() removes K
 #                                                          from the state
 #       3. rename C to K                    L old, K new   if the task ends, K becomes a task; if
-#                                                          it waits again, its claim takes K along
+#                                                          the task waits again, its next claim
+#                                                          takes K along
 #
 #     With if_in_flight="update", and if nothing is behind L, the steps 2 and 3 are replaced by:
 #     exchange L and C; remove C. If names cannot be exchanged, C is renamed over L.
@@ -4861,8 +4862,8 @@ class _KeyedTasks(_KeyStates):
         the task has ended, make a task of the payload. The caller holds the lock of the key."""
         task, behind = states[name]
         # CRASH: the state may name a path of the payload where no file is. A process died after it
-        # saved this path and before it renamed the payload to the path. Or a process renamed the
-        # payload later, and died before it saved the new path.
+        # saved this path and before it renamed the payload to the path. Or a process moved the
+        # payload away from the path, and died before it saved the state.
         path, buffered = self._locate(task, *_LIVE), self._locate(behind, "keys")
         if behind and not buffered:
             # If a task has the id of the payload, this task is the task of the key, even if a
@@ -4890,10 +4891,10 @@ class _KeyedTasks(_KeyStates):
         return entry.path if entry else ""
 
     def may_have_task(self, name: str) -> bool:
-        """Return False if keys/<hash> does not exist: then an encoded key has no task, except after
-        power loss or a move by a person (see the banner of room 13). Return True if the key may
-        have a task. The method takes no lock. If SHARED exists, it returns True, after
-        become_shared_if_marked()."""
+        """Return whether an encoded key may have a task: whether keys/<hash> exists. Without this
+        file, the key has no task, except after power loss or a move by a person (see the banner of
+        room 13). The method takes no lock. If SHARED exists, the method calls
+        become_shared_if_marked(), and returns True."""
         return self.become_shared_if_marked() or self._files.exists(f"keys/{_key_tag(name)}")
 
     def path_of(self, name: str) -> str:
@@ -4953,10 +4954,10 @@ class _KeyedTasks(_KeyStates):
         outdated. So _has_no_buffered() first reads the state, and then checks that the lease
         exists.
 
-        The state may also name no task, or another task of the key, for one of two reasons. A
-        person moved a task by `mv failed/ID pending/`. Or power loss removed the state, and a push
-        may then have added a task. In both cases, _note_or_give_way() decides under the lock which
-        task is delivered.
+        The state may also name no task, or another task of the key, for one of three reasons. A
+        person moved a task by `mv failed/ID pending/`. Power loss removed the state, and a push may
+        then have added a task. Or the task was promoted, and the state that names it is not saved
+        yet. In each case, _note_or_give_way() decides under the lock which task is delivered.
         """
         name = _encode_key(key)
         if self._has_no_buffered(name, lease):
@@ -5092,9 +5093,9 @@ class _KeyedTasks(_KeyStates):
     # Repair
 
     def repair(self) -> None:
-        """Promote the payloads whose task is gone, remove the states of keys without a task, and
-        add missing payloads to the states (_adopt). Raises the first OSError after all hashes were
-        tried."""
+        """Promote the payloads whose task is gone, remove keys/<hash> if no key of the hash has a
+        task, and add missing payloads to the states (_adopt). Raises the first OSError after all
+        hashes were tried."""
         payloads = {path for path in self._paths() if "-" in path}
 
         def repair(tag: str) -> None:
@@ -5109,16 +5110,15 @@ class _KeyedTasks(_KeyStates):
         _for_each(repair, sorted({*map(_tag_of, [*self.paths_without_task(), *payloads])}))
 
     def _adopt(self, states: _States, payloads: set[str]) -> None:
-        """Find the payloads in keys/ that no state names, and add these payloads to the states.
-        Power loss or a person has removed the states that named them. But if the key has a younger
-        task or a younger payload, a later push has replaced the payload. Then remove the payload
-        from keys/."""
+        """Add the payloads in keys/ that no state names to the states. Power loss or a person has
+        removed the states that named these payloads. But if the key has a younger task or a younger
+        payload, remove the payload from keys/, because a later push has replaced it."""
         for buffered in sorted(payloads.difference(it for _, it in states.values())):
             # RACE: another process promoted the payload or took it along, or a person moved the
             # payload, after repair() listed keys/.
             with suppress(FileNotFoundError):
-                # A payload without a valid key becomes a task, which a later pop() quarantines. No
-                # encoded key is "?".
+                # A payload without a valid key becomes a task, which a later pop() quarantines.
+                # "?" is the encoded form of no key, so no other task has this name in the states.
                 name = self._key_in(buffered) or "?"
                 path, before = states[name]
                 if _id_of(buffered) < max(_id_of(path), _id_of(before)):
@@ -5174,8 +5174,8 @@ class _Keys(_KeyedTasks):
                 # A missing pending/ or scheduled/ is disk trouble: lstat() raises for it.
                 for directory in _WAITING_DIRS:
                     self._files.lstat(directory)
-                # RACE: a pop() claimed the task, or a person moved the task, after find_or_repair()
-                # found it.
+                # RACE: a pop() claimed the task or undid its claim, or a person moved the task,
+                # after find_or_repair().
                 self._files.remove(new_path)
                 return ""
 
@@ -5227,11 +5227,11 @@ class _Keys(_KeyedTasks):
         If names cannot be exchanged, and the task is in pending/, the payload is put behind the
         task. The same is done if a payload is behind the task already.
 
-        RACE: a pop() claims the task meanwhile, without the lock, and then reads the state. If the
-        pop() reads the state after our save, the state names a payload behind the task. Then the
-        pop() waits for our lock, and takes the new payload along. The same happens before our save
-        if a payload was behind the task already. If none was behind the task, the pop() delivers
-        the old payload, and the new payload is behind a leased task.
+        RACE: while the payload is put behind the task, a pop() claims the task without the lock,
+        and then reads the state. If the state names a payload behind the task, the pop() waits for
+        our lock, and takes the new payload along. If the state names no payload, because our save
+        is still to come, the pop() delivers the old payload, and the new payload is behind a leased
+        task.
         """
         path, buffered = states[name]
         if "~" in path:  # only such a task may have been delivered before
@@ -5250,8 +5250,8 @@ class _Keys(_KeyedTasks):
         place, rename the record back.
 
         CRASH: if the process dies after the rename and before the replacement, the old payload is
-        at the new time, or has 0 attempts. If the replacement came before the rename, the new
-        payload could be delivered before its time."""
+        at the new time, or has 0 attempts. The replacement does not come first, because the new
+        payload could then be delivered before its time."""
         if target == path:
             yield path
             return
@@ -5297,7 +5297,7 @@ class _Keys(_KeyedTasks):
 # ==================================================================================================
 # 15. Waiting: for a task, in threads and in coroutines.
 #     A wait repeats a look until something is found, and sleeps between two looks. A look is a
-#     function that returns what it found, or None. A wait sleeps on a watcher. Invariant: a wait
+#     function that returns what it found, or None. A wait sleeps on a _Watcher. Invariant: a wait
 #     gets its watcher, then looks once more, and only then sleeps. So where events are reported, a
 #     task that comes after this look ends the sleep. A coroutine never looks itself: one thread of
 #     the queue object looks on behalf of all its coroutines. These events end the sleep of a wait:
@@ -5305,11 +5305,11 @@ class _Keys(_KeyedTasks):
 #       PAUSED. On Linux, inotify reports the changes that any process of this host makes.
 #     - The time of the next housekeeping job or listing has come (_Housekeeper.wake_s, room 11). A
 #       job runs at its interval, and earlier if a task comes due or a lease ends. The job that
-#       looks for dead workers runs at least every _BASE_INTERVAL_S.
+#       looks for dead workers usually runs every _BASE_INTERVAL_S or more often.
 #     - The timeout of the wait is over, or another thread calls close() (_Watcher.wake). Room 10
 #       tells what happens then to a task that was just found (TOPIC: close).
-#     - A coroutine adds a request, or the timeout of a request is over. These events wake all waits
-#       of the queue object.
+#     - A coroutine adds a _Request, or the timeout of a _Request is over. Each of the two wakes all
+#       waits of the queue object.
 #     - A short time is over. Sleeps are short where a task may come without an event: inotify is
 #       missing, or other hosts write to the file system. Sleeps of drain() and join() are short
 #       everywhere, because no event reports an empty queue. Short sleeps last 1 ms, 2 ms, 4 ms and
@@ -5384,8 +5384,8 @@ class _Watcher:
         _fork_hooks[self] = _Watcher.close
 
     def _watch(self) -> bool:
-        """Watch the directories that are now at the paths in _WATCHED. Return whether one of them
-        has replaced another directory since the last call, for example by shrink(). The first call
+        """Watch the directories that are now at the paths in _WATCHED. Return whether a path leads
+        to another directory than at the last call, for example because of shrink(). The first call
         returns True."""
         fd, add_watch = self._fds[0], _libc().inotify_add_watch
         before = self._watches
@@ -5450,8 +5450,8 @@ class _Waits:
     def __init__(self, worker: _Worker) -> None:
         self._worker, self._lease_dir, self._pid = worker, worker.lease_dir, os.getpid()
         self._watchers: set[_Watcher] = set()  # the watchers of the current waits
-        # Watchers for the next waits. If a watcher still has an old event, the next wait only looks
-        # once more.
+        # Watchers for the next waits. If a watcher still has an old event, the next wait does one
+        # look more than needed.
         self._idle: list[_Watcher] = []
         # The waits of coroutines by the id() of the request, in the order of their arrival.
         # Weak: a request lives as long as the event loop or the frame of its coroutine holds it.
@@ -5493,16 +5493,16 @@ class _Waits:
 
     def _look(self, look: _Look[_Found], close_count: int) -> _Found | None:
         """Look once, for a wait that began when the queue had been closed `close_count` times.
-        Return what was found. If the queue has been closed since, put a task back, and return
-        None."""
+        Return what was found. If the queue has been closed since the wait began, return None, and
+        put back a task that was found."""
         found = look()
         if self._lease_dir.close_count == close_count:
             return found
         # RACE: another thread called close() during the look of this thread. So put the task back.
         # The look may have opened the lease directory again after close(). If the directory is
-        # empty, give it up. A third thread may already use the queue object again. If the third
-        # thread has a lease, the directory is not empty. If the third thread has no lease yet, its
-        # next claim fails, and its next listing opens the directory again.
+        # empty, give it up. This is safe if a third thread already uses the queue object again. If
+        # the third thread has a lease, the directory is not empty. If it has no lease yet, its next
+        # claim fails, and its next listing opens the directory again.
         self._give_back(found)
         # An OSError is ignored. The directory may be gone. If there is other trouble with the
         # directory, the next listing raises the error.
@@ -5515,9 +5515,9 @@ class _Waits:
         """Return what a look found. This is the last step before the caller of the wait gets the
         result. If the result is a task, the delivery to the caller begins here.
 
-        Returns None if close() in another thread has taken the task back. If close() tried, but
-        could not move the task, for example because the lock of its key was busy, this method puts
-        the task back, and returns None."""
+        Returns None if a reclaim came first: that of close() in another thread, or that of a job
+        after the deadline. If the reclaim could not move the task, for example because the lock of
+        the task's key was busy, this method puts the task back."""
         if isinstance(found, FemtoTask) and not self._lease_dir.undelivered.pop(found.path, ""):
             self._give_back(found)
             return None
@@ -5675,10 +5675,11 @@ class _Waits:
 
 # ==================================================================================================
 # 16. Processing: the block of processing(), which keeps a lease and ends the delivery; checkpoints.
-#     A lease is renewed about every third of its length. If the lock of the task's key is busy, an
-#     attempt to renew the lease goes on for up to a tenth of that time. After a failed attempt, the
-#     next attempt comes after another tenth. If the deadline passes meanwhile, the lease stays
-#     valid until a worker reclaims the task.
+#     A lease is renewed about every third of its length. The thread that renews leases pauses for a
+#     third of the shortest lease. If the lock of a task's key is busy, the thread tries to take the
+#     lock for up to a tenth of the pause. After a round with a failed renewal, the next pause is a
+#     tenth of the usual one. If the deadline passes meanwhile, the lease stays valid until a worker
+#     reclaims the task.
 #     Invariant: one thread per queue object renews the leases of all blocks that run. A thread that
 #     was replaced or stopped may still finish its round. A lease without a deadline starts no
 #     thread.
@@ -5696,8 +5697,8 @@ def _read_checkpoint(worker: _Worker, ident: str, data: bytes) -> bytes | None:
     since then.
 
     The file is a record. The payload of this record has two parts: a header line, made by _header()
-    from the task's payload alone, and the checkpoint as it was given. The header line tells for
-    which payload the checkpoint was saved."""
+    from the task's payload without the key, and the checkpoint as it was given. The header line
+    tells for which payload the checkpoint was saved."""
     files, path = worker.files, f"checkpoints/{ident}"
     if not files.exists(path):
         return None
@@ -5739,9 +5740,9 @@ def _save_checkpoint(worker: _Worker, task: FemtoTask, payload: bytes) -> None:
             files.make_dir("checkpoints")
             files.sync_dir("")
         with worker.keys.lock_of(ident), worker.lock:
-            # No other thread of this queue object ends the delivery between the two steps, because
-            # both steps are under the worker's lock. No other worker reclaims the task before the
-            # second step, unless this process is stopped for longer than the renewed lease.
+            # No other thread of this queue object ends the delivery between renew() and
+            # put_in_place(), because both are under the worker's lock. No other worker reclaims the
+            # task between them, unless this process is stopped for longer than the renewed lease.
             worker.renew(task)
             files.put_in_place(path, f"checkpoints/{ident}")
     files.sync_dir("checkpoints")
@@ -5837,8 +5838,8 @@ class _LeaseRenewer:
                 self._worker.renew(task, wait=False)
                 return
             except LeaseLost:
-                # The end of the block raises LeaseLost, too. But RACE: if the block itself has just
-                # ended the delivery, no lease is left to renew, and nothing is wrong.
+                # The end of the block will raise LeaseLost, so do not log it here. Or RACE: the
+                # block itself has just ended the delivery. Then nothing is wrong.
                 self.remove(task)
                 return
             except BlockingIOError:
@@ -5882,10 +5883,10 @@ class _Processing:
         Raises LeaseLost if the lease is lost. Another exception of _end(), such as an OSError,
         propagates. If the task is still leased then, the reclaim job soon takes it back."""
         task = self.task
-        # A child that was forked in the block does not own the task. A block in a generator may
-        # become garbage together with its queue object. The garbage collector then ends the block,
-        # but may finalize the queue object first. In that case, the worker has no attributes any
-        # more, and its leases have been given up.
+        # Do nothing in a child that was forked in the block: the child does not own the task. Do
+        # nothing either if the worker has no attributes any more. A block in a generator may become
+        # garbage together with its queue object. The garbage collector then ends the block, but may
+        # finalize the queue object first, and the finalizer has given up the lease directory.
         if os.getpid() != self._pid or not vars(self._worker):
             return
         try:
@@ -5932,16 +5933,16 @@ class _Processing:
 
 # ==================================================================================================
 # 17. Worker pool: the loop behind work() and the command `work`.
-#     Invariant: each task that the pool takes is settled, unless its lease is lost. If a task can't
-#     be settled because of trouble with the disk, or because the process ends first, a reclaim job
-#     takes the task back. This holds whatever step of the pool a signal interrupts.
+#     Invariant: each task that the pool takes is settled or taken back, unless its lease is lost. A
+#     reclaim job takes the task back if the task can't be settled because of trouble with the disk,
+#     or because the process ends first. This holds whatever step of the pool a signal interrupts.
 # ==================================================================================================
 
 # The pool ends with an error if it has taken no task for so many seconds, because of errors with a
 # task_id: see _take_untroubled().
 _TROUBLE_S = 30.0
-# Two signals within so many seconds count as one. If a signal may have ended a command, or the
-# reader of the output, _CommandPool (23) waits so long for the signal to this process.
+# Two signals within so many seconds count as one. _CommandPool (23) also waits so long: a signal
+# that ended the command of a task, or the reader of the output, may come to this process, too.
 _ONE_SIGNAL_S = 0.3
 _SIGNAL_POLL_S = 0.15  # the pause between two looks at `signals`, while handlers run in threads
 _AFTER_FAILURE = {
@@ -6138,8 +6139,8 @@ class _WorkerPool:
     def _count(self, task: FemtoTask, outcome: str) -> None:
         with self._changed:
             self._idle_end_s = _end_s(self._idle_timeout_s)
-            # If the task is not in `_running`, another thread has counted the delivery: _abort(),
-            # or the thread that called the handler.
+            # If the task is not in `_running`, the other caller of this method has counted the
+            # delivery. The callers are _abort() and _process(), in two threads.
             if self._running.pop(id(task), None) is not None:
                 self.counts[outcome] += 1
             self._changed.notify_all()
