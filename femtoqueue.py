@@ -1621,8 +1621,8 @@ class _Files:
         if self.is_durable:
             _sync_dir(self.root)
             # Another process may just have made data_dir without a sync, so sync its parent. If
-            # this user may not read the parent, the sync is left out. (data_dir is then not of this
-            # call: _make_dir() would have raised the error.)
+            # this user may not read the parent, this process did not make data_dir: _make_dir()
+            # would have raised the error, when it synced the parent.
             with suppress(PermissionError):
                 _sync_dir(f"{self.root}..")
         with _ignore_missing(*_NO_WRITE_ERRNOS):
@@ -1632,7 +1632,7 @@ class _Files:
         """Make a directory in data_dir for all users of the queue, unless it exists."""
         with suppress(FileExistsError):
             os.mkdir(self.root + name)
-            # A system that is not POSIX may refuse to open a directory. Then its rights stay.
+            # A system that is not POSIX may refuse to open a directory, which keeps its rights.
             # RACE: another process removes a new lease directory, because it is empty, before our
             # os.open(). Then _LeaseDir._open() finds that the directory is missing, and retries.
             with suppress(OSError):
@@ -1703,8 +1703,8 @@ class _Files:
     def has_work(self) -> bool:
         """Say whether a task waits or is leased.
 
-        RACE: while this method reads one directory after another, other processes claim tasks and
-        put tasks back, and it may miss these tasks. Each of these moves sets the time of pending/
+        RACE: other processes claim tasks and put tasks back while this method reads one directory
+        after another, and the method may miss these tasks. Each such move sets the time of pending/
         or scheduled/. So True is returned if one of the two times has changed since the start of
         the call. The clock that sets these times advances in ticks (_TICK_S). A move in the first
         tick of the call may leave the time unchanged. So all directories are read again a tick
@@ -1898,7 +1898,7 @@ class _Files:
         # By POSIX, rename() succeeds and does nothing if both names are links to one file. Then the
         # source would stay, and the finished task would be delivered again for ever. So the source
         # is removed, except after a first delivery, to save time. If the source stays after a first
-        # delivery, the task is delivered once more, and the end of that delivery removes it.
+        # delivery, the task is delivered once more. The end of that delivery removes the source.
         if "~1~" not in source and _ends_at(target):
             _unlink_if_exists(self.root + source)
         return target
@@ -2238,7 +2238,7 @@ class _QueueClock:
 #    - A name may be added only if it sorts before the youngest name in the batch. Beyond that name,
 #      pending/ may have tasks that are not in the batch.
 #    - A listing must keep the oldest names. It must leave out the tasks that were pushed during the
-#      listing, unless it shows no other tasks: see relist().
+#      listing, unless it shows only such tasks: see relist().
 # ==================================================================================================
 
 # How many names to keep in memory. They take up to 11 MB. For a pending/ of more than two million
@@ -2535,7 +2535,7 @@ class _LeaseDir:
 
     def undo_claim(self, lease: _Lease, target: str) -> None:
         """Move a claimed task to `target`, because no caller will get the task. If the rename
-        fails, the lease becomes an orphan, and the reclaim job moves the task.
+        fails, the lease becomes an orphan. If the lease exists, the reclaim job moves the task.
 
         `target` contains the number of attempts. The caller usually takes the number from before
         the claim, and so does not count the delivery. The rename uses the descriptor of the lease
