@@ -1522,9 +1522,9 @@ if hasattr(os, "register_at_fork"):
 #      the directory is synced after the rename.
 #    - A finished task that is not kept: sync the lease's file and directory, unlink the file, sync
 #      the directory. So after power loss the task is not in its earlier directory again.
-#    - A new task of a key: sync the new file, sync keys/<hash> and keys/, rename the new file, sync
-#      the directory. If power loss removed the task from keys/<hash> alone, a later push would add
-#      a second task of the key.
+#    - A new task or a buffered payload of a key: sync the new file, sync keys/<hash> and keys/,
+#      rename the new file, sync the directory. If keys/<hash> lost the task in a power loss, and
+#      the task's file remained, a later push would add a second task of the key.
 #    A claim, a renewal, a reclaim and a purge are not synced.
 # ==================================================================================================
 
@@ -1536,7 +1536,7 @@ if hasattr(os, "register_at_fork"):
 # - pop() claims by a rename, which usually needs no space.
 # - done() renames. If done/ has no room for another name, the task is removed (_Worker.finish).
 # - release() and fail() without a reason rename. fail() with a reason writes the reason first, and
-#   raises OSError: the task stays leased. A quarantine writes the reason last, and does without it.
+#   raises OSError: the task stays leased. A quarantine writes the reason last, if possible.
 # - The states of keys are written over the older ones in place, which usually needs no space.
 
 # How often other processes may replace or remove a directory during one step. The step is a move
@@ -1621,7 +1621,7 @@ class _Files:
         if self.is_durable:
             _sync_dir(self.root)
             # Another process may just have made data_dir without a sync, so sync its parent. If
-            # this user may not read the parent, data_dir was there before. Otherwise _make_dir()
+            # this user may not read the parent, this process did not make data_dir: _make_dir()
             # would have raised the error, when it synced the parent.
             with suppress(PermissionError):
                 _sync_dir(f"{self.root}..")
@@ -1632,9 +1632,9 @@ class _Files:
         """Make a directory in data_dir for all users of the queue, unless it exists."""
         with suppress(FileExistsError):
             os.mkdir(self.root + name)
-            # An OSError is ignored for two reasons. A system that is not POSIX may refuse to open a
-            # directory. RACE: another process removes a new lease directory, because it is empty,
-            # before our os.open(). Then the caller finds that the directory is missing.
+            # A system that is not POSIX may refuse to open a directory, which keeps its rights.
+            # RACE: another process removes a new lease directory, because it is empty, before our
+            # os.open(). Then _LeaseDir._open() finds that the directory is missing, and retries.
             with suppress(OSError):
                 fd = os.open(self.root + name, _DIR_FLAGS)
                 try:
@@ -1661,9 +1661,9 @@ class _Files:
 
     def names(self, directory: str) -> list[str]:
         """Return all names in a directory. Return [] if the directory is missing: a lease directory
-        was removed with its worker, or a directory such as keys/ was not made yet. Also return []
-        if a foreign file has the name of the directory. But for a directory that every queue has
-        (_STATE_DIRS), raise FileNotFoundError or NotADirectoryError."""
+        was removed because its worker had ended, or a directory such as keys/ was not made yet.
+        Also return [] if a foreign file has the name of the directory. But for a directory that
+        every queue has (_STATE_DIRS), raise FileNotFoundError or NotADirectoryError."""
         try:
             return os.listdir(self.root + directory)
         except (FileNotFoundError, NotADirectoryError):
@@ -1703,12 +1703,13 @@ class _Files:
     def has_work(self) -> bool:
         """Say whether a task waits or is leased.
 
-        RACE: other processes claim tasks and put tasks back during a look, and the look may miss
-        these tasks. Each such move changes the time of pending/ or scheduled/. So True is returned
-        if one of the two times has changed since the start of the call. The clock that sets these
-        times advances in ticks (_TICK_S). A move in the first tick of the call may leave the time
-        as it was. But that move is over before the second look, which comes a tick later. A tick is
-        long on a file system whose times have whole seconds (ext4 with inodes of 128 bytes)."""
+        RACE: other processes claim tasks and put tasks back while this method reads one directory
+        after another, and the method may miss these tasks. Each such move sets the time of pending/
+        or scheduled/. So True is returned if one of the two times has changed since the start of
+        the call. The clock that sets these times advances in ticks (_TICK_S). A move in the first
+        tick of the call may leave the time unchanged. So all directories are read again a tick
+        later, when that move is over. A tick is long on a file system whose times have whole
+        seconds (ext4 with inodes of 128 bytes)."""
         before = self._changed()
         is_coarse = not any(it % 10**9 for it, _ in before)
         for pause_s in (_COARSE_TICK_S if is_coarse else _TICK_S, 0):
@@ -1807,10 +1808,9 @@ class _Files:
         from the rename on. If publish() raises, it removes the file. Then the task does not exist,
         unless a worker claimed the task before the error, or the disk refused the removal.
 
-        If the queue is durable, the file and the directory are synced. Usually both syncs follow
-        the rename, because this order costs one journal commit instead of two. Where
-        syncs_after_rename is False, the file is synced before the rename. For a task of a batch,
-        `sync` says whether to sync the file, and the caller syncs the directory later.
+        If the queue is durable, the file and the directory are synced: see "syncs" in the banner of
+        this room. For a task of a batch, `sync` says whether to sync the file, and the caller syncs
+        the directory later.
 
         CRASH: if the process dies before the rename, the task does not exist. The file in creating/
         is removed after an hour. If the process dies after the rename, the task exists, although
@@ -1855,8 +1855,8 @@ class _Files:
 
         If the queue is durable, the new file is synced before the block: power loss must leave the
         older or the new file whole. `extra_mode`: give the new file the owner and the rights of
-        data_dir, and these further rights, see _follow_owner(). None: the owner is this user, and
-        the rights follow from the umask."""
+        data_dir, and add the rights `extra_mode`: see _follow_owner(). None: the owner is this
+        user, and the rights follow from the umask."""
         path = f"creating/{name}"
         fd = os.open(self.root + path, _CREATE_FLAGS, 0o666)
         try:
@@ -1897,8 +1897,8 @@ class _Files:
             self._retry_rename(source, target)
         # By POSIX, rename() succeeds and does nothing if both names are links to one file. Then the
         # source would stay, and the finished task would be delivered again for ever. So the source
-        # is removed. To save time, this is not done after a first delivery. If the source stays
-        # then, the task is delivered once more, and the end of that delivery removes the source.
+        # is removed, except after a first delivery, to save time. If the source stays after a first
+        # delivery, the task is delivered once more. The end of that delivery removes the source.
         if "~1~" not in source and _ends_at(target):
             _unlink_if_exists(self.root + source)
         return target
@@ -1921,8 +1921,8 @@ class _Files:
         """Rename a file that only this process moves, such as a file in creating/. A file at the
         target is replaced. With must_exist, raise FileNotFoundError if the target is missing."""
         if must_exist:
-            # This check is the last step before the rename. If a person has just moved the target
-            # away, the rename would make two tasks of one.
+            # If a person has moved the target away, the rename would make two tasks of one. So this
+            # check is the last step before the rename.
             self.lstat(target)
         try:
             os.replace(self.root + source, self.root + target)
@@ -1942,7 +1942,7 @@ class _Files:
         if not self.is_durable:
             return
         # RACE: another process moves the task to another path before the file is synced here. Then
-        # only the directory is synced, from which the file is gone.
+        # only the directory is synced, which no longer has the file.
         with suppress(FileNotFoundError):
             self.sync_file(path)
         self.sync_dir(os.path.dirname(path))
@@ -2010,18 +2010,18 @@ class _Files:
 # - The wall clock, time.time(), is used for due times in scheduled/, also for those of retries. The
 #   queue clock of a boot usually starts at the time of the wall clock. The age of a file is the
 #   time of the wall clock minus the time of the file. The ages of files are used for finished tasks
-#   (keep_done, purge), stale files, tickets, and leases of another clock (_renewed_recently() in
-#   room 11).
+#   (keep_done, purge), stale files, tickets, and leases whose deadline another queue clock has
+#   set (_renewed_recently() in room 11).
 #
 # So if the date is set, the ids of a boot stay in order, and its leases end as if the date had not
-# been set. (Between processes that have clocks of their own, this does not hold.) A scheduled task
+# been set. (Neither is certain between processes that have clocks of their own.) A scheduled task
 # moves to pending/ when the wall clock shows its due time. If the machine starts again after the
 # date was set back, the new queue clock starts after the newest id and after the newest claim
 # (_compute_anchor).
 
 
-# Two clocks agree if they differ by less than this time. A queue clock that is behind by at least
-# this time may be of an earlier start of the machine (_clock_began_anew).
+# Two clocks agree if they differ by less than this time. A queue clock that is behind the wall
+# clock by at least this time may be of an earlier start of the machine (_clock_began_anew).
 _BEHIND_NS = 10**9
 
 
@@ -2056,9 +2056,10 @@ class _QueueClock:
     def __init__(self, files: _Files) -> None:
         self._files, files.clock = files, self
         # The <boot> that processes with a clock of their own write in the names of their leases.
-        # All such processes of this kernel share it, and no process of another kernel uses it. This
-        # process knows it even if it uses the clock file. "": other hosts may use the file system.
-        # There, each process with a clock of its own has a random <boot>.
+        # All processes in one time namespace of this kernel compute the same <boot>. No process of
+        # another kernel uses it at the same time, because no other host writes to the file system.
+        # Processes that use the clock file need it, too: see `boots`. "": other hosts may write to
+        # the file system. There, each process with a clock of its own has a random <boot>.
         self.own_clock_tag = _boot_tag(_time_namespace(), files.root) if files.is_local else ""
         self.init_worker()
         self.boot, self.anchor_ns = self._open()
@@ -2066,7 +2067,7 @@ class _QueueClock:
     def init_worker(self) -> None:
         """Set the values that belong to one process. A forked child calls this again."""
         self.tag = f"{int.from_bytes(os.urandom(4), 'big') >> 1:08x}"
-        # Guards _order. An RLock, because a signal handler may push during a push of its thread.
+        # Guards _order. An RLock, because a signal handler may push while its thread pushes.
         self._lock = threading.RLock()
         self._order = 0
 
@@ -2203,8 +2204,8 @@ class _QueueClock:
                 self._create(self._name, self.anchor_ns)
 
     def _create(self, name: str, anchor_ns: int) -> int:
-        """Write a clock file and put it in place, unless a valid clock file is there. Return
-        the anchor in the clock file."""
+        """Write a clock file and put it in place, unless a valid one is in place. Return the anchor
+        in the clock file that is in place then."""
         root = self._files.root
         new_name = f"{_new_name(_wall_ns(), self.tag)}.clock"
         # At least 0644, whatever the rights of data_dir are now. If a person gives other users
@@ -2232,12 +2233,12 @@ class _QueueClock:
 #    - All names may be dropped at any time. Then the next pop() lists pending/ again. A pop() finds
 #      the queue empty only if its own listing adds no name to the batch (_Housekeeper.refill() in
 #      room 11).
-#    - A single name may be dropped only for its claim, if the file is missing, or if the task made
-#      trouble. If the name of any other task were dropped, younger tasks would be delivered first.
+#    - A single name may be dropped only when this worker claims the task, if the file is missing,
+#      or if the task made trouble. In any other case, younger tasks would be delivered first.
 #    - A name may be added only if it sorts before the youngest name in the batch. Beyond that name,
 #      pending/ may have tasks that are not in the batch.
 #    - A listing must keep the oldest names. It must leave out the tasks that were pushed during the
-#      listing, unless it shows no other tasks: see relist().
+#      listing, unless it shows only such tasks: see relist().
 # ==================================================================================================
 
 # How many names to keep in memory. They take up to 11 MB. For a pending/ of more than two million
@@ -2378,9 +2379,9 @@ class _Backlog:
 
 
 class _LeaseDir:
-    """The lease directory of one worker. The first listing of pending/ opens the directory. If the
-    directory was removed or given up, a later listing opens it again, or a pop() or take() whose
-    claims failed.
+    """The lease directory of one worker. The first listing of pending/ opens the directory, or the
+    first take() whose claim fails. If the directory was removed or given up, a later listing opens
+    it again, or a pop() or take() whose claims failed.
 
     RACE: another thread calls close() during a pop(). A claim and close() both hold the worker's
     lock, so the descriptor of the directory stays open during the claim. `undelivered`,
@@ -2436,11 +2437,11 @@ class _LeaseDir:
                     # usual <boot>, a process whose flock works would find the lock free, and would
                     # reclaim our leases as those of a dead worker.
                     self._clock.boot = os.urandom(4).hex()
-                # If this object has the directory open already (_dir_lock), the leases are not
-                # listed, because another thread may just have claimed a task. If it has not, try
-                # the exclusive lock. If we get the lock, no other worker of our node_id uses the
-                # directory that we opened. The leases in the directory are then orphans, except
-                # detached leases, which outlive their worker.
+                # If this object has a lease directory open already (_dir_lock), the leases are not
+                # listed, because a person may have moved the leases of our callers here. If it has
+                # none open, try the exclusive lock. If we get the lock, no other worker of our
+                # node_id uses the directory that we opened. The leases in the directory are then
+                # orphans, except detached leases, which outlive their worker.
                 # RACE: after our open_dir(), another process removes the empty directory, and
                 # another worker of our node_id makes a new directory at the path. The leases at the
                 # path are then in use. So is_at_path() checks that our directory is at the path.
@@ -2494,9 +2495,9 @@ class _LeaseDir:
 
         The caller holds the worker's lock. `lease.path` is set before the rename. If claim()
         raises, the rename may have been done, and the caller must call _Worker._undo_after_error().
-        CRASH:
-        if the process dies after the rename, only the lease is on disk, and its name counts the
-        attempt. Room 11 says who takes the task back (TOPIC: how a lease ends)."""
+
+        CRASH: if the process dies after the rename, only the lease is on disk, and its name counts
+        the attempt. Room 11 says who takes the task back (TOPIC: how a lease ends)."""
         attempts = min(_attempts_of(source) + 1, _MAX_ATTEMPTS) if "~" in source else 1
         boot = _DETACHED if self._worker.detached else self._clock.boot
         deadline_ns = int(time.monotonic() * 1e9) + self._clock.anchor_ns + lease.length_ns
@@ -2506,8 +2507,8 @@ class _LeaseDir:
         held = self._dir_lock
         try:
             if held is None:
-                # RACE: another thread calls close() before this claim gets the worker's lock. Or no
-                # listing could open the directory.
+                # RACE: another thread calls close() before our caller gets the worker's lock. Or no
+                # listing has opened the directory yet.
                 raise FileNotFoundError
             os.rename(self._root + source, held.prefix + name, dst_dir_fd=held.fd)
         except FileNotFoundError:
@@ -2534,7 +2535,7 @@ class _LeaseDir:
 
     def undo_claim(self, lease: _Lease, target: str) -> None:
         """Move a claimed task to `target`, because no caller will get the task. If the rename
-        fails, the lease becomes an orphan, and the reclaim job moves the task.
+        fails, the lease becomes an orphan. If the lease exists, the reclaim job moves the task.
 
         `target` contains the number of attempts. The caller usually takes the number from before
         the claim, and so does not count the delivery. The rename uses the descriptor of the lease
