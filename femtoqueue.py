@@ -7892,8 +7892,8 @@ class _Processes:
 
         CRASH: if the worker dies before this call, the watchdog kills the whole job. This includes
         programs that CMD has started and that outlive CMD. The call must follow soon after the end
-        of the job: when no process of the session runs any more, the system may give CMD's pid to
-        another process. The watchdog would kill that process if the worker died."""
+        of the job. When the session has no process left, the system may give CMD's pid to another
+        process. The watchdog would kill that process if the worker died."""
         if process.status is not None:
             self.jobs.discard(process)
             try:
@@ -8076,7 +8076,7 @@ def _start_watchdog() -> int:
 # 23. Command runner: the pool of `femtoqueue work`, which runs CMD for each task.
 #     The pool has several threads. Each job has a thread that ends the job at --task-timeout and
 #     judges how CMD ended. Each pipe of a job has a relay (22). One thread reaps children (22), and
-#     one thread reports the progress. Of these threads, only relays write the output of jobs. So
+#     one thread reports the progress. No other thread than a relay writes the output of a job. So
 #     --task-timeout works even if nobody reads the output.
 #     Invariant: the pool uses only public methods of the queue.
 # ==================================================================================================
