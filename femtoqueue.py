@@ -7658,31 +7658,31 @@ class _Output:
 # ==================================================================================================
 # 22. Jobs: the processes of a command, CMD, that `femtoqueue work` runs for a task.
 #     The leader of a job is CMD's process, which also leads a session. The job consists of the
-#     processes in this session and their descendants (_job_processes). Where _is_proc_ours() is
-#     false, for example on macOS, the job is only the leader's process group. A daemon has left the
-#     session, and its parent has ended. The variables in the daemon's environment show its job, but
-#     only while the leader runs. After the end of the leader, a daemon is lost unless an earlier
-#     call of _job_processes() found it. _terminate() ends a job at the time limit
+#     processes in this session, their descendants, and daemons (_job_processes). A daemon has left
+#     the session, and its parent has ended. While the leader runs, the variables in the daemon's
+#     environment show its job. After the end of the leader, a daemon is known only if an earlier
+#     call of _job_processes() found it. Where _is_proc_ours() is false, for example on macOS,
+#     the job is only the leader's process group. _terminate() ends a job at --task-timeout
 #     (_CommandPool._follow), at the second signal (_CommandPool._abort), or after an error.
-#     Invariant: the watchdog knows each job that may still run. If this worker dies, the watchdog
-#     kills those jobs.
+#     Invariant: the watchdog knows each job from before CMD is executed until end_job(). If this
+#     worker dies, the watchdog kills the jobs that it knows.
 # ==================================================================================================
 
 _GRACE_S = 5.0  # the time between a signal to a job and SIGKILL
-# How long a relay still reads what background programs write, after it has passed on CMD's last
-# byte.
+# How long a relay (a thread that passes on output) still reads what background programs write,
+# after it has passed on CMD's last byte.
 _RELAY_LINGER_S = 1.0
 _REASON_BYTES = 4096  # a reason gets at most this many of the last bytes of CMD's standard error
-# The error messages of sh begin with this name and a colon. By them, _judge() sees that sh could
-# not execute CMD. The name is not "femtoqueue", because CMD may itself be a `femtoqueue`, whose
-# error messages begin with "femtoqueue: ".
+# The error messages of sh begin with this name and a colon. From such a message, _judge() sees that
+# sh could not execute CMD. The name is not "femtoqueue", because CMD may itself be a `femtoqueue`,
+# whose error messages begin with "femtoqueue: ".
 _SH_NAME = "femtoqueue work"
 # The script that sh runs in the process that becomes CMD. The script writes its pid to the
 # watchdog's pipe, closes the pipe and executes CMD. CMD then has descriptors 0, 1 and 2 only.
 # CRASH: the worker dies after the fork() and before the script writes. The new process still holds
 # the pipe, so the watchdog waits, reads the pid, and kills the process.
-# A preexec_fn could write the pid, too. But the preexec_fn would run Python code in a fork of a
-# process with threads. There, it may wait for ever for a lock that another thread held at the fork.
+# A preexec_fn (see Popen) could write the pid, too. But it would run Python code in a fork of a
+# process with threads. This code may wait for ever for a lock that another thread held at the fork.
 _START = 'echo $$ >&{0}; exec "$@" {0}>&-'
 
 
@@ -7693,7 +7693,7 @@ def _shell_words(names: Iterable[str]) -> list[str]:
     /bin/sh may be dash, which drops a variable whose name has other characters than ASCII letters,
     digits and "_". Examples are "a.b", and "BASH_FUNC_f%%", a function that bash has exported. For
     such names, use bash, which passes the variables on. With -p, bash neither runs $BASH_ENV nor
-    defines the functions. If bash is not installed, use /bin/sh all the same."""
+    defines such functions. If bash is not installed, use /bin/sh all the same."""
     import shutil
 
     bash = None
@@ -7741,8 +7741,8 @@ class _Relay(threading.Thread):
 
         RACE: a background program of the job writes to the pipe all the time, also after the end of
         CMD. The pipe may then never be empty, so an empty pipe can't be the sign that CMD's output
-        has come. Therefore the bytes in the pipe are counted once, when CMD has ended. CMD's output
-        is complete when that many bytes have been read and passed on."""
+        has been read. Therefore the bytes in the pipe are counted once, when CMD has ended. CMD's
+        output is complete when that many bytes have been read and passed on."""
         left, end_s = None, float("inf")
         while time.monotonic() < end_s:
             if left is None and self._process.status is not None:
@@ -7894,9 +7894,8 @@ class _Processes:
 
         CRASH: if the worker dies before this call, the watchdog kills the whole job. This includes
         programs that CMD has started and that outlive CMD. The call must follow soon after the end
-        of the job. Later, the system may give CMD's pid to another process, which the watchdog
-        would kill if the worker died. While a process of the session runs, the system does not
-        reuse the pid."""
+        of the job. When the session has no process left, the system may give CMD's pid to another
+        process. The watchdog would kill that process if the worker died."""
         if process.status is not None:
             self.jobs.discard(process)
             try:
@@ -7945,7 +7944,7 @@ def _job_processes(leaders: Iterable[int], known: Iterable[_JobProcess] = ()) ->
     a process of the job. A daemon has a session of its own, and its parent has ended. A daemon
     belongs to the job if its environment and the leader's environment name the same task and the
     same attempt. Daemons are looked for only if `known` is empty. They are found only while the
-    leader runs, because the environment of an ended process can't be read. Zombies are left out: a
+    leader runs, because the environment of an ended leader can't be read. Zombies are left out: a
     zombie no longer runs, and may never be reaped.
 
     Where _is_proc_ours() is false, the result has one process for each leader whose process group
@@ -7965,8 +7964,8 @@ def _job_processes(leaders: Iterable[int], known: Iterable[_JobProcess] = ()) ->
         parent, group, session = map(int, fields[:3])
         member = _JobProcess(int(fields[18]), int(name), group)
         children[parent].append(member)
-        # A process whose first thread has ended has the state Z, although other threads still run.
-        # Such a process is not a zombie.
+        # If the first thread of a process has ended, the process has the state Z even while its
+        # other threads run. Such a process is not a zombie.
         if state in (b"Z", b"X") and int(fields[16]) < 2:  # num_threads
             zombies.add(member)
         if member.pid in leaders or session in leaders or member in known:
@@ -7991,10 +7990,10 @@ def _signal(members: Iterable[_JobProcess], *numbers: int) -> set[_JobProcess]:
     """Send signals to the process groups of some processes. Return the processes whose group got
     the signals. The number 0 sends nothing: the result is the processes whose group still exists.
 
-    Each group is signalled as a whole, and the group of the oldest process first. RACE: if the
-    child of a shell got the signal first, the child could end, and the shell could continue before
-    the shell gets the signal. The shell might then end with status 0, as if the child had done its
-    work."""
+    Each group is signalled as a whole, and the group of the oldest process first. RACE: without
+    this order, the child of a shell, in a group of its own, could get the signal first and end. The
+    shell could continue before it gets the signal, and end with status 0, as if the child had done
+    its work."""
     members, reached = sorted(members), dict[int, bool]()
     for it in members:
         if it.group not in reached:
@@ -8028,25 +8027,26 @@ def _start_watchdog() -> int:
     """Fork the watchdog, and return a descriptor for writing to the pipe that the watchdog reads.
 
     If the worker is killed, the watchdog kills the worker's jobs. Without the watchdog, these jobs
-    would go on, while other workers reclaim the tasks and work on them, too. As soon as the worker
-    is dead, the watchdog may kill its jobs, and other workers may reclaim its tasks. So another
-    worker may start on a task some milliseconds before the watchdog kills the job of this task. A
-    process survives if it runs as another user, or if _job_processes() does not find it. All jobs
-    survive if the watchdog is killed, too.
+    would go on, while other workers reclaim the tasks and work on them, too. But other workers do
+    not wait for the watchdog. So another worker may reclaim a task, and start on it, some
+    milliseconds before the watchdog kills the job of this task. A process survives if it runs as
+    another user, or if _job_processes() does not find it. All jobs survive if the watchdog is
+    killed, too.
 
     Each new process writes its pid to the pipe before it executes CMD (see _START). The worker
-    writes the negative pid when the job is over (see end_job). The watchdog reads the end of the
-    pipe when the worker and all new processes have closed the pipe. Each of these processes has
-    then written its pid or has died, so the watchdog knows all jobs.
+    writes the negative pid when the job is over (see end_job). The watchdog comes to the end of the
+    pipe when the worker has ended and each new process has closed the pipe or has ended. By this
+    time, each new process has written its pid or has died, so the watchdog knows all jobs.
     """
     import signal
 
-    # The parent of this worker may have started it with SIGCHLD ignored. The system would then
-    # reap each CMD itself. CMD's status would be lost, and the job would never be over.
+    # The parent of this worker may have started it with SIGCHLD ignored. The system would then reap
+    # each CMD itself. CMD's status would be lost, and this worker would never see that CMD has
+    # ended.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     reading, writing = os.pipe()
-    # The watchdog blocks all signals. A signal to a whole process group, or to all processes of a
-    # scheduler's job, must not end the watchdog.
+    # The watchdog blocks all signals. A signal to a whole process group, or to all processes that
+    # a scheduler has started, must not end the watchdog.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     if os.fork():
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -8066,8 +8066,8 @@ def _start_watchdog() -> int:
             else:
                 leaders.discard(-report)
         while members := _signal(_job_processes(leaders), signal.SIGKILL):
-            # The next look also finds these processes, and the sessions that they lead, if their
-            # parents have ended.
+            # With these pids, the next call of _job_processes() finds the processes, and the
+            # sessions that they lead, even if their parents have ended.
             leaders.update(it.pid for it in members)
             time.sleep(0.001)
     finally:
@@ -8076,10 +8076,10 @@ def _start_watchdog() -> int:
 
 # ==================================================================================================
 # 23. Command runner: the pool of `femtoqueue work`, which runs CMD for each task.
-#     The pool has several threads. Each job has a thread that ends the job at the time limit and
+#     The pool has several threads. Each job has a thread that ends the job at --task-timeout and
 #     judges how CMD ended. Each pipe of a job has a relay (22). One thread reaps children (22), and
-#     one thread reports the progress. Only relays write the output of jobs. So if nobody reads the
-#     output, the time limits still work.
+#     one thread reports the progress. No other thread than a relay writes the output of a job. So
+#     --task-timeout works even if nobody reads the output.
 #     Invariant: the pool uses only public methods of the queue.
 # ==================================================================================================
 
@@ -8092,7 +8092,7 @@ def _start_watchdog() -> int:
 #      no signal from the worker, and runs on. The lease of the task is still renewed.
 #   3. If CMD exits with 0, its task is done. If CMD fails, the task is given back to the front,
 #      uncounted, when all processes of the job have ended: _ended_by_stop(), _follow(),
-#      _run_command(). But if the time limit has ended the job, the attempt has failed as usual.
+#      _run_command(). But if --task-timeout has ended CMD, the attempt has failed as usual.
 #   4. run_reported() waits for the output, writes the last line of progress, and returns the exit
 #      status 0. With --drain, the status is 1 if a task has become a dead letter or is left.
 #
@@ -8103,9 +8103,10 @@ def _start_watchdog() -> int:
 #   2. _terminate() (22) passes the signal to all processes of the jobs, and kills the processes
 #      that still run after 5 s.
 #   3. The thread of each job settles the task as after the first signal: if CMD exits with 0, the
-#      task is done, and if CMD fails, the task is given back. After at most 1 s,
-#      _WorkerPool._abort() gives back the tasks that are left.
-#   4. The queue is closed. _work_command() (24) ends the process with the status 128 + N.
+#      task is done, and if CMD fails, the task is given back. At most 1 s after
+#      step 2, _WorkerPool._abort() gives back the tasks that are left.
+#   4. The queue is closed. _work_command() (24) ends the process with the status 128 + N, where N
+#      is the number of the last signal.
 #
 # If the worker is killed, the watchdog (22) kills all jobs. Other workers find the worker dead, and
 # reclaim the tasks (11).
@@ -8124,7 +8125,7 @@ class _CommandPool(_WorkerPool):
         limits = {"idle_timeout_s": options.idle_timeout, "time_limit_s": options.time_limit}
         super().__init__(queue, self._run_command, options.jobs, options.drain, **limits)
         # Use a thread even for a single job. In the main thread, the second signal would raise
-        # KeyboardInterrupt, perhaps after a process has started and before it is in _processes.
+        # KeyboardInterrupt, perhaps after CMD has started and before `_processes` knows its pid.
         self._is_threaded = True
         self._options, self.jobs = options, options.jobs
         self._processes = _Processes(watchdog)
@@ -8135,7 +8136,7 @@ class _CommandPool(_WorkerPool):
         self._output_dir = options.output_dir and os.path.abspath(options.output_dir)
 
     def run_reported(self) -> int:
-        """Work until told to stop, report what was done, and return the exit status."""
+        """Run the pool, report what was done, and return the exit status."""
         before = self._dead_letters()
         reporter = threading.Thread(target=self._report_all, daemon=True)
         if not self._options.quiet:
@@ -8147,7 +8148,7 @@ class _CommandPool(_WorkerPool):
         except (SystemExit, RuntimeError, OSError, MemoryError) as error:
             self._end_report(f"femtoqueue: {str(error) or type(error).__name__}\n")
             return 2
-        if len(self.signals) > 1:  # report nothing: a thread stuck in a write may hold a turn
+        if len(self.signals) > 1:  # report nothing: a stuck write may hold a stream's turn
             return 128 + self.signals[-1]
         is_lost = not _await_output(self._relays, 0.0)
         for relay in self._relays:  # a background program may write for another moment
@@ -8165,7 +8166,7 @@ class _CommandPool(_WorkerPool):
         pause_s = _REDRAW_S if self._output.has_terminal else _REPORT_S
         while not self._is_over.wait(pause_s):
             text = self._progress_text()
-            with suppress(OSError):  # the terminal is gone, but the running jobs must still finish
+            with suppress(OSError):  # if the terminal is gone, the running jobs must still finish
                 if self._output.has_terminal:
                     self._output.show(text)
                 elif text and not self._is_over.is_set():
@@ -8197,7 +8198,7 @@ class _CommandPool(_WorkerPool):
     def write(self, text: str) -> None:
         """Write a text to standard error, as lines of its own. The log writes through this method,
         too."""
-        with suppress(OSError):  # the terminal is gone, but the running jobs must still finish
+        with suppress(OSError):  # if the terminal is gone, the running jobs must still finish
             self._output.put(2, text.encode("utf-8", "backslashreplace"), begins_line=True)
 
     def pass_on(self, fd: int, data: bytes, owner: object = None, is_whole: bool = True) -> None:
@@ -8272,7 +8273,7 @@ class _CommandPool(_WorkerPool):
         try:
             file.write(task.data)
             file.seek(0)  # this also flushes the payload
-        except OSError:  # perhaps only this payload is too large, so put the task at the back
+        except OSError:  # perhaps only this payload is too large: other tasks come first next time
             self._queue.release(task, counted=False)
             with suppress(OSError):
                 file.close()
@@ -8331,8 +8332,8 @@ class _CommandPool(_WorkerPool):
     def _refuse(self, task: FemtoTask, why: str) -> NoReturn:
         """Make a dead letter of a task whose payload can't be an argument of CMD, and raise
         _CommandFailed. Another attempt would fail in the same way. But if CMD has no {}, the
-        payload is not an argument: the environment of this worker is too large, with the arguments
-        of CMD. In this case, raise SystemExit."""
+        payload is not an argument: the environment of this worker and the arguments of CMD are too
+        large together. In this case, raise SystemExit."""
         if not any("{}" in it for it in self._options.after_dashes):
             raise SystemExit(f"{self._options.after_dashes[0]} can't be run: {why}")
         text = f"the payload can't be an argument of the command, in place of {{}}: {why}"
@@ -8463,10 +8464,10 @@ def _end_of_file(file: Any, begin: int) -> bytes:
 def main(argv: list[str] | None = None) -> int:
     """Run a command, and return the exit status.
 
-    0: success. 1: nothing was there, or a condition was not met. 2: the command line is wrong, or
-    there was trouble. 128 + N: signal N ended the command. An error is written to standard error,
-    as one line. Raises SystemExit with such a status for --help, --version, and a wrong command
-    line."""
+    0: success. 1: nothing was there, a condition was not met, or the queue raised FemtoQueueError.
+    2: the command line is wrong, or there was trouble. 128 + N: signal N ended the command. An
+    error is written to standard error, as one line. Raises SystemExit for --help and --version
+    (status 0), for a wrong command line (2), and if SIGTERM or SIGHUP ends `top` (128 + N)."""
     try:
         _open_closed_streams()
         options = _parse_arguments(sys.argv[1:] if argv is None else argv)
@@ -8501,9 +8502,9 @@ def _import_only_libraries() -> None:
 
 
 def _open_closed_streams() -> None:
-    """If a standard stream is closed (`>&-`), open /dev/null in its place. Otherwise the next file
-    that is opened would get the descriptor of the stream. If the file were a task, the output of
-    the command would go into the task."""
+    """If a standard stream is closed (`>&-`), open /dev/null in its place. Without /dev/null, the
+    next file that is opened would get the descriptor of the stream. If that file were a task, the
+    output of the command would go into the task."""
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:  # then the descriptor of the stream is the lowest free one
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), "r+", closefd=False))
@@ -8765,8 +8766,8 @@ def _open_queue(options: Any, **settings: Any) -> FemtoQueue:
 
 def _for_each_id(options: Any, act: Callable[[FemtoQueue, str], object], **settings: Any) -> int:
     """Call act() for each ID, and return the exit status. If act() raises FemtoQueueError, for
-    example because the task is in another state, report the error and go on with the next ID. Then
-    the status is 1."""
+    example because the task is in another state, report the error, go on with the next ID, and
+    return 1 at the end."""
     status = 0
     with _open_queue(options, **settings) as q:
         for name in options.ids:
@@ -8804,8 +8805,8 @@ def _task_row(task: FemtoTask) -> dict[str, Any]:
 
 
 def _cell(name: str, value: Any) -> str:
-    """Return a field of a row as text. A key is percent-encoded, as in the header of a record, so
-    that the key is one word."""
+    """Return a field of a row as text. A key is percent-encoded, as in the header line of a record,
+    so that the key is one word."""
     if value is None:
         return "-"
     return _quote_key(value) if name == "key" else str(value)
@@ -8898,8 +8899,9 @@ def _push_all(push: Callable[[bytes], str], payloads: Iterable[bytes]) -> None:
 
 
 def _pieces(chunks: Iterable[bytes], end: bytes) -> Iterator[bytes]:
-    """Yield the pieces of a stream. A piece is yielded as soon as the byte after it, `end`, has
-    come. If no `end` follows the last bytes of the stream, these bytes are a piece, too."""
+    """Yield the pieces of a stream. A piece is the bytes before a byte `end`, and is yielded as
+    soon as this byte has come. If no `end` follows the last bytes of the stream, these bytes are a
+    piece, too."""
     rest = bytearray()
     for chunk in chunks:
         rest += chunk
@@ -8985,7 +8987,8 @@ def _work_command(options: Any) -> int:
 
 
 def _prepare_work(options: Any) -> None:
-    """Check the options of `work`, and whatever else can be wrong before a task is taken."""
+    """Check the options of `work`, and that CMD, --output-dir and TMPDIR can be used: an error must
+    come before a task is taken."""
     # Import every module that a job needs: the worker's Python may be replaced or removed while the
     # worker runs.
     import shutil
@@ -9243,7 +9246,7 @@ def _top_command(options: Any) -> None:
     """
     q, progress = _open_queue(options), _Progress(options.dir)
     begins, ends, ends_all = ("",) * 3
-    if sys.stdout.isatty():  # turn off wrapping (DECAWM): some letters take two columns
+    if sys.stdout.isatty():  # no wrapping (DECAWM): a letter of two columns may wrap its line
         begins, ends, ends_all = "\x1b[?7l\x1b[H", "\x1b[K", "\x1b[J\x1b[?7h"
     with _keyboard() as wait_for_key:
         while True:
@@ -9284,16 +9287,16 @@ def _top_lines(name: str, q: FemtoQueue, progress: _Progress) -> Iterator[str]:
 
 @contextmanager
 def _keyboard() -> Iterator[Callable[[float], str]]:
-    """Yield a function that waits until a key is pressed, but for at most its argument, in seconds.
-    The function returns the key, or "" if no key was pressed. In the block, the terminal passes
-    each key on at once. If standard input is not a terminal, the function only sleeps, and returns
-    ""."""
+    """Yield a function that takes a number of seconds, and waits at most so long until a key is
+    pressed. The function returns the key, or "" if no key was pressed. In the block, the terminal
+    passes each key on at once. If _let_terminal_pass_keys() returns False, the function only
+    sleeps, and returns ""."""
 
     signals: list[int] = []
 
     def wait_for_key(seconds: float) -> str:
-        # The signal came while a finalizer ran or a generator was closed: Python may then swallow
-        # the SystemExit of the signal's handler.
+        # Python may swallow the SystemExit of the signal's handler, if the signal came while a
+        # finalizer ran or a generator was closed. So raise SystemExit again.
         if signals:
             raise SystemExit(128 + signals[0])
         return os.read(0, 1).decode("latin-1") if _readable([0], seconds) else ""
@@ -9310,8 +9313,8 @@ def _let_terminal_pass_keys(restored: ExitStack, signals: list[int]) -> bool:
     """Let the terminal pass each key on at once, and return True. Return False if standard input is
     not a terminal, or if this system has no termios.
 
-    When the stack is closed, the terminal gets its settings back. Until then, SIGTERM and SIGHUP
-    are added to `signals`, and raise SystemExit. So the stack is also closed if one of these
+    When `restored` is closed, the terminal gets its settings back. Until then, SIGTERM and SIGHUP
+    are added to `signals`, and raise SystemExit. So `restored` is also closed if one of these
     signals ends the process. A signal that is ignored or has a handler already is left as it is."""
     import signal
 
