@@ -2687,9 +2687,10 @@ class _Worker:
         """Move a leased task to done/. If keep_done is False or 0, remove the task instead. Raises
         LeaseLost.
 
-        On a full disk, done/ may have no room for another name. Then the task is also removed. A
-        task that stayed leased would run again and again, until a person purges done/. To keep a
-        record of finished tasks is a weaker promise than not to deliver a finished task again."""
+        On a full disk, done/ may have no room for another name. Then the task is removed, too,
+        because a task that stayed leased would run again and again, until a person purges done/. To
+        keep a record of finished tasks is a weaker promise than not to deliver a finished task
+        again."""
         lease = _lease_of(task)
         if self.keep_done:
             try:
@@ -2811,7 +2812,7 @@ class _Worker:
         except BlockingIOError:
             return  # RACE: another process holds the key's lock. The next reclaim tries again.
         except FileNotFoundError:
-            # RACE: the holder settled the task first, or another worker reclaimed the task. Then
+            # RACE: the holder settled the task first, or another worker reclaimed the task, and
             # nothing remains to be done. But if the lease still exists, the directory of the target
             # is missing, and the next reclaim tries again.
             if self.files.exists(lease):
@@ -2904,8 +2905,8 @@ class _Worker:
     # `close_count`, wakes all waits, closes the lease directory, and reclaims the leases in that
     # directory. Some leases stay: detached leases, all leases where there is no flock, and all
     # leases while another object has the same directory open. The waiting thread hands over a task
-    # only if it removes the lease from `undelivered` before a reclaim does. Otherwise, it returns
-    # None. Three attributes of _LeaseDir tell the two threads which thread has a task.
+    # only if it removes the lease from `undelivered` before a reclaim does. Otherwise, the thread
+    # returns None. Three attributes of _LeaseDir tell the two threads which thread has a task.
     #
     #   - `undelivered` has the leases that no caller has got. The value for a lease is the path of
     #     the task before the claim. claim() adds a lease before the rename. A thread removes a
@@ -3229,8 +3230,8 @@ class _Job:
         """Run the job now, set the time of the next run, and store an OSError in `error`."""
         started_s, self.error = time.monotonic(), None
         self._next_s = started_s + _BASE_INTERVAL_S  # holds if Ctrl-C ends this run
-        # This comes before the run, so that no call of sooner() during the run is lost. The job
-        # itself may call sooner(). RACE: schedule() in another thread calls sooner() during the
+        # _sooner_s is reset before the run, so that no call of sooner() during the run is lost. The
+        # job itself may call sooner(). RACE: schedule() in another thread calls sooner() during the
         # run, without the worker's lock.
         self._sooner_s = float("inf")
         try:
@@ -3425,7 +3426,8 @@ class _Housekeeper:
 
     def _renewed_recently(self, entry: _Entry) -> bool:
         """Return whether a lease still runs, although its deadline has passed by our queue clock.
-        This is so only for a lease of another clock: another queue clock has set its deadline.
+        This is so only for a lease of another clock, which is a lease whose deadline another queue
+        clock has set.
 
         The queue clocks of hosts drift apart: after a suspend, or an NTP step after the boot. But
         the wall clocks of hosts agree. rename() sets st_ctime to the wall-clock time of the claim
@@ -3458,8 +3460,8 @@ class _Housekeeper:
         return False
 
     def _reclaim_if_dead(self, directory: str, has_own_boot: bool) -> None:
-        """If a worker is dead, reclaim its leases of this boot, and remove its directory if the
-        directory is empty then.
+        """If a worker is dead, reclaim its leases of this boot, then remove its directory if the
+        directory is empty.
 
         A worker counts as dead if the lock on its directory is free. has_own_boot: the directory
         has leases of this boot. Without such leases, a directory that was changed in the last
