@@ -2584,16 +2584,16 @@ class _LeaseDir:
 # 10. Worker: the state machine. It makes each change of a task's state, except pushes (rooms 6
 #     and 14) and purges (rooms 11 and 12). It calls room 9 for the rename of a claim, and room 14
 #     for the moves of a task with a key.
-#     Invariant: a rename (or an unlink) commits each change. This system call is also the fence: it
-#     fails if the lease is lost. A call that settles a task, or saves a checkpoint, changes the
-#     reason in failed/ and the file in checkpoints/ only after the rename. So a worker that lost
-#     its lease changes none of these files. A retry, which has no lease, removes the reason first.
+#     Invariant: a rename (or an unlink) commits each change. For the holder of a lease, this system
+#     call is also the fence: it fails if the lease is lost. A call that settles a task changes the
+#     reason in failed/ and the file in checkpoints/ only after this rename. A call that saves a
+#     checkpoint changes the file only after the rename that renews the lease. So a worker that lost
+#     its lease changes neither file. A retry, which has no lease, removes the reason first.
 #     Lock: a thread holds the worker's lock while it claims, renews, settles or reclaims a task.
 #     So a renewal and a done() in two threads cannot run at the same time. No thread holds the lock
 #     while it reads or writes a payload for a caller. A quarantine and a take along (room 14) do
-#     not need the worker's lock, because the task has no caller at that time. If the task has a
-#     key, they hold the lock of the key.
-#     Room 5 has the order of locks.
+#     not need the worker's lock, because no caller has the task at that time. If the task has a
+#     key, they hold the lock of the key. Room 5 has the order of locks.
 # ==================================================================================================
 
 # Seconds between two looks at PAUSED and at our lease directory. Also the seconds until the next
@@ -2649,10 +2649,10 @@ class _Worker:
         outcome: the field of WorkCounts that counts the delivery, or "" if the delivery goes on.
 
         Raises LeaseLost if the file of the lease is gone: the rename is the fence. Raises
-        FileNotFoundError if data_dir, or the target's directory of a state, is missing. After an
-        OSError of the rename, the task is still leased. But a step after the rename may also raise
-        OSError, for example the promotion of the payload behind a task with a key. Then the task
-        has moved, and for a key the repair job does the missing step."""
+        FileNotFoundError if data_dir or a directory such as done/ is missing. After an OSError of
+        the rename, the task is still leased. But a step after the rename may also raise OSError,
+        for example the promotion of the payload behind a task with a key. In this case, the task
+        has moved, and the repair job does a missing step for the key."""
         ident = lease.path[-_ID_LENGTH:]
         is_keyed = ident[21] > "7"
         with self.keys.lock_of(ident) if is_keyed else self.lock, self.lock:
@@ -2688,16 +2688,17 @@ class _Worker:
         """Move a leased task to done/. If keep_done is False or 0, remove the task instead. Raises
         LeaseLost.
 
-        On a full disk, done/ may have no room for another name. Then the task is also removed. A
-        task that stayed leased would run again and again, until a person purges done/. To keep a
-        record of finished tasks is a weaker promise than not to deliver a finished task again."""
+        On a full disk, done/ may have no room for another name. Then the task is removed, too,
+        because a task that stayed leased would run again and again, until a person purges done/. To
+        keep a record of finished tasks is a weaker promise than not to deliver a finished task
+        again."""
         lease = _lease_of(task)
         if self.keep_done:
             try:
                 gone_to = self.move_leased(lease, f"done/{lease.path[-_ID_LENGTH:]}", "done")
             except OSError as error:
-                # If the lease is gone, the rename has succeeded, and only a later step failed. Then
-                # the task is not removed, and the error of that step is raised.
+                # If the lease is gone, usually the rename has succeeded, and only a later step
+                # failed. So the error is raised, and the task is not removed.
                 if error.errno not in _OUT_OF_SPACE_ERRNOS or not self.files.exists(lease.path):
                     raise
                 text = "task %s is done, and removed: done/ can't take it: %s"
@@ -2730,7 +2731,7 @@ class _Worker:
         target = f"failed/{_id_of(lease.path)}"
         with nullcontext("") if error is None else self._new_reason(error) as path:
             self.move_leased(lease, target, "failed")
-            # A person may have moved the task out of failed/ before, without the older reason.
+            # A person may have moved the task out of failed/ before, but not its older reason.
             _unlink_if_exists(f"{self.files.root}{target}.error")
             if path:
                 self.files.put_in_place(path, f"{target}.error")
@@ -2754,7 +2755,7 @@ class _Worker:
         return self.files.replacement(f"{self.clock.new_id()}.error", content)
 
     def requeue(self, task: FemtoTask, target: str) -> None:
-        # Give a leased task back: the task waits at `target` then. With a newer payload of the key
+        # Give a leased task back, so that it waits at `target`. If a newer payload of the key is
         # behind the task, move_keyed() may change the path. Raises LeaseLost.
         gone_to = self.move_leased(_lease_of(task), target, "released")
         self.note_arrival(gone_to)
@@ -2801,8 +2802,9 @@ class _Worker:
         the task moves to this path. If a newer payload of the key is behind the task, move_keyed()
         may change the path.
 
-        If the move fails, the lease stays in `orphans`, and the next reclaim job tries again. The
-        entry is needed: without it, a lease in our own directory would end only at its deadline."""
+        If the move fails and the lease still exists, the lease stays in `orphans`, and the next
+        reclaim job tries again. Without this entry, a lease in our own directory would end only at
+        its deadline."""
         orphans = self.lease_dir.orphans
         orphans[lease] = source = self.lease_dir.undelivered.pop(lease, None) or orphans.get(lease)
         target = source or _front_path(_id_of(lease), _attempts_of(lease))
@@ -2811,7 +2813,7 @@ class _Worker:
         except BlockingIOError:
             return  # RACE: another process holds the key's lock. The next reclaim tries again.
         except FileNotFoundError:
-            # RACE: the holder settled the task first, or another worker reclaimed the task. Then
+            # RACE: the holder settled the task first, or another worker reclaimed the task, and
             # nothing remains to be done. But if the lease still exists, the directory of the target
             # is missing, and the next reclaim tries again.
             if self.files.exists(lease):
@@ -2903,21 +2905,21 @@ class _Worker:
     # close() runs under the worker's lock, so that no claim runs at the same time. It adds 1 to
     # `close_count`, wakes all waits, closes the lease directory, and reclaims the leases in that
     # directory. Some leases stay: detached leases, all leases where there is no flock, and all
-    # leases while another object has the same directory open. The waiting thread returns None,
-    # unless it removes the lease of its task from `undelivered` first. Three attributes of
-    # _LeaseDir tell the two threads which thread has a task.
+    # leases while another object has the same directory open. The waiting thread hands over a task
+    # only if it removes the lease from `undelivered` before a reclaim does. Otherwise, the thread
+    # returns None. Three attributes of _LeaseDir tell the two threads which thread has a task.
     #
     #   - `undelivered` has the leases that no caller has got. The value for a lease is the path of
     #     the task before the claim. claim() adds a lease before the rename. A thread removes a
-    #     lease with dict.pop(), and only one thread can succeed. If the waiting thread succeeds,
-    #     the task goes to the caller. If the reclaim of close() succeeds, the task goes back,
-    #     uncounted.
+    #     lease with dict.pop(), which only one thread can do. If hand_over() in the waiting thread
+    #     removes the lease, the task goes to the caller. If the reclaim of close() removes the
+    #     lease, the task goes back, uncounted.
     #   - `close_count` is the number of calls of close(). A wait notes the number when the wait
     #     begins.
-    #   - `orphans` has the leases that must be put back. The value for a lease is the path to which
-    #     the task goes, or None for the place of its push. A reclaim may fail because the lock of a
-    #     key is busy, or because of disk trouble. Then the lease stays in `orphans`. Each run of
-    #     the reclaim job, and the next opening of the lease directory, tries again.
+    #   - `orphans` has the leases to reclaim. The value for a lease is the path to which the task
+    #     goes, or None for the place of its push. A reclaim may fail because the lock of a key is
+    #     busy, or because of disk trouble. Then the lease stays in `orphans`. Each run of the
+    #     reclaim job, and the next opening of the lease directory, tries again.
     #
     # The waiting thread notices close() at three spots, because close() may come at three times.
     # (In addition, wait_for() compares `close_count` to end its loop.)
@@ -2925,24 +2927,24 @@ class _Worker:
     #   1. Before the claim: _LeaseDir.claim() finds that the directory is not open, and takes no
     #      task.
     #   2. During a look, which is a call of take_oldest() or take_named(): _Waits._look() compares
-    #      `close_count` after each look. `undelivered` is not enough here, for two reasons. If the
-    #      look found no task, it has no entry whose absence could show the close(). If the look
-    #      opened the directory again after close(), and then claimed a task, the entry is in
-    #      `undelivered`, as if close() had not been called. So if `close_count` has changed,
-    #      _look() puts the task back if it found one. It also gives up the lease directory again if
-    #      the directory is empty.
+    #      `close_count` after each look. `undelivered` does not always show the close(). If the
+    #      look found no task, there is no entry that could be missing. If the look opened the
+    #      directory again after close(), and then claimed a task, the entry is in `undelivered`, as
+    #      if close() had not been called. If `close_count` has changed, _look() puts a task that
+    #      was found back, and gives up the lease directory again if the directory is empty.
     #   3. After that comparison: _Waits.hand_over() removes the lease from `undelivered`, as the
-    #      last step before the caller gets the task. If the lease is not in `undelivered`, a
-    #      reclaim removed it first: that of close(), or that of a job after the deadline. Then
+    #      last step before the caller gets the task. If the lease is not in `undelivered`, the
+    #      reclaim of close(), or of a job after the deadline, removed it first. In this case,
     #      hand_over() makes sure that the task is put back, and returns None.
     #
     # pop() with timeout 0, and without lease_ms, is not a wait. It does not compare `close_count`,
-    # and take_oldest() itself does step 3. If this pop() opens the directory again after close(),
-    # that is a new use of the object.
+    # and take_oldest() itself does what is described in 3. If this pop() opens the directory again
+    # after close(), that is a new use of the object.
     #
-    # close() may also put a task back while _deliver() reads the file. Then _deliver() finds that
-    # the lease is gone, and returns None. (It also calls undo_claim(), whose rename fails, because
-    # the task is already back. So the lease is in `orphans` until the next reclaim finds it gone.)
+    # If close() puts a task back before _deliver() has opened the file, _deliver() finds that the
+    # lease is gone, and returns None. (_deliver() also calls undo_claim(), whose rename fails,
+    # because the task is already back. So the lease is in `orphans` until the next reclaim finds
+    # that the lease is gone.)
 
     def take_oldest(self, length_ns: int, in_wait: bool = False) -> FemtoTask | None:
         """Run the jobs that are due, lease the oldest task, and return the task.
@@ -3041,11 +3043,11 @@ class _Worker:
 
     def _deliver(self, waiting: str, lease: _Lease) -> FemtoTask | None:
         """Read a task that was just claimed from the path `waiting`, and return the task. The lease
-        stays in `undelivered`, because the caller has not got the task.
+        stays in `undelivered`, because the caller has not got the task yet.
 
         Returns None if there is nothing to deliver: the task became a dead letter, the task waits
-        again, or the lease is gone. If the task's file is not at the path of the lease, a person
-        may have moved the whole lease directory away. So undo_claim() tries to move the file back.
+        again, or the lease is gone. If the lease is gone, a person may have moved the whole lease
+        directory away. So undo_claim() tries to move the file back.
 
         A task that has had max_attempts deliveries is not read, and becomes a dead letter. The last
         delivery of such a task ended without done() or fail(), usually because the worker was
@@ -3104,19 +3106,21 @@ class _Worker:
         In two cases, a claimed task from pending/ goes to the back instead, because the task must
         not block the tasks behind it.
 
-        In the first case, the task itself caused the error, and the error has a task_id. Then the
-        attempts of the task count the delivery. After the last attempt (max_attempts), the task
+        In the first case, the task itself caused the error, and the error has a task_id. The
+        attempts of the task count this delivery. After the last attempt (max_attempts), the task
         becomes a dead letter. If take() claimed the task in scheduled/, and this was not the last
-        attempt, the task returns to scheduled/, uncounted. This worker passes the task over for a
-        while, even if the claim itself failed: see _Backlog.note_trouble().
+        attempt, the task returns to scheduled/, uncounted. From its second such error on, this
+        worker passes the task over for a while, even if the claim itself failed: see
+        _Backlog.note_trouble().
 
-        In the second case, another OSError came, for example when the state of the key was read, or
-        when the task was quarantined. Then the delivery is not counted. But after a lack of
-        descriptors or memory (_TRANSIENT_ERRNOS), the task returns to its place.
+        In the second case, an OSError without a task_id was raised, for example when the state of
+        the key was read, or when the task was quarantined. The delivery is not counted. But after a
+        lack of descriptors or memory (_TRANSIENT_ERRNOS), the task returns to its place.
 
-        After _undo_after_error(), the caller raises the error. If the error has a task_id, work()
-        and the command `work` log the error and go on (_WorkerPool._take_untroubled() in room 17).
-        The command `pop` reports the error, and exits with status 2.
+        After _undo_after_error(), the caller raises the error, unless take_named() only found the
+        lock of a key busy. If the error has a task_id, work() and the command `work` log the error
+        and go on (_WorkerPool._take_untroubled() in room 17). The command `pop` reports the error,
+        and exits with status 2.
         """
         place = waiting if lease.path else ""
         # If a signal handler raised the error, errno is usually None.
@@ -3201,9 +3205,9 @@ class _Job:
 
     # All times are of the monotonic clock. The job runs next at _next_s, or at _sooner_s if
     # sooner() asked for an earlier run. rest_end_s is the end of the pause after a long run.
-    # sooner() does not look at rest_end_s. A caller whose reason may come again and again should
-    # look at it, or give a pause. Otherwise the job would run all the time. Otherwise the job would
-    # run all the time.
+    # sooner() does not look at rest_end_s. If the reason of a caller may come again and again, the
+    # caller should look at rest_end_s, or call sooner() with a pause. Otherwise, the job would run
+    # all the time.
     _next_s = _sooner_s = 0.0
     rest_end_s = 0.0
     error: OSError | None = None
@@ -3227,8 +3231,8 @@ class _Job:
         """Run the job now, set the time of the next run, and store an OSError in `error`."""
         started_s, self.error = time.monotonic(), None
         self._next_s = started_s + _BASE_INTERVAL_S  # holds if Ctrl-C ends this run
-        # This comes before the run, so that no call of sooner() during the run is lost. The job
-        # itself may call sooner(). RACE: schedule() in another thread calls sooner() during the
+        # _sooner_s is reset before the run, so that no call of sooner() during the run is lost. The
+        # job itself may call sooner(). RACE: schedule() in another thread calls sooner() during the
         # run, without the worker's lock.
         self._sooner_s = float("inf")
         try:
@@ -3271,9 +3275,9 @@ class _Housekeeper:
     # What runs when
 
     def run_due(self) -> None:
-        """Run the jobs that are due. Also call _list_pending() if the listing is due, or if the
-        queue is paused: then that method drops the batch, at its next look at PAUSED. Do nothing if
-        another thread holds the worker's lock."""
+        """Run the jobs that are due. Call _list_pending() if the listing is due, or if the queue is
+        paused: _list_pending() drops the batch, at its next look at PAUSED. Do nothing if another
+        thread holds the worker's lock."""
         if not self._lock.acquire(blocking=False):
             return
         try:
@@ -3401,9 +3405,9 @@ class _Housekeeper:
         """Reclaim the ended leases of one worker. If the worker is dead, reclaim all its leases of
         this boot.
 
-        The lock on the directory shows whether the worker is dead. The lock is tried in two cases:
-        the directory has leases of this boot, or no lease in the directory is before its deadline.
-        The second case is for the removal of the directory. In any other case, the lock would
+        The lock on the directory shows whether the worker is dead. The lock is tried in two cases.
+        First, the directory has leases of this boot. Second, no lease in the directory is before
+        its deadline, so that an empty directory can be removed. In any other case, the lock would
         change nothing: leases of another boot end by their deadlines."""
         now_ns, leases = self._clock.now_ns(), self._files.entries(directory)
         ended, running = [], []
@@ -3423,7 +3427,8 @@ class _Housekeeper:
 
     def _renewed_recently(self, entry: _Entry) -> bool:
         """Return whether a lease still runs, although its deadline has passed by our queue clock.
-        This is so only for a lease of another clock: another queue clock has set its deadline.
+        This is so only for a lease of another clock, which is a lease whose deadline another queue
+        clock has set.
 
         The queue clocks of hosts drift apart: after a suspend, or an NTP step after the boot. But
         the wall clocks of hosts agree. rename() sets st_ctime to the wall-clock time of the claim
@@ -3456,15 +3461,15 @@ class _Housekeeper:
         return False
 
     def _reclaim_if_dead(self, directory: str, has_own_boot: bool) -> None:
-        """If a worker is dead, reclaim its leases of this boot, and remove its directory if the
-        directory is empty then.
+        """If a worker is dead, reclaim its leases of this boot, then remove its directory if the
+        directory is empty.
 
         A worker counts as dead if the lock on its directory is free. has_own_boot: the directory
         has leases of this boot. Without such leases, a directory that was changed in the last
         minute stays. This minute is for mounts (FUSE) where other hosts do not see a flock on a
-        directory. There, an idle worker of another host looks dead. Its empty directory is removed,
-        and its next listing of pending/, within a second, makes the directory again. Without the
-        minute, this would happen each second."""
+        directory. On such a mount, an idle worker of another host looks dead, and its empty
+        directory is removed. The worker's next listing of pending/, within a second, makes the
+        directory again. Without the minute, the directory would be removed again each second."""
         lock = self._files.open_dir(directory)
         if lock is None:
             return
@@ -3571,7 +3576,7 @@ class FemtoQueue:
     node_id:  the name of this worker: 1 to 100 of the characters A-Z a-z 0-9 . _ -, but not "." or
         "..". None: a new name. If a worker restarts under an old name, its first pop() takes back
         the tasks that the earlier process had leased, except detached leases. Where there is no
-        flock(2), or while another object of the name lives, a restart takes nothing back. Living
+        flock(2), or while another object of this name lives, a restart takes nothing back. Living
         objects may share a name, and do not take each other's leases before the deadline. If a
         process is killed while other objects of its name live, its leases end at their deadlines,
         or earlier, when the last of these objects is closed or dies.
@@ -3605,7 +3610,7 @@ class FemtoQueue:
     queue can't be made or read, or if the path of data_dir is too long.
 
     The order of tasks and the deadlines of leases follow the queue clock. The queue clock is the
-    monotonic clock plus an anchor that all processes of one boot share. Setting the date therefore
+    monotonic clock plus an anchor that usually all processes of one boot share. Setting the date
     does not move the queue clock. On systems other than Linux, each process has its own anchor. Its
     queue clock starts at the time of the wall clock, or of the newest task if that time is later.
 
@@ -3739,8 +3744,8 @@ class FemtoQueue:
         bytes-like. Raises OSError if the disk did not take a task, and any exception that
         `iterable` raises. The tasks before the error are in the queue. The attribute `pushed_ids`
         of the exception has the ids of these tasks, and the message of an OSError has their number.
-        If the sync failed, the tasks are removed again. Then `pushed_ids` has only the ids of the
-        tasks that could not be removed, usually because a worker took them before.
+        But if the sync failed, the tasks are removed again, and `pushed_ids` has only the ids of
+        the tasks that could not be removed, usually because a worker had taken them.
 
         On disk: when push_many() returns, the files of the tasks are in pending/. With
         sync_after_write, one syncfs(2) makes the whole batch durable on ext4, xfs, btrfs and f2fs.
@@ -4211,10 +4216,10 @@ class FemtoQueue:
 
         If work() runs in the main thread, SIGTERM and SIGINT stop the loop as `stop` does. A second
         signal gives back the tasks that are running, and work() returns at once. With
-        concurrency=1, the second signal raises KeyboardInterrupt in the handler. With a higher
-        concurrency, the handlers still run in their threads, and get LeaseLost when they use their
-        tasks. Two signals within 0.3 seconds count as one. close() in another thread stops the
-        loop, too.
+        concurrency=1, the second signal ends the handler by a KeyboardInterrupt, which work()
+        catches. With a higher concurrency, the handlers still run in their threads, and get
+        LeaseLost when they use their tasks. Two signals within 0.3 seconds count as one. close() in
+        another thread stops the loop, too.
 
         Raises TypeError or ValueError if an argument is invalid. If a handler raises SystemExit,
         KeyboardInterrupt or another exception that is not an Exception, the loop ends, and the

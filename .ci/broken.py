@@ -461,7 +461,7 @@ done() and fail() raise the OSError of their rename | Faults; faults: rename
 +                gone_to = target
 the rename to failed/ is the fence: the reason is written after the rename | Model
 -            self.move_leased(lease, target, "failed")
--            # A person may have moved the task out of failed/ before, without the older reason.
+-            # A person may have moved the task out of failed/ before, but not its older reason.
 -            _unlink_if_exists(f"{self.files.root}{target}.error")
              if path:
                  self.files.put_in_place(path, f"{target}.error")
