@@ -760,7 +760,7 @@ def _encode_key(key: object) -> str:
     if not 1 <= len(raw) <= _MAX_KEY_BYTES:
         wanted = f"1 to {_MAX_KEY_BYTES} bytes in UTF-8"
         raise ValueError(f"key must be {wanted}, not {len(raw)}: {key!r}")
-    return _quote_key(raw)
+    return _quote_key(raw)  # not str(key): that shows the name of a str Enum's member
 
 
 def _quote_key(key: str | bytes) -> str:
@@ -1329,8 +1329,8 @@ def _no_fork() -> Iterator[None]:
     """Delay fork() in other threads while the block opens or closes a descriptor, but for
     _FORK_WAIT_S at most. A child that was forked during the block could have a copy of a descriptor
     that is not in _open_lock_fds. The child would not close the copy, and the copy could keep the
-    lock. The blocks of two threads don't exclude each other: a block that hangs because its
-    mount hangs must not stop the other thread.
+    lock. The blocks of two threads don't exclude each other: a block that hangs, because its mount
+    hangs, must not stop the other thread.
 
     While the interpreter ends, this function does not take _fork_lock. A thread may have ended
     while holding the lock, and the wait would never end. No fork happens at that time, so the lock
@@ -1373,7 +1373,7 @@ class _FileLock:
     fd = -1  # the file is not open
     reading_is_enough = True  # flock() works on a file that is open for reading only
     refused: OSError | None = None  # the error that made _open() open the file for reading only
-    # What stands before a file's name in a call that gets `fd` as the directory (dir_fd). _Unlocked
+    # The text to put before the name of a file of this directory in a call with dir_fd=fd. _Unlocked
     # (room 20) has no descriptor, so its prefix is the path of the directory.
     prefix = ""
 
