@@ -865,8 +865,9 @@ class _Lease:
     path: the path of the file. For a leased task, the path is the fence. A renewal writes the new
         path here.
     source: the path that the task was claimed from.
-    length_ns: the time from the claim to the deadline. A renewal leaves at least this time until
-        the new deadline, unless extend() was called with another time.
+    length_ns: the time from the claim to the deadline. After attach(), usually the lease length of
+        the object that called attach(). A renewal leaves at least length_ns until the new deadline,
+        unless extend() was called with another time.
     outcome: the field of WorkCounts that counts the delivery. "": the delivery still runs, the
         lease was lost, or the end of the delivery could not be written to the disk.
     has_checkpoint: True if the task may have a checkpoint.
@@ -1373,8 +1374,8 @@ class _FileLock:
     fd = -1  # the file is not open
     reading_is_enough = True  # flock() works on a file that is open for reading only
     refused: OSError | None = None  # the error that made _open() open the file for reading only
-    # The text to put before the name of a file of this directory in a call with dir_fd=fd. _Unlocked
-    # (room 20) has no descriptor, so its prefix is the path of the directory.
+    # The text to put before the name of a file of this directory, in a call with dir_fd=fd.
+    # _Unlocked (room 20) has no descriptor, so its prefix is the path of the directory.
     prefix = ""
 
     def __init__(self, path: str, flags: int = _LOCK_FLAGS, data_dir: str = "") -> None:
