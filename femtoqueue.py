@@ -58,10 +58,10 @@ Each step takes effect by one system call, the one in the last column:
     save       16 _save_checkpoint            creating/         checkpoints/<id>         rename
 
 A task with the new order <now> goes to the back of the queue. A task with the <order> of its id
-returns to the place of its push. <n> is the number of attempts so far. If a worker claimed a task
-that no caller got, and itself reclaims the lease, the task usually returns to where it waited.
-After fail and quarantine, a second rename puts the reason into failed/<id>.error. Where names can't
-be exchanged (NFS, FUSE, not Linux), replace uses rename, or the payload is buffered.
+returns to the place of its push. <n> is the number of attempts so far. If a worker reclaims a lease
+of its own whose task no caller got, the task usually returns to where it waited. After fail and
+quarantine, a second rename puts the reason into failed/<id>.error. Where names can't be exchanged
+(NFS, FUSE, not Linux), replace uses rename, or the payload is buffered.
 
 The terms of this file:
 
@@ -81,8 +81,8 @@ The terms of this file:
     Deadline          The time on the queue clock after which any worker may reclaim the task. A
                       renewal moves the deadline.
     Detached lease    A lease that a queue object with detached=True took. The lease outlives the
-                      object and its process. If the task is not settled, only the deadline ends
-                      the lease.
+                      object and its process. If the task is not settled, usually only the deadline
+                      ends the lease (room 11).
     Delivery          The handing out of a task under one lease. A delivery counts as an attempt,
                       unless the task is given back uncounted.
     Fence             The path of the lease. Each call that settles a task or renews a lease renames
@@ -130,9 +130,9 @@ the node_id of the dead worker.
 Assumed: data_dir is on one file system, whose rename() is atomic (POSIX). Hosts that share data_dir
 have wall clocks within a second of each other, the same timeout_stale_ms, and different node_ids. A
 worker takes back a lease of another host only after the deadline. Where there is no flock, every
-lease ends by its deadline only. Where there is no boot id (not Linux), no worker sees that another
-worker died. Each process has its own queue clock there, so only the tasks of one process are
-certain to be in order.
+lease ends by its deadline only. Where there is no boot id (not Linux), only a worker that starts
+under the node_id of a dead worker sees that this worker died. Each process has its own queue clock
+there, so only the tasks of one process are certain to be in order.
 
 Rooms: the parts of this file. Rooms 1 to 11 are the core, and room 12 is the public interface.
 Rooms 13 to 20 are annexes, and rooms 21 to 24 are the command line. A room uses functions and
@@ -599,7 +599,8 @@ _LEASE_BYTES = 9 + 1 + 67
 # Earlier times are accepted, because programs written for version 0.4 pass numbers near 0 for a
 # task due at once.
 _REFUSED_DUE_NS = (10**9, 94_694_400 * 10**9)
-# September 2001. No queue clock starts earlier, so the times of a queue clock have 19 digits.
+# September 2001. No queue clock starts earlier, so the times of a queue clock have 19 digits, and
+# new_id() and claim() put one "0" in front.
 _EARLIEST_NS = 10**18
 # The year 2096. No queue clock starts later: _compute_anchor() ignores ids with this time or a
 # later one.
@@ -637,8 +638,7 @@ _FORMS = {
     }.items()
 }
 _parse_reason = re.compile(rf"{_ID}\.error").fullmatch  # the other form of a name in failed/
-# The tag of a key, which is also the other form of a name in keys/. The tag of a queue object
-# begins with 0 to 7.
+# The hash of a key, which is the other form of a name in keys/. A random tag does not match.
 _parse_tag = re.compile("[89a-f][0-9a-f]{7}").fullmatch
 _parse_id = re.compile(_ID).fullmatch
 _parse_ticket = re.compile(r"[0-9]{20}~[0-9a-f]{8}~[0-9a-f]{16}").fullmatch
@@ -760,7 +760,7 @@ def _encode_key(key: object) -> str:
     if not 1 <= len(raw) <= _MAX_KEY_BYTES:
         wanted = f"1 to {_MAX_KEY_BYTES} bytes in UTF-8"
         raise ValueError(f"key must be {wanted}, not {len(raw)}: {key!r}")
-    return _quote_key(raw)  # not the key itself: a member of a str Enum counts as its value
+    return _quote_key(raw)  # not str(key): that shows the name of a str Enum's member
 
 
 def _quote_key(key: str | bytes) -> str:
@@ -865,8 +865,9 @@ class _Lease:
     path: the path of the file. For a leased task, the path is the fence. A renewal writes the new
         path here.
     source: the path that the task was claimed from.
-    length_ns: the time from the claim to the deadline. After a renewal, the new deadline is at
-        least as far away, unless extend() was called with another time.
+    length_ns: the time from the claim to the deadline. After attach(), usually the lease length of
+        the object that called attach(). A renewal leaves at least length_ns until the new deadline,
+        unless extend() was called with another time.
     outcome: the field of WorkCounts that counts the delivery. "": the delivery still runs, the
         lease was lost, or the end of the delivery could not be written to the disk.
     has_checkpoint: True if the task may have a checkpoint.
@@ -897,8 +898,8 @@ class FemtoTask:
     size_bytes:  the length of the payload in bytes. None: the file was not read (attach()), or its
         header is invalid (tasks(data=False) only).
 
-    Assigning to an attribute changes nothing in the queue, with one exception: checkpoint() saves
-    the checkpoint for the payload in `data`. If `data` is not the task's payload, the next delivery
+    Assigning to an attribute changes nothing in the queue, with one exception: checkpoint() saves a
+    checksum of `data`, too. If this is not the checksum of the task's payload, the next delivery
     does not get the checkpoint. A renewal of the lease updates `path`, and checkpoint() also
     updates `checkpoint`. Two tasks are equal if `id`, `data`, `attempts` and `key` are equal.
     """
@@ -997,8 +998,8 @@ class NodeStats(NamedTuple):
         "dead": no process holds the lock, and the directory has leases of this boot.
         "unknown": the lock does not tell, for one of two reasons. First, no process holds the lock,
             and no lease in the directory is of this boot: the directory is empty, or each lease is
-            detached, of another host, or of an earlier boot. Second, there is no flock(2) here. The
-            death of the worker does not end these leases.
+            detached, of another host, or of an earlier boot. Second, there is no flock(2) here. In
+            both cases, the death of the worker alone does not end a lease.
     """
 
     node: str
@@ -1125,7 +1126,7 @@ def _check_node_id(node_id: object) -> str | None:
     match = _parse_node_dir("inflight-" + node_id) if isinstance(node_id, str) else None
     if match is None or match[1] in (".", ".."):
         raise ValueError(f"node_id must be 1 to 100 of A-Z a-z 0-9 . _ -, not {node_id!r}")
-    return match[1]  # not node_id itself: a member of a str Enum counts as its value
+    return match[1]  # a plain str: an f-string could show the name of a str Enum's member
 
 
 def _check_max_attempts(max_attempts: object) -> None:
@@ -1263,15 +1264,16 @@ def _finish_read(fd: int, head: bytes, ident: str) -> _Record:
 #   unless the program has given one. No thread of the parent runs in the child. The child starts
 #   its own threads that serve coroutines and renew leases when it needs them.
 # - A task that the parent has leased stays the parent's. If the fork was in a block of
-#   processing(), the end of the block does nothing in the child (16). If the fork was in a wait,
-#   the wait does not put a task back in the child (15).
+#   processing(), the end of the block does nothing in the child (16). If the fork was in a wait
+#   that had found a task, the child does not put this task back (15).
 # - A watcher closes its descriptors in the child (15). A TicketQueue has no tickets in the child
 #   (19).
 # - If a handler of work() forks, the child handles SIGINT and SIGTERM as the program did before
 #   work() (17).
 #
 # TOPIC: locks, and their order. A thread that holds a lock waits only for locks further down in
-# this list. The number after a lock is the number of its room.
+# this list. It may try to take a lock further up, without waiting. The number after a lock is the
+# number of its room.
 #
 # - _WorkerPool._take_lock (17) is held by the thread of work() that takes a task. The thread waits
 #   for a task for 0.4 s at most. The lock is held longer if a look at the queue takes longer, for
@@ -1282,9 +1284,10 @@ def _finish_read(fd: int, head: bytes, ident: str) -> _Record:
 #   lock for ever. These calls wait for the lock: push() and schedule() with such a key, contains(),
 #   and peek() by key. For a task with such a key, take(), done(), fail(), release(), extend(),
 #   checkpoint(), retry(), the beginning and the end of processing(), and the quarantine by
-#   check(repair=True) wait, too. A pop() claims such a task without the lock, but then waits for it
-#   if the task becomes a dead letter, if a newer payload is behind the task, or if keys/<hash> does
-#   not name the task. (On file systems of several hosts, each pop() of such a task waits.)
+#   check(repair=True) wait, too. So does a wait that puts the task it found back, after close() or
+#   a cancellation. A pop() claims such a task without the lock, but then waits for the lock if the
+#   task becomes a dead letter, if a newer payload is behind the task, or if keys/<hash> does not
+#   name the task. (On file systems of several hosts, each pop() of such a task waits.)
 #   Housekeeping jobs, take_async() and the thread that renews leases only try to take the lock
 #   (wait=False). A thread that holds such a lock takes no second one, unless a signal handler of
 #   the program uses the queue.
@@ -1304,10 +1307,10 @@ def _finish_read(fd: int, head: bytes, ident: str) -> _Record:
 # - _fork_lock (5) is held during fork(), and while a thread enters a block of _no_fork(). A fork()
 #   waits 0.5 s at most for the threads that are in such a block.
 #
-# The locks of a ticket line (19) are not in this list. A thread that holds such a lock takes only
-# _fork_lock and other locks of the line. (In a block of turn(), the program may take any lock.)
-# register(), turn() and maybe_cleanup() wait for the lock of the file "last". Only the member
-# itself waits for the lock of its ticket; other members and processes only try to take it.
+# The locks in the directory of a TicketQueue (19) are not in this list. A thread that holds one of
+# them takes only _fork_lock and other locks in that directory. (In a block of turn(), the program
+# may take any lock.) register(), turn() and maybe_cleanup() wait for the lock of the file "last".
+# Only the object that makes a ticket waits for the ticket's lock. All others only try to take it.
 
 _NO_FLOCK = "keyed tasks and tickets need flock(2), which is not available here"
 # NFS returns EBADF for an exclusive lock on a file that is open for reading only. Some file systems
@@ -1327,8 +1330,8 @@ def _no_fork() -> Iterator[None]:
     """Delay fork() in other threads while the block opens or closes a descriptor, but for
     _FORK_WAIT_S at most. A child that was forked during the block could have a copy of a descriptor
     that is not in _open_lock_fds. The child would not close the copy, and the copy could keep the
-    lock. The blocks of two threads don't exclude each other, because a block takes long on a mount
-    that hangs.
+    lock. The blocks of two threads don't exclude each other: a block that hangs, because its mount
+    hangs, must not stop the other thread.
 
     While the interpreter ends, this function does not take _fork_lock. A thread may have ended
     while holding the lock, and the wait would never end. No fork happens at that time, so the lock
@@ -1371,8 +1374,8 @@ class _FileLock:
     fd = -1  # the file is not open
     reading_is_enough = True  # flock() works on a file that is open for reading only
     refused: OSError | None = None  # the error that made _open() open the file for reading only
-    # A call that takes the descriptor of this directory gets the name of a file after this prefix.
-    # Where there is no descriptor, the prefix is the path of the directory (_Unlocked in room 20).
+    # The text to put before the name of a file of this directory, in a call with dir_fd=fd.
+    # _Unlocked (room 20) has no descriptor, so its prefix is the path of the directory.
     prefix = ""
 
     def __init__(self, path: str, flags: int = _LOCK_FLAGS, data_dir: str = "") -> None:
@@ -1461,7 +1464,7 @@ class _FileLock:
             _finalize(self._close_unless_forked)
 
 
-# The functions to call in a forked child, each by the object that is its argument.
+# The functions to call in a forked child. The key of a function is the object to call it with.
 _fork_hooks: weakref.WeakKeyDictionary[Any, Callable[[Any], None]] = weakref.WeakKeyDictionary()
 
 

@@ -168,8 +168,8 @@ a key of more than 200 bytes is refused | Lifecycle
 -_MAX_KEY_BYTES = 200
 +_MAX_KEY_BYTES = 300
 a key that is an Enum counts by its value | Lifecycle
--    return _quote_key(raw)  # not the key itself
-+    return _quote_key(str(key))  # not the key itself
+-    return _quote_key(raw)  # not str(key)
++    return _quote_key(str(key))  # not str(key)
 front=True puts a task back where its push had put it | Model
 -    return f"pending/{_task_name(_stamp_of(ident), attempts, ident)}"
 +    return f"pending/{_task_name(_stamp_of(ident) + 10**15, attempts, ident)}"
