@@ -6362,8 +6362,8 @@ class _Inspector:
 #     these names in the order of the numbers of the tickets. A member draws a number, and locks and
 #     renames its file, while it holds the lock of the file "last". If a process that did not heed
 #     the lock of "last" may have drawn a number meanwhile, the member removes its new ticket: see
-#     _Numbers.check(). When the lock of a ticket has ended, the member never locks the ticket again.
-#     So any process may remove the ticket of a dead member.
+#     _Numbers.check(). After the lock of a ticket has ended, the member never locks it again. So any
+#     process may remove the ticket of a dead member.
 # ==================================================================================================
 
 _MAX_REDRAWS = 8  # how often a member draws another number: see _join_with() and check()
@@ -6551,8 +6551,8 @@ class TicketQueue:
         If this object holds the ticket, the call touches its file. Tickets of dead members at the
         front of the line are removed.
 
-        Also returns False if this object holds the ticket and could not touch its file in time,
-        because another host may have passed the ticket over. If is_head() of this object has never
+        Also returns False if this object holds the ticket and could not touch its file in time:
+        another host may have passed the ticket over. If is_head() of this object has never
         returned True for the ticket, the ticket is removed. If it has, the ticket is kept, but
         another member may have the turn now: the caller must stop the work, and call remove().
         """
