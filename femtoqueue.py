@@ -6362,8 +6362,8 @@ class _Inspector:
 #     these names in the order of the numbers of the tickets. A member draws a number, and locks and
 #     renames its file, while it holds the lock of the file "last". If a process that did not heed
 #     the lock of "last" may have drawn a number meanwhile, the member removes its new ticket: see
-#     _Numbers.check(). After the lock of a ticket has ended, the member never locks it again. So any
-#     process may remove the ticket of a dead member.
+#     _Numbers.check(). After the lock of a ticket has ended, the member never locks it again. So
+#     any process may remove the ticket of a dead member.
 # ==================================================================================================
 
 _MAX_REDRAWS = 8  # how often a member draws another number: see _join_with() and check()
@@ -6803,8 +6803,8 @@ class TicketQueue:
 #     The overrides for these file systems follow. Beside the name of each override are the facts
 #     that make the override necessary, and the file systems: "both" means NFS and GlusterFS. Each
 #     override is used on every file system that is not known to be local (_open_files). An override
-#     with a * then looks at is_fuse. On GlusterFS and other FUSE mounts it does what the row says
-#     for GlusterFS. Elsewhere it does what the row says for NFS.
+#     with a * also looks at _SharedFiles.is_fuse: on GlusterFS and other FUSE mounts it does what the
+#     row says for GlusterFS, elsewhere what the row says for NFS.
 #
 #       _SharedLock.reading_is_enough         flock (NFS)
 #       _SharedLock.acquire_exclusive         flock (both)
