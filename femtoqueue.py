@@ -6803,8 +6803,8 @@ class TicketQueue:
 #     The overrides for these file systems follow. Beside the name of each override are the facts
 #     that make the override necessary, and the file systems: "both" means NFS and GlusterFS. Each
 #     override is used on every file system that is not known to be local (_open_files). An override
-#     with a * also looks at _SharedFiles.is_fuse: on GlusterFS and other FUSE mounts it does what the
-#     row says for GlusterFS, elsewhere what the row says for NFS.
+#     with a * also looks at _SharedFiles.is_fuse: on GlusterFS and other FUSE mounts it does what
+#     the row says for GlusterFS, elsewhere what the row says for NFS.
 #
 #       _SharedLock.reading_is_enough         flock (NFS)
 #       _SharedLock.acquire_exclusive         flock (both)
