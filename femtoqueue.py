@@ -6247,8 +6247,8 @@ class _Inspector:
         self._worker, self._files, self._repair = worker, worker.files, repair
 
     def findings(self) -> Iterator[Finding]:
-        """Yield the findings of all methods. If a method raises OSError, the error is a finding,
-        too. The rest of that method is skipped, and the other methods still run."""
+        """Yield the findings of each part of check(). If a part raises OSError, the error is a
+        finding, too. The rest of that part is skipped, and the other parts still run."""
         keys, house, root = self._worker.keys, self._worker.house, self._files.root
         for look in (
             self._system(),
@@ -6296,8 +6296,8 @@ class _Inspector:
                     text = "not the file system of data_dir: rename() can't move files between them"
                     yield Finding("file system", name, text)
 
-        # RACE: a worker makes its lease directory after `directories` was listed, or removes it
-        # after data_dir was listed. So a name of the form inflight-<node> is not foreign, unless a
+        # RACE: a worker makes its lease directory after `directories` was listed, and may remove it
+        # before is_dir() looks. So a name of the form inflight-<node> is not foreign, unless a
         # regular file or a symbolic link has the name.
         def is_dir(name: str) -> bool:
             is_other = os.path.isfile(root + name) or os.path.islink(root + name)
@@ -6369,14 +6369,14 @@ class _Inspector:
 #     one up to the first ticket whose member lives. If the member of a ticket is dead,
 #     TicketQueue._lives() removes the ticket.
 #     Invariant: a ticket's file is locked before the file gets the name of a ticket. Files get
-#     these names in the order of the numbers of the tickets. A member locks and renames its file
-#     while it holds the lock of the file "last". If a process that did not heed that lock may have
-#     drawn a number meanwhile, the member removes its new ticket: see _Numbers.check(). When the
-#     lock of a ticket has ended, the member never locks the ticket again. So any process may remove
-#     the ticket of a dead member.
+#     these names in the order of the numbers of the tickets. A member draws a number, and locks and
+#     renames its file, while it holds the lock of the file "last". If a process that did not heed
+#     the lock of "last" may have drawn a number meanwhile, the member removes its new ticket: see
+#     _Numbers.check(). After the lock of a ticket has ended, the member never locks it again. So
+#     any process may remove the ticket of a dead member.
 # ==================================================================================================
 
-_MAX_REDRAWS = 8  # how often a member draws another number after trouble with other hosts
+_MAX_REDRAWS = 8  # how often a member draws another number: see _join_with() and check()
 _REDRAW_PAUSE_S = 0.01
 _REDRAW_ERRNOS = (*_MISSING_ERRNOS, errno.EEXIST, errno.ENOTSUP)
 
@@ -6384,8 +6384,8 @@ _REDRAW_ERRNOS = (*_MISSING_ERRNOS, errno.EEXIST, errno.ENOTSUP)
 class _Numbers:
     """The numbers of the tickets in a line. The file "last" holds the number that was drawn last.
     The caller of each method holds the lock of "last". Room 20 has another class for a file system
-    that other hosts write to. _open_files() chooses the class; _join_with() changes the class if
-    SHARED exists.
+    that other hosts write to. _open_files() chooses one of the two. If SHARED exists, _join_with()
+    changes to the class of room 20.
 
     `late_part`: if a member has not touched its ticket for this part of stale_timeout, another host
     may be about to pass the ticket over. On a local file system, no other host does so."""
@@ -6432,8 +6432,8 @@ class _HeldTicket:
 
 
 def _despite_cleanup(step: Callable[[], _Found], path: str) -> _Found:
-    """Call step(), and return the result. If step() raises FileNotFoundError, because
-    maybe_cleanup() in another process removed the directory meanwhile, call step() again. Raises
+    """Call step(), and return the result. If step() raises FileNotFoundError, usually
+    because maybe_cleanup() in another process removed the directory, call step() again. Raises
     FileNotFoundError after _MAX_REPLACED attempts: most likely the path is a broken link."""
     for _ in range(_MAX_REPLACED):
         with suppress(FileNotFoundError):
@@ -6531,9 +6531,8 @@ class TicketQueue:
         room 20). Another host takes the lock, and draws a number. Or, in _locked(), the other host
         removes this member's file as a leftover of a dead process, because the name of the file
         still begins with ".". In both cases OSError is raised with one of _REDRAW_ERRNOS, and the
-        caller tries again. ENOTSUP is one of these numbers for this reason: if the member's file
-        was removed after its opening, flock() raises EBADF (NFS), for which acquire_exclusive()
-        raises ENOTSUP."""
+        caller tries again. ENOTSUP is in _REDRAW_ERRNOS because flock() raises EBADF (NFS) if the
+        file was removed after its opening, and acquire_exclusive() turns EBADF into ENOTSUP."""
         if self._files.has_other_mounts():
             self._numbers = self._files.if_shared[1](self._files)
         number = self._numbers.draw(last, max(map(_stamp_of, self._tickets()), default=0))
@@ -6562,10 +6561,10 @@ class TicketQueue:
         If this object holds the ticket, the call touches its file. Tickets of dead members at the
         front of the line are removed.
 
-        Also returns False if this object holds the ticket and could not touch its file in time.
-        Another host may have passed the ticket over then. If is_head() of this object has returned
-        True for the ticket before, the ticket is kept, but another member may have the turn now. So
-        the caller must stop the work, and call remove(). Any other ticket is removed.
+        Also returns False if this object holds the ticket and could not touch its file in time:
+        another host may have passed the ticket over. If is_head() of this object has never
+        returned True for the ticket, the ticket is removed. If it has, the ticket is kept, but
+        another member may have the turn now: the caller must stop the work, and call remove().
         """
         first = next(filter(self._lives, self._tickets()), "")
         is_first = first != "" and _stamp_of(first) == ticket
@@ -6716,10 +6715,10 @@ class TicketQueue:
         """Hold the lock of the file "last", and yield that lock.
 
         CRASH: if a process dies in _join_with(), after open_lock() and before the rename, a file
-        whose name begins with "." stays in the line. It also stays if one of these steps raises an
-        error. A process needs such a file only while it holds this lock. So each such file that is
-        found here is a leftover, and is removed. (A host that lost the lock without notice may
-        still need the file: see _join_with().)"""
+        whose name begins with "." stays in the line. The file also stays if its locking or its
+        rename raises an error. A process needs such a file only while the process holds the lock of
+        "last". So each such file that is found here is a leftover, and is removed. (A host that
+        lost the lock without notice may still need the file: see _join_with().)"""
         lock = _despite_cleanup(self._lock_last, self._root)
         try:
             for name in self._files.names(""):
@@ -6774,11 +6773,10 @@ class TicketQueue:
 #     Seven facts about NFS and GlusterFS have names. The comments in this room give these names in
 #     parentheses.
 #
-#       stale     A host may see an old state after a change by another host. On NFS it may see old
-#                 names and contents for 30 s, on GlusterFS old contents for a second. A listing, a
-#                 rename, and a read that follows a listing use the current state, because the
-#                 server itself answers them. So the tasks of a key are found by listings, and key
-#                 states are not kept in files.
+#       stale     After a change by another host, a host may see old names and contents for 30 s on
+#                 NFS, and old contents for a second on GlusterFS. A listing, a rename, and a read
+#                 that follows a listing are never stale, because the server itself answers them. So
+#                 the tasks of a key are found by listings, and key states are not kept in files.
 #
 #       replaced  Even after a listing, a name may still lead to the old file if another file was
 #                 renamed over it (GlusterFS). Then open(), read() or close() raises ESTALE or
@@ -6805,18 +6803,18 @@ class TicketQueue:
 #                 servers busy for ever (GlusterFS). So locks are polled. A host that is cut off
 #                 from the network may lose its locks, and is not told (both).
 #
-#       mounts    One directory may be used through two kinds of mount at once. An NFS server may
-#                 use its own disk beside its clients. A host and a container may share a directory
-#                 through FUSE. The locks of the two kinds do not exclude each other. So the first
-#                 object on NFS, FUSE or a similar mount makes the file SHARED. Local objects that
-#                 find this file use _SharedKeys and _SharedNumbers, too. These two classes allow
-#                 for locks that were lost or do not exclude each other.
+#       mounts    One directory may be used through two kinds of mount at once. A process on an NFS
+#                 server may use the directory on its own disk. A host and a container may share a
+#                 directory through FUSE. The locks of the two kinds do not exclude each other. So
+#                 the first object on NFS, FUSE or a similar mount makes the file SHARED. Local
+#                 objects that find this file use _SharedKeys and _SharedNumbers, too. These two
+#                 classes allow for locks that were lost or do not exclude each other.
 #
 #     The overrides for these file systems follow. Beside the name of each override are the facts
 #     that make the override necessary, and the file systems: "both" means NFS and GlusterFS. Each
 #     override is used on every file system that is not known to be local (_open_files). An override
-#     with a * depends on the file system. On GlusterFS and other FUSE mounts (_SharedFiles.is_fuse)
-#     it does what the row says for GlusterFS. Elsewhere it does what the row says for NFS.
+#     with a * also looks at _SharedFiles.is_fuse: on GlusterFS and other FUSE mounts it does what
+#     the row says for GlusterFS, elsewhere what the row says for NFS.
 #
 #       _SharedLock.reading_is_enough         flock (NFS)
 #       _SharedLock.acquire_exclusive         flock (both)
@@ -6841,7 +6839,7 @@ class TicketQueue:
 #       _SharedKeys._note_or_give_way         flock (both), healed (GlusterFS)
 #       _SharedNumbers.draw                   stale, flock (both)
 #       _SharedNumbers.check                  flock (both)
-#       _SharedNumbers.late_part                   a host may be cut off or stopped for long (both)
+#       _SharedNumbers.late_part              a host may be cut off or stopped for long (both)
 #       _SharedNumbers.remove_dir             stale (both)
 #
 #     The overrides for systems without flock (Python has no module fcntl) follow. On these systems,
@@ -7026,8 +7024,8 @@ class _SharedFiles(_Files):
     sync_file = _afresh(_Files.sync_file)
 
     def _refresh(self, directory: str) -> None:
-        """Open a directory, so that the names in it are looked up anew. This is the close-to-open
-        consistency of nfs(5)."""
+        """Open a directory, so that the names in it are looked up anew. nfs(5) calls this
+        close-to-open consistency."""
         with suppress(OSError):  # the look that follows meets the same trouble, and raises OSError
             os.close(os.open(self.root + directory, os.O_RDONLY | os.O_DIRECTORY))
 
@@ -7129,8 +7127,9 @@ class _SharedFiles(_Files):
         the rename was carried out in spite of the error (replies).
 
         If the source is a lease whose deadline has passed, the error is not suppressed. Another
-        worker may have reclaimed the task and ended it in the same way, and the disk would look the
-        same. On GlusterFS no error is suppressed: see "replies" at the top of this room."""
+        worker may have reclaimed the task and ended it in the same way. The disk then looks as if
+        this rename had been carried out. On GlusterFS no error is suppressed: see "replies" at the
+        top of this room."""
         before = None
         is_lease = _state_of(source) == "inflight"
         if not (self.is_fuse or (is_lease and _stamp_of(source) <= self.clock.now_ns())):
@@ -7142,8 +7141,8 @@ class _SharedFiles(_Files):
                 raise
 
     def _was_moved(self, before: os.stat_result, source: str, target: str) -> bool:
-        """Return whether a file has moved from source to target. `before` is the state of the file
-        before the rename.
+        """Return whether a file has moved from source to target. `before`: what lstat() returned
+        for the file before the rename.
 
         The source must be gone, and the same file must be at the target. A target of "" stands for
         a removal. In that case, no file is looked for at the target.
@@ -7270,7 +7269,7 @@ class _SharedKeys(_Keys):
             return ""
 
     def _save(self, tag: str, states: _States, sync: bool = False) -> None:
-        # No file has the states. But with `sync`, the caller may put a payload into keys/ next.
+        # No file has the states. But with `sync`, the caller may need keys/ next, for a payload.
         if sync:
             self._make_dir("keys")
 
@@ -7378,8 +7377,8 @@ class _SharedNumbers(_Numbers):
 #     Invariant: data is written to a stream as a whole, or an error is raised.
 # ==================================================================================================
 
-_REDRAW_S = 0.5  # the shortest pause between two drawings of the line at the bottom of a terminal
-_OPEN_LINE_S = 10.0  # for at most this time, an unfinished line keeps other jobs from writing
+_REDRAW_S = 0.5  # the shortest pause between two drawings of the progress line on a terminal
+_OPEN_LINE_S = 10.0  # the longest time that an unfinished line keeps others from writing
 _OUTCOMES = ("done", "failed", "retried", "released", "lost")  # the fields of WorkCounts
 
 
@@ -7390,8 +7389,8 @@ def _writable(fd: int) -> None:
     """Wait until a descriptor can be written to, for at most 50 ms."""
     import select
 
-    # select.poll() may be missing, as in _readable(). Then select.select() raises ValueError for a
-    # descriptor of 1024 or more, and the caller tries again at once.
+    # select.poll() may be missing: see _readable(). But select.select() raises ValueError for a
+    # descriptor of 1024 or more. In this case the caller tries again at once.
     with suppress(ValueError):
         if hasattr(select, "poll"):
             poll = select.poll()
@@ -7405,7 +7404,7 @@ def _write_all(fd: int, data: bytes) -> None:
     """Write all of the data to a descriptor.
 
     write(2) may take only a part of the data, for example if the process is stopped and continued.
-    The descriptor may be non-blocking: any process that shares a pipe can make it so.
+    The descriptor may be non-blocking: any process that shares a pipe can set O_NONBLOCK.
     """
     left = memoryview(data)
     while left:
@@ -7467,7 +7466,7 @@ class _Progress:
 
     def count_left(self, ended: int, now: bool = False) -> None:
         """Count the tasks that are left, and keep a sample. `ended`: how many tasks this worker has
-        ended. Raises OSError.
+        ended. Raises OSError if a directory can't be listed.
 
         Counting must not take more than 1 % of the time. So do nothing until 100 times the duration
         of the last count has passed. With `now`, count in any case."""
@@ -7512,7 +7511,7 @@ class _Progress:
 
     def pace_text(self) -> str:
         """Return a text with the rate, and with the time until no task is left, or "growing" if the
-        queue grows. A number that is not known is left out."""
+        queue grows. A rate or time of 0 is left out, and so is a time that is not known."""
         rate, left_s, grows = self.estimate()
         texts = []
         if rate > 0:
@@ -7582,7 +7581,7 @@ class _Output:
         self._has_colours = not (self._is_dumb or os.environ.get("NO_COLOR"))
         self._line: str | None = ""  # to show at the bottom of the terminal; None: show no more
         self._shown = 0  # the length of the progress line that is on the terminal now
-        self._unfinished = set[threading.Condition]()  # of streams whose last line has not ended
+        self._unfinished = set[threading.Condition]()  # turns of streams whose line has not ended
 
     def put(
         self,
@@ -7595,8 +7594,8 @@ class _Output:
         """Write bytes to a stream. While another owner has an unfinished line there, wait first,
         but for at most _OPEN_LINE_S. Raises OSError if the write fails.
 
-        owner: for output of a job, the relay of its pipe. None: the bytes are from the worker, or
-        no jobs run side by side.
+        owner: for output of a job, the _Relay (room 22) that reads it from a pipe. None: the bytes
+        are from the worker, or no jobs run side by side.
         is_whole: True: others may write after these bytes. False: the bytes end within a line, and
         others wait for the end of the line.
         begins_line: if the last line of the stream has not ended, end it first."""
