@@ -2499,8 +2499,9 @@ class _LeaseDir:
         The caller holds the worker's lock. `lease.path` is set before the rename. If claim()
         raises, the rename may have been done, and the caller must call _Worker._undo_after_error().
 
-        CRASH: if the process dies after the rename, only the lease is on disk, and its name counts
-        the attempt. Room 11 says who takes the task back (TOPIC: how a lease ends)."""
+        CRASH: if the process dies after the rename, the task stays leased, and the name of the
+        lease already counts this attempt. Room 11 says who takes the task back (TOPIC: how a lease
+        ends)."""
         attempts = min(_attempts_of(source) + 1, _MAX_ATTEMPTS) if "~" in source else 1
         boot = _DETACHED if self._worker.detached else self._clock.boot
         deadline_ns = int(time.monotonic() * 1e9) + self._clock.anchor_ns + lease.length_ns
@@ -2510,8 +2511,9 @@ class _LeaseDir:
         held = self._dir_lock
         try:
             if held is None:
-                # RACE: another thread calls close() before our caller gets the worker's lock. Or no
-                # listing has opened the directory yet.
+                # RACE: another thread calls close() before our caller gets the worker's lock. Or
+                # the directory has not been opened yet: take_named() opens it only after its first
+                # attempt.
                 raise FileNotFoundError
             os.rename(self._root + source, held.prefix + name, dst_dir_fd=held.fd)
         except FileNotFoundError:
@@ -6015,10 +6017,10 @@ class _WorkerPool:
         """Work until the pool is told to stop, until idle_timeout_s or time_limit_s is over, or
         (with drain) until no task is left. Return the counts.
 
-        Raises the exception with which a handler ended the pool, such as SystemExit. Raises the
-        error of pop(), or of the end of a delivery. But if a signal came before the running
-        handlers had finished, an OSError is only logged. After a second signal, the tasks of the
-        running handlers are given back, and nothing is raised."""
+        Raises the exception with which a handler ended the pool, such as SystemExit. Also raises
+        the error of pop(), or of the end of a delivery, that ended the pool. But if a signal to
+        stop also came while the pool worked, an OSError is logged and not raised. After a second
+        signal, the tasks of the running handlers are given back, and nothing is raised."""
         with self._signals_handled():
             if self._is_threaded:
                 self._work_in_threads()
@@ -6222,7 +6224,7 @@ class _WorkerPool:
         KeyboardInterrupt, and run() does not wait for handlers in other threads. A third signal is
         only noted."""
         # timeout(1) sends two signals, one to the process and one to the process group. A terminal
-        # that is closed does so, too. The second of the two is ignored here.
+        # that is closed may send SIGHUP in the same way. The second of the two is ignored here.
         if self.signals and time.monotonic() < self._last_signal_s + _ONE_SIGNAL_S:
             return
         self._last_signal_s = time.monotonic()
@@ -6717,8 +6719,9 @@ class TicketQueue:
         CRASH: if a process dies in _join_with(), after open_lock() and before the rename, a file
         whose name begins with "." stays in the line. The file also stays if its locking or its
         rename raises an error. A process needs such a file only while the process holds the lock of
-        "last". So each such file that is found here is a leftover, and is removed. (A host that
-        lost the lock without notice may still need the file: see _join_with().)"""
+        "last". So each such file that is found here is a leftover, and is removed. (Exception: a
+        host that lost the lock without notice may still need the file. Its registration then fails,
+        and is tried again: see _join_with().)"""
         lock = _despite_cleanup(self._lock_last, self._root)
         try:
             for name in self._files.names(""):
@@ -6760,8 +6763,9 @@ class TicketQueue:
 
 # ==================================================================================================
 # 20. Other file systems: those that other hosts may write to, and systems without flock. The door
-#     is _open_files(). It chooses the classes when a queue object or a TicketQueue is made. Only
-#     the classes of the keys and of the ticket numbers may change later: see "mounts" below.
+#     is _open_files(). When a queue object or a TicketQueue is made, _open_files() chooses the
+#     classes for its files, lease directory, keys and ticket numbers. Only the classes of the keys
+#     and of the ticket numbers may change later: see "mounts" below.
 #
 #     TOPIC: what differs on other file systems. In short: Locks are polled. A file is synced before
 #     its rename. Before exists() looks for a file, the file's directory is opened. Key states are
@@ -7331,14 +7335,15 @@ class _SharedKeys(_Keys):
 class _SharedNumbers(_Numbers):
     """The numbers of the tickets, on a file system that other hosts write to. The last number is in
     the name of an empty file, last~<number>, because a listing is correct even while contents are
-    stale. If a host has lost the lock of "last" (flock), two hosts may rename this file at the same
-    time. Then one of the renames fails."""
+    stale. If a host has lost the lock of "last" (flock), two hosts may rename last~<number> at the
+    same time. Then one of the renames fails."""
 
     # RACE: another host finds this member's ticket stale, and is about to remove the ticket and to
-    # take the turn. Meanwhile the member touches the ticket. Until the ticket is removed, it may be
-    # the first in line, but the member must not take the turn. So the member gives the ticket up
-    # after three quarters of stale_timeout without a touch, before any host can find the ticket
-    # stale. The last quarter is for clocks that differ.
+    # take the turn. Meanwhile the member touches the ticket. This touch comes too late: the other
+    # host removes the ticket all the same. Until then, the ticket may still be the first in line,
+    # but the member must not take the turn. So the member gives the ticket up after three quarters
+    # of stale_timeout without a touch, before any host can find the ticket stale. The last quarter
+    # is for clocks that differ.
     late_part = 0.75
     _parse = re.compile(r"last~[0-9]{20}").fullmatch
 
