@@ -7467,7 +7467,8 @@ class _Progress:
             return 0.0
 
         youngest = sorted(self.names("failed"))[-1000:]
-        return [*map(_id_of, sorted(youngest, key=moved_s)[: -count - 1 : -1])]
+        # A person may have given a task a second name there.
+        return [*dict.fromkeys(map(_id_of, sorted(youngest, key=moved_s)[::-1]))][:count]
 
     def count_left(self, ended: int, now: bool = False) -> None:
         """Count the tasks that are left, and keep a sample. `ended`: how many tasks this worker has
@@ -7719,7 +7720,7 @@ class _Relay(threading.Thread):
 
     The thread ends when no process of the job holds the pipe. Background programs that outlive CMD
     may hold the pipe for ever. Therefore the thread also ends _RELAY_LINGER_S after it has passed
-    on CMD's last byte.
+    on CMD's last byte, when the job is over.
 
     tail: the last bytes that came, at most _REASON_BYTES.
     error: the exception that ended the thread, or None.
@@ -7749,7 +7750,7 @@ class _Relay(threading.Thread):
 
     def _pass_on_all(self, pipe: int) -> None:
         """Read the pipe, and pass on what comes, until no process of the job holds the pipe, or
-        until _RELAY_LINGER_S after CMD's last byte.
+        until _RELAY_LINGER_S after CMD's last byte and the end of the job.
 
         RACE: a background program of the job writes to the pipe all the time, also after the end of
         CMD. The pipe may then never be empty, so an empty pipe can't be the sign that CMD's output
@@ -7762,7 +7763,9 @@ class _Relay(threading.Thread):
             if left is not None and left <= 0 and not self.is_through.is_set():
                 self._end_line()
                 self.is_through.set()
-                end_s = time.monotonic() + _RELAY_LINGER_S
+            # Not before: in a stop, a program of the job may outlive CMD and save its state.
+            if self._process.is_over and self.is_through.is_set():
+                end_s = min(end_s, time.monotonic() + _RELAY_LINGER_S)
             if _readable([pipe], 0.1):
                 data = os.read(pipe, 1 << 16)
                 if not data:
@@ -7826,12 +7829,14 @@ class _Process:
 
     status: None while the process runs. Later, the exit status, or -N if signal N ended the
         process.
+    is_over: True when the whole job is over, see end_job().
     woken: set when the process has ended, and when a relay of its output has ended.
     """
 
     def __init__(self, popen: Any) -> None:
         self.pid, self._popen = popen.pid, popen
         self.status: int | None = None
+        self.is_over = False
         self.is_watched = True  # False: the watchdog is dead, and was not told of the job's end
         self.woken = threading.Event()
 
@@ -7909,11 +7914,15 @@ class _Processes:
         of the job. When the session has no process left, the system may give CMD's pid to another
         process. The watchdog would kill that process if the worker died."""
         if process.status is not None:
+            process.is_over = True
             self.jobs.discard(process)
-            try:
-                os.write(self._watchdog, b"-%d\n" % process.pid)
-            except BrokenPipeError:
-                process.is_watched = False
+            with self._lock:
+                if process.pid in self._running:  # the system has given the pid to a newer job
+                    return
+                try:
+                    os.write(self._watchdog, b"-%d\n" % process.pid)
+                except BrokenPipeError:
+                    process.is_watched = False
 
 
 class _JobProcess(NamedTuple):
@@ -8337,6 +8346,7 @@ class _CommandPool(_WorkerPool):
                 relay.start()
         except BaseException:  # the system allows no more threads
             _terminate([process.pid])
+            self._await_end(task, process)
             self._processes.end_job(process)
             raise
         return process, relays
@@ -8386,7 +8396,8 @@ class _CommandPool(_WorkerPool):
                     _terminate([process.pid])
                 time.sleep(0.05)
         finally:
-            if process.status is None:
+            # Not process.status: CMD may have ended just now, and have left a program.
+            if status is None:
                 _terminate([process.pid])
                 self._await_end(task, process)
             self._processes.end_job(process)

@@ -185,6 +185,8 @@ SEAMS = {
     "progress": "_Progress",
     "lines of top": "_top_lines",
     "wait for output": "_await_output",
+    "command pool": "_CommandPool",
+    "end of jobs": "_terminate",
 }
 CONSTANTS = {
     "one signal": "_ONE_SIGNAL_S",
@@ -9191,8 +9193,11 @@ class CommandLine(QueueCase):
         q = self.queue()
         task = leased(q)
         os.rename(self.file(task.path), self.file("failed", os.path.basename(task.path)))
-        lines = [*through_seam("lines of top")("jobs", q, through_seam("progress")(self.path))]
+        progress = through_seam("progress")(self.path)
+        lines = [*through_seam("lines of top")("jobs", q, progress)]
         self.assertEqual(lines[-2:], ["LATEST DEAD LETTERS", f"{task.id} - -"])
+        self.put(f"failed/{task.id}", b"", "")
+        self.assertEqual(progress.latest_dead_letters(), [task.id])
 
     @unittest.skipUnless(sys.platform == "linux", "needs a terminal of Linux")
     def test_top_that_a_signal_ends_leaves_the_terminal_as_it_was(self) -> None:
@@ -9391,6 +9396,38 @@ class CommandLine(QueueCase):
             with self.subTest(signals=signals):
                 self.queue().push(b"x")
                 self.kill_as_a_job_ends(signals, *words)
+
+    def test_job_is_ended_at_the_time_limit_even_if_its_command_ends_at_that_moment(self) -> None:
+        # The command may have left a program that still runs.
+        class Ending:
+            pid, statuses = 42, iter((None, None, 0))
+            status = property(lambda self: next(self.statuses, 0))
+
+        ended: list[int] = []
+        pool_class: Any = through_seam("command pool")
+        pool = pool_class.__new__(pool_class)
+        pool.signals = []
+        pool._options = types.SimpleNamespace(task_timeout=1e-9)
+        pool._processes = types.SimpleNamespace(end_job=lambda _: None)
+        pool._await_end = lambda *_: None
+        with seam("end of jobs", ended.extend):
+            self.assertEqual(pool._follow(None, Ending(), []), (None, False))
+        self.assertEqual(ended, [42])
+
+    @unittest.skipUnless(os.path.exists("/proc/self/stat"), "needs /proc")
+    def test_program_that_outlives_its_shell_in_a_stop_can_still_write(self) -> None:
+        # The output is passed on until the whole job has ended, however long ago the shell ended.
+        self.queue().push(b"x")
+        with self.start_work(
+            "(sleep 1.5; echo saving; echo ok > saved) & echo $$; wait"
+        ) as process:
+            shell = int(process.first_lines(1)[0])
+            process.send_signals(signal.SIGTERM)
+            os.kill(shell, signal.SIGTERM)
+            said = process.stdout.read()
+            process.wait(PATIENCE_S)
+        self.assertEqual((said, os.path.exists("saved")), (b"saving\n", True))
+        self.check_and_finish({"pending": 1})
 
     @unittest.skipUnless(os.path.exists("/proc/self/stat"), "needs /proc")
     def test_the_second_signal_goes_to_a_program_that_has_outlived_its_shell(self) -> None:
