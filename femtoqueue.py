@@ -5865,8 +5865,8 @@ class _LeaseRenewer:
 
 
 class _Processing:
-    """The context manager that FemtoQueue.processing() returns. Of the queue object, it uses only
-    public methods and settings."""
+    """The context manager that FemtoQueue.processing() returns. It uses only public methods and
+    settings of the queue object."""
 
     def __init__(self, queue: Any, task: FemtoTask, worker: _Worker) -> None:
         self._queue, self.task = queue, task

@@ -2012,7 +2012,7 @@ class LeaseDirectoryLost(QueueCase):
 
 
 class Row(NamedTuple):
-    """What a step does. A sync is written as "file" or "directory", by what is synced."""
+    """The effects of a step. A sync is written as "file" or "directory", by what is synced."""
 
     calls: str  # all system calls
     synced: str  # the moves, unlinks and syncs in a queue with sync_after_write
@@ -9477,7 +9477,7 @@ class CommandLine(QueueCase):
         self.assertEqual(len(self.drain(self.queue(None))), 30)
 
 
-# What the README and the docstring of the module say
+# The README, and the docstring of the module
 
 
 class Documents(QueueCase):
