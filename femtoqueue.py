@@ -8345,8 +8345,7 @@ class _CommandPool(_WorkerPool):
             for relay in relays:
                 relay.start()
         except BaseException:  # the system allows no more threads
-            _terminate([process.pid])
-            self._await_end(task, process)
+            self._end_now(task, process)
             self._processes.end_job(process)
             raise
         return process, relays
@@ -8398,8 +8397,7 @@ class _CommandPool(_WorkerPool):
         finally:
             # Not process.status: CMD may have ended just now, and have left a program.
             if status is None:
-                _terminate([process.pid])
-                self._await_end(task, process)
+                self._end_now(task, process)
             self._processes.end_job(process)
         # Wait for the output, too. If the reader of the output has stalled, the wait ends after the
         # time limit. Without a time limit, the wait goes on.
@@ -8407,11 +8405,12 @@ class _CommandPool(_WorkerPool):
         _raise_first(relays)
         return status, is_stopped
 
-    def _await_end(self, task: FemtoTask, process: _Process) -> None:
-        """Wait for the end of a job that _terminate() was called for, or for the second signal.
+    def _end_now(self, task: FemtoTask, process: _Process) -> None:
+        """End a job, and wait until it has ended, or until the second signal.
 
         A process of the job may run as another user, for example after sudo. This worker can't kill
         such a process. The task must not be tried again while the process runs."""
+        _terminate([process.pid])
         told_s = time.monotonic() + 1.0
         while (process.status is None or _job_processes([process.pid])) and len(self.signals) < 2:
             if time.monotonic() >= told_s:

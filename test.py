@@ -9409,8 +9409,7 @@ class CommandLine(QueueCase):
         pool.signals = []
         pool._options = types.SimpleNamespace(task_timeout=1e-9)
         pool._processes = types.SimpleNamespace(end_job=lambda _: None)
-        pool._await_end = lambda *_: None
-        with seam("end of jobs", ended.extend):
+        with seam("end of jobs", ended.extend), seam("members of jobs", lambda *_: set()):
             self.assertEqual(pool._follow(None, Ending(), []), (None, False))
         self.assertEqual(ended, [42])
 
