@@ -1763,6 +1763,10 @@ class _Files:
         ("healed" in room 20). On a local file system, no name comes back."""
         return False
 
+    def check_lease(self, lease: str) -> None:
+        """Raise FileNotFoundError if the name of a lease came back after another worker had renamed
+        it ("healed" in room 20). On a local file system, no name comes back."""
+
     def has_other_mounts(self) -> bool:
         """Return whether this local directory is also used through a mount of another kind. The
         first queue object on such a mount makes SHARED: see "mounts" in room 20."""
@@ -2653,7 +2657,8 @@ class _Worker:
         of the lease with a new deadline. "" means to remove the file.
         outcome: the field of WorkCounts that counts the delivery, or "" if the delivery goes on.
 
-        Raises LeaseLost if the file of the lease is gone: the rename is the fence. Raises
+        Raises LeaseLost if the file of the lease is gone: the rename is the fence. Also raises
+        LeaseLost if the name of the lease has come back: see check_lease(). Raises
         FileNotFoundError if data_dir or a directory such as done/ is missing. After an OSError of
         the rename, the task is still leased. But a step after the rename may also raise OSError,
         for example the promotion of the payload behind a task with a key. In this case, the task
@@ -2662,6 +2667,7 @@ class _Worker:
         is_keyed = ident[21] > "7"
         with self.keys.lock_of(ident) if is_keyed else self.lock, self.lock:
             try:
+                self.files.check_lease(lease.path)
                 if is_keyed:
                     gone_to = self.keys.move_keyed(lease.path, target)
                 else:
@@ -2850,6 +2856,7 @@ class _Worker:
             # task. That file and its reason are not changed. Our task gets a name with a new order
             # in failed/, and its reason is only in the log.
             target = self.back_path(source, _attempts_of(source)).replace("pending", "failed")
+        self.lease_dir.undelivered.pop(source, None)  # no caller will get the task
         try:
             self.move_task(source, target)
         except FileNotFoundError:
@@ -3067,7 +3074,6 @@ class _Worker:
         if self.max_attempts is not None and before >= self.max_attempts:
             why = f"delivered {before} times without done() or fail(): max_attempts reached"
             self.quarantine(path, why)
-            self.lease_dir.undelivered.pop(path, None)
             return None
         data = None
         try:
@@ -3156,7 +3162,6 @@ class _Worker:
             return False
         why = str(error) or type(error).__name__
         self.quarantine(lease.path, f"it could not be read, at attempt {attempts}: {why}")
-        self.lease_dir.undelivered.pop(lease.path, None)
         return True
 
 
@@ -6830,6 +6835,7 @@ class TicketQueue:
 #       _SharedFiles.read                     stale (both), replaced (GlusterFS)
 #       _SharedFiles.read_listed              phantom, replaced (GlusterFS)
 #       _SharedFiles.came_back *              healed (GlusterFS)
+#       _SharedFiles.check_lease *            healed (GlusterFS)
 #       _SharedFiles.move *                   replies (NFS), healed (GlusterFS)
 #       _SharedFiles.put_in_place *           replies (NFS)
 #       _SharedFiles.shrink                   stale (both)
@@ -7091,13 +7097,33 @@ class _SharedFiles(_Files):
         task was retried, the name in failed/ may be the one that came back."""
         if not self.is_fuse:
             return False
-        try:
+        with suppress(FileNotFoundError):  # if the file is missing, the caller's read raises it
             ours = self.lstat(path)
-            return ours.st_nlink > 1 and os.path.samestat(ours, self.lstat(f"done/{_id_of(path)}"))
-        except FileNotFoundError:
-            # Either done/ has no file of this id, or the file at `path` is missing. In the second
-            # case, the caller's read raises the error.
-            return False
+            return ours.st_nlink > 1 and self._is_at(ours, f"done/{_id_of(path)}")
+        return False
+
+    def check_lease(self, lease: str) -> None:
+        """Raise FileNotFoundError if the deadline of a lease has passed, and the file of the lease
+        has another name, too. Then GlusterFS has brought back the name of the lease (healed).
+
+        RACE: a replica is down while another worker reclaims the task and ends it. The replica is
+        healed, and the name of the lease comes back. Without this check, done() of the late worker
+        would succeed: rename() does nothing if both names lead to the same file. A fail() would
+        move the finished task to failed/.
+
+        A file with two names may have a link count of 1, as long as each replica has only one of
+        the names. So done/ and failed/ are looked into, whatever the count is."""
+        if not self.is_fuse or _stamp_of(lease) > self.clock.now_ns():
+            return
+        ours, ident = self.lstat(lease), _id_of(lease)
+        if ours.st_nlink > 1 or any(self._is_at(ours, f"{it}/{ident}") for it in _ENDED):
+            raise _os_error(errno.ENOENT, self.root + lease)
+
+    def _is_at(self, ours: os.stat_result, path: str) -> bool:
+        """Return whether a file, of which lstat() has returned `ours`, is also at `path`."""
+        with suppress(FileNotFoundError):
+            return os.path.samestat(ours, self.lstat(path))
+        return False
 
     # Moving
 
