@@ -1910,6 +1910,10 @@ class _Files:
             _unlink_if_exists(self.root + source)
         return target
 
+    # The holder of a lease without a key calls move_own(). This method does check_lease(), then
+    # move(). On a local file system, check_lease() does nothing, so move() is enough.
+    move_own = move
+
     def _retry_rename(self, source: str, target: str) -> None:
         """Repeat a rename that raised FileNotFoundError. Raises FileNotFoundError if the source is
         missing, if `target` is "", or if each of _MAX_REPLACED attempts fails.
@@ -2658,7 +2662,7 @@ class _Worker:
         outcome: the field of WorkCounts that counts the delivery, or "" if the delivery goes on.
 
         Raises LeaseLost if the file of the lease is gone: the rename is the fence. Also raises
-        LeaseLost if the name of the lease has come back: see check_lease(). Raises
+        LeaseLost if the name of the lease came back: see _SharedFiles.check_lease(). Raises
         FileNotFoundError if data_dir or a directory such as done/ is missing. After an OSError of
         the rename, the task is still leased. But a step after the rename may also raise OSError,
         for example the promotion of the payload behind a task with a key. In this case, the task
@@ -2667,11 +2671,11 @@ class _Worker:
         is_keyed = ident[21] > "7"
         with self.keys.lock_of(ident) if is_keyed else self.lock, self.lock:
             try:
-                self.files.check_lease(lease.path)
                 if is_keyed:
+                    self.files.check_lease(lease.path)
                     gone_to = self.keys.move_keyed(lease.path, target)
                 else:
-                    gone_to = self.files.move(lease.path, target)
+                    gone_to = self.files.move_own(lease.path, target)
             except FileNotFoundError:
                 directory = os.path.dirname(target)
                 # A missing data_dir or state directory is disk trouble: stat() raises for it.
@@ -6835,7 +6839,7 @@ class TicketQueue:
 #       _SharedFiles.read                     stale (both), replaced (GlusterFS)
 #       _SharedFiles.read_listed              phantom, replaced (GlusterFS)
 #       _SharedFiles.came_back *              healed (GlusterFS)
-#       _SharedFiles.check_lease *            healed (GlusterFS)
+#       _SharedFiles.check_lease, move_own *  healed (GlusterFS)
 #       _SharedFiles.move *                   replies (NFS), healed (GlusterFS)
 #       _SharedFiles.put_in_place *           replies (NFS)
 #       _SharedFiles.shrink                   stale (both)
@@ -7132,6 +7136,10 @@ class _SharedFiles(_Files):
         with self._found_moved(source, target):
             return super().move(source, target)
         return target
+
+    def move_own(self, source: str, target: str) -> str:
+        self.check_lease(source)
+        return self.move(source, target)
 
     def _free_path(self, path: str) -> str:
         """Return the path for a task that is to be moved to `path`. This is usually `path` itself.
