@@ -368,8 +368,8 @@ def _time_namespace() -> str:
 
 
 def _boot_tag(boot_id: str, directory: str) -> str:
-    """Return 8 hex digits for two things: a boot id, and the file system that is mounted at a
-    directory. Processes that share both see each other's flocks."""
+    """Return 8 hex digits that stand for a boot id and for the file system that is mounted at a
+    directory. If both are the same for two processes, these processes see each other's flocks."""
     return f"{binascii.crc32(f'{boot_id} {os.stat(directory).st_dev}'.encode()):08x}"
 
 
@@ -387,7 +387,7 @@ def _follow_owner(fd: int, data_dir: str, extra_mode: int = 0) -> None:
     with suppress(OSError, AttributeError):  # AttributeError: not POSIX
         wanted, made = os.stat(data_dir), os.fstat(fd)
         if made.st_uid != os.geteuid():
-            return  # RACE: another user replaced our directory before we opened the path
+            return  # RACE: another user replaced the new directory between mkdir() and open()
         with suppress(OSError):  # this user is not a member of the group
             os.fchown(fd, wanted.st_uid if os.geteuid() == 0 else -1, wanted.st_gid)
         is_dir = stat.S_ISDIR(made.st_mode)
@@ -1764,8 +1764,9 @@ class _Files:
         return False
 
     def check_lease(self, lease: str) -> None:
-        """Raise FileNotFoundError if the name of a lease came back after another worker had renamed
-        it ("healed" in room 20). On a local file system, no name comes back."""
+        """Raise FileNotFoundError if another worker has got the task of a lease past its deadline,
+        and the name of the lease has come back ("healed" in room 20). On a local file system, no
+        name comes back."""
 
     def has_other_mounts(self) -> bool:
         """Return whether this local directory is also used through a mount of another kind. The
@@ -1910,8 +1911,8 @@ class _Files:
             _unlink_if_exists(self.root + source)
         return target
 
-    # The holder of a lease without a key calls move_own(). This method does check_lease(), then
-    # move(). On a local file system, check_lease() does nothing, so move() is enough.
+    # move_own() is move() for the holder of a lease. In room 20, it calls check_lease() first. On a
+    # local file system, check_lease() does nothing, so move() is enough.
     move_own = move
 
     def _retry_rename(self, source: str, target: str) -> None:
@@ -2367,10 +2368,11 @@ class _Backlog:
 
         RACE: after the listing, another process pushes a newer payload for the key of the task at
         `lost`. The push renames the task, so that its attempts are 0 again. The task keeps its
-        place. So the name with 0 attempts is put into the batch, as the next name to claim. For the
-        same reason, the loop stops at the name of a task with a key, even if the file is missing.
-        The task may have been renamed in the same way, and only the lost claim of the old name puts
-        the new name into the batch."""
+        place. So the name with 0 attempts is put into the batch, as the next name to claim.
+
+        The loop stops at the name of any task with a key, even if the file is missing. That task
+        may have been renamed in the same way, and only the lost claim of its old name puts the new
+        name into the batch."""
         with self._lock:
             names, renamed = self.names, _fresh_path(lost, None)
             if renamed != lost:
@@ -2661,8 +2663,8 @@ class _Worker:
         of the lease with a new deadline. "" means to remove the file.
         outcome: the field of WorkCounts that counts the delivery, or "" if the delivery goes on.
 
-        Raises LeaseLost if the file of the lease is gone: the rename is the fence. Also raises
-        LeaseLost if the name of the lease came back: see _SharedFiles.check_lease(). Raises
+        Raises LeaseLost if the file of the lease is gone: the rename is the fence. If GlusterFS has
+        brought back the name of the lease, _SharedFiles.check_lease() is the fence. Raises
         FileNotFoundError if data_dir or a directory such as done/ is missing. After an OSError of
         the rename, the task is still leased. But a step after the rename may also raise OSError,
         for example the promotion of the payload behind a task with a key. In this case, the task
@@ -2860,7 +2862,7 @@ class _Worker:
             # task. That file and its reason are not changed. Our task gets a name with a new order
             # in failed/, and its reason is only in the log.
             target = self.back_path(source, _attempts_of(source)).replace("pending", "failed")
-        self.lease_dir.undelivered.pop(source, None)  # no caller will get the task
+        self.lease_dir.undelivered.pop(source, None)  # this delivery goes to no caller
         try:
             self.move_task(source, target)
         except FileNotFoundError:
@@ -2992,7 +2994,8 @@ class _Worker:
             if not waiting:
                 if listings:
                     # No task of the last listing could be delivered. Usually, other workers won the
-                    # claims. But our lease directory may be gone, so look at the directory again.
+                    # claims. But our lease directory may be gone. Then the next listing makes it
+                    # again.
                     self.house.drop_batch()
                 listings += 1
                 if listings > _MAX_LISTINGS or not self.house.refill():
@@ -3063,7 +3066,8 @@ class _Worker:
 
         Returns None if there is nothing to deliver: the task became a dead letter, the task waits
         again, or the lease is gone. If the lease is gone, a person may have moved the whole lease
-        directory away. So undo_claim() tries to move the file back.
+        directory away. undo_claim() finds the file even then, by the descriptor of the directory,
+        and tries to move the file back.
 
         A task that has had max_attempts deliveries is not read, and becomes a dead letter. The last
         delivery of such a task ended without done() or fail(), usually because the worker was
@@ -3482,8 +3486,9 @@ class _Housekeeper:
         has leases of this boot. Without such leases, a directory that was changed in the last
         minute stays. This minute is for mounts (FUSE) where other hosts do not see a flock on a
         directory. On such a mount, an idle worker of another host looks dead, and its empty
-        directory is removed. The worker's next listing of pending/, within a second, makes the
-        directory again. Without the minute, the directory would be removed again each second."""
+        directory is removed after the minute. The worker's next listing of pending/, within a
+        second, makes the directory again. Without the minute, the directory would be removed again
+        each second."""
         lock = self._files.open_dir(directory)
         if lock is None:
             return
@@ -5338,8 +5343,8 @@ class _Keys(_KeyedTasks):
 
 # Masks of inotify(7). _IN_COMES: a file was created in the directory, or moved into it. With the
 # first number (IN_ONLYDIR), inotify refuses to watch anything but a directory. _IN_GOES: a file was
-# deleted or moved away. _IN_GOES is used for data_dir only, so that the removal of PAUSED ends a
-# sleep.
+# deleted or moved away. _IN_GOES is needed for data_dir only, where the removal of PAUSED must end
+# a sleep.
 _IN_COMES, _IN_GOES = 0x01000000 | 0x100 | 0x80, 0x200 | 0x40
 # data_dir is watched first. If pending/ is replaced while the watches are added, the watch of
 # data_dir reports the new directory.
@@ -6839,7 +6844,7 @@ class TicketQueue:
 #       _SharedFiles.read                     stale (both), replaced (GlusterFS)
 #       _SharedFiles.read_listed              phantom, replaced (GlusterFS)
 #       _SharedFiles.came_back *              healed (GlusterFS)
-#       _SharedFiles.check_lease, move_own *  healed (GlusterFS)
+#       _SharedFiles.check_lease, move_own    healed (GlusterFS)
 #       _SharedFiles.move *                   replies (NFS), healed (GlusterFS)
 #       _SharedFiles.put_in_place *           replies (NFS)
 #       _SharedFiles.shrink                   stale (both)
@@ -7107,24 +7112,26 @@ class _SharedFiles(_Files):
         return False
 
     def check_lease(self, lease: str) -> None:
-        """Raise FileNotFoundError if the deadline of a lease has passed, and the file of the lease
-        has another name, too. Then GlusterFS has brought back the name of the lease (healed).
+        """Raise FileNotFoundError if the deadline of a lease has passed, and another worker has got
+        the task since then. Then the name of the lease has come back (healed).
 
-        RACE: a replica is down while another worker reclaims the task and ends it. The replica is
-        healed, and the name of the lease comes back. Without this check, done() of the late worker
-        would succeed: rename() does nothing if both names lead to the same file. A fail() would
-        move the finished task to failed/.
+        Another worker has got the task if the file is in done/, too, or if another lease of the
+        task has a later deadline. Other links of the file do not count. A person may have made
+        them, or they may be older names of the file that came back.
 
-        A file with two names may have a link count of 1, as long as each replica has only one of
-        the names. So done/ and failed/ are looked into, whatever the count is."""
-        if not self.is_fuse or _stamp_of(lease) > self.clock.now_ns():
+        RACE: while a replica is down, another worker reclaims the task and finishes it. The replica
+        is healed, and the name of the reclaimed lease comes back, as a second link of the file in
+        done/. Without this check, done() of the late worker would not raise LeaseLost: a rename()
+        does nothing, and succeeds, if both names lead to the same file."""
+        if _stamp_of(lease) > self.clock.now_ns():
             return
         ours, ident = self.lstat(lease), _id_of(lease)
-        if ours.st_nlink > 1 or any(self._is_at(ours, f"{it}/{ident}") for it in _ENDED):
+        leases = (it.stamp_ns for it in self.find("inflight") if it.id == ident)
+        if self._is_at(ours, f"done/{ident}") or max(leases, default=0) > _stamp_of(lease):
             raise _os_error(errno.ENOENT, self.root + lease)
 
     def _is_at(self, ours: os.stat_result, path: str) -> bool:
-        """Return whether a file, of which lstat() has returned `ours`, is also at `path`."""
+        """Return whether a file is also at `path`. `ours`: what lstat() returned for the file."""
         with suppress(FileNotFoundError):
             return os.path.samestat(ours, self.lstat(path))
         return False
@@ -8887,9 +8894,9 @@ def _fields(row: dict[str, Any]) -> list[str]:
 @_command(
     _argument("payloads PAYLOAD", "a task", nargs="*", default=()),
     _argument("--lines", "push each line of standard input"),
-    _argument("-0 --null", "push each piece that a zero byte ends"),
-    _argument("--delay TIME", "wait for TIME before it joins the queue", "when"),
-    _argument("--at WHEN", f"wait until {_TIMES}", "when"),
+    _argument("-0 --null", "push each piece of standard input between zero bytes"),
+    _argument("--delay TIME", "the task is due after TIME, not at once", "when"),
+    _argument("--at WHEN", f"due at {_TIMES}", "when"),
     _argument("--key KEY", "replace the payload of this key's task, if one waits"),
     _argument("--if-in-flight HOW", "buffer, update or reject", default="buffer"),
     _SYNC,
@@ -8898,7 +8905,7 @@ def _push_command(options: Any) -> None:
     """Add tasks, and print their ids.
 
     Without PAYLOAD, push standard input. If PAYLOAD begins with -, put it after --.
-    If KEY's task is leased, HOW can be buffer (behind the task), update or reject.
+    If KEY's task is leased: buffer PAYLOAD behind it, update it, or reject PAYLOAD.
 
     Example: femtoqueue push jobs 'resize 42.png'
     """

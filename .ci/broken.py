@@ -802,11 +802,14 @@ a finished task that a healed replica brings back is not delivered | Healed
 -        if not self._files.came_back(lease.path):
 +        if True:
 a late worker is fenced although the name of its lease came back | Healed
--        if not self.is_fuse or _stamp_of(lease) > self.clock.now_ns():
+-        if _stamp_of(lease) > self.clock.now_ns():
 +        if True:
-a late worker is fenced while the replicas differ | Healed
--        if ours.st_nlink > 1 or any(self._is_at(ours, f"{it}/{ident}") for it in _ENDED):
-+        if ours.st_nlink > 1:
+another worker's lease of a task fences a late worker | Healed
+-        if self._is_at(ours, f"done/{ident}") or max(leases, default=0) > _stamp_of(lease):
++        if self._is_at(ours, f"done/{ident}"):
+a late worker that still has its task ends the delivery | Healed
+-        if self._is_at(ours, f"done/{ident}") or max(leases, default=0) > _stamp_of(lease):
++        if ours.st_nlink > 1 or max(leases, default=0) > _stamp_of(lease):
 a sync of a file that another host moved is not an error | Healed
 -    sync_file = _afresh(_Files.sync_file)
 +    _sync = _afresh(_Files.sync_file)

@@ -36,6 +36,8 @@ shows that both names are the same file. In other cases the following may happen
 is not calm, it is counted and reported, and is no failure:
 
   - A finished task is delivered once more, or two hosts claim one waiting task.
+  - A worker ends a delivery without LeaseLost, although another worker has got the task since and
+    has given it back, or has given it to fail().
   - A keyed task is delivered after a newer task of its key, becomes a dead letter beside such a
     task, or is delivered with an earlier payload.
   - A key gets a second task, which was pushed while a host was cut off: that host may lose its

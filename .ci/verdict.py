@@ -234,6 +234,17 @@ class Events:
         is_same = one == other and host_of(first.actor) != host_of(second.actor)
         return self.may_come_back and is_same and not self.is_calm(second.began_s, second.got_s)
 
+    def may_end_late(self, first: Delivery, second: Delivery) -> bool:
+        """Return whether GlusterFS may be the reason that a worker ended the delivery `first` after
+        another delivery, `second`, had begun.
+
+        The cluster was not calm, so that the name of the worker's lease could come back. And the
+        delivery `second` was over, but not by done().
+        """
+        is_over = min(second.ended_s, self.gone_s(second.actor)) < first.called_s
+        is_calm = self.is_calm(second.began_s, first.called_s)
+        return self.may_come_back and second.how != "done" and is_over and not is_calm
+
     def may_have_come_back(self, ident: str, until_s: float = float("inf")) -> bool:
         """Return whether GlusterFS may bring a task back: done() or fail() of it returned before
         `until_s`, while the cluster was not calm."""
@@ -373,13 +384,15 @@ def not_fenced(events: Events) -> Iterator[str]:
     """Yield each call that settled a task after another delivery had begun, and each delivery of a
     task after a done() or fail() of the task.
 
-    Such a delivery is excused on GlusterFS, unless all earlier deliveries of the task ended while
-    the cluster was calm.
+    Events.may_end_late() tells which of these calls are excused. Such a delivery is excused on
+    GlusterFS, unless all earlier deliveries of the task ended while the cluster was calm.
     """
     for ident, deliveries in events.deliveries.items():
         for first, second in itertools.combinations(deliveries, 2):
             late = first.how in ("done", "fail", "release") and second.got_s < first.called_s
-            if late and not events.is_excused_pair(first, second):
+            if late and events.may_end_late(first, second):
+                events.excused["settled without a lease"] += 1
+            elif late and not events.is_excused_pair(first, second):
                 yield f"{first.how}() by {first.actor}, when {second.actor} had {ident}"
             if first.how in ("done", "fail") and second.began_s > first.ended_s:
                 before = deliveries[: deliveries.index(second)]
