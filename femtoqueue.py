@@ -566,8 +566,8 @@ def _backoff_s(longest_s: float) -> Iterator[float]:
 #   front of the id. _parse() unpacks three groups (attempts, boot and id) from the form of each
 #   task's name. So if the new field is a group, _parse() must unpack four groups. Each form that
 #   _parse() uses then needs the group: those of the five states, creating/, keys/ and checkpoints/.
-#   Where a name does not have the field, the group is empty, as `()` is now. The constant
-#   _LEASE_BYTES includes the length of the name.
+#   Where a name does not have the field, the form has an empty group, `()`, as the form of
+#   scheduled/ has for the boot. The constant _LEASE_BYTES includes the length of the name.
 # - Room 6: _Files.move() looks for "~1~", the mark of a first delivery. So the text of the new
 #   field must never be "1".
 # - Room 9: _LeaseDir.claim() is the only function that writes the whole name.
@@ -799,7 +799,7 @@ class LeaseLost(FemtoQueueError):
     expired:  True if the deadline of the lease has passed: another worker may have the task now, or
         the delivery had ended before. False if the deadline has not passed: usually the delivery
         had ended, a person had moved the file, or close() had given up the lease. Also False for a
-        task that never had a lease, and if attach() was called with an id.
+        task that never had a lease, and if attach() got an id, which does not show the deadline.
     why:  the reason, as text.
 
     A lease past its deadline stays valid until a worker takes the task back. Only then is the lease
@@ -2429,7 +2429,7 @@ class _LeaseDir:
                     self._worker.house.reclaiming.run()
 
     def _open(self) -> None:
-        # With an empty batch, a pop() claims no task before the directory is open, even if this
+        # Empty the batch, so that a pop() claims no task before the directory is open, even if this
         # method raises.
         self._worker.backlog.names = []
         for _ in range(_MAX_REPLACED):
@@ -2450,11 +2450,12 @@ class _LeaseDir:
                     # usual <boot>, a process whose flock works would find the lock free, and would
                     # reclaim our leases as those of a dead worker.
                     self._clock.boot = os.urandom(4).hex()
-                # If this object has a lease directory open already (_dir_lock), the leases are not
-                # listed, because a person may have moved the leases of our callers here. If it has
-                # none open, try the exclusive lock. If we get the lock, no other worker of our
-                # node_id uses the directory that we opened. The leases in the directory are then
-                # orphans, except detached leases, which outlive their worker.
+                # The leases in the directory become orphans, except detached leases, which outlive
+                # their worker. This needs the exclusive lock: if we get it, no other worker of our
+                # node_id uses the directory. If this object has another lease directory open
+                # already (_dir_lock), no lease becomes an orphan here. A person may have moved the
+                # leases of our callers into this directory.
+                #
                 # RACE: after our open_dir(), another process removes the empty directory, and
                 # another worker of our node_id makes a new directory at the path. The leases at the
                 # path are then in use. So is_at_path() checks that our directory is at the path.
@@ -2600,8 +2601,8 @@ class _LeaseDir:
 #     and 14) and purges (rooms 11 and 12). It calls room 9 for the rename of a claim, and room 14
 #     for the moves of a task with a key.
 #     Invariant: a rename (or an unlink) commits each change. For the holder of a lease, this system
-#     call is also the fence: it fails if the lease is lost. A call that settles a task changes the
-#     reason in failed/ and the file in checkpoints/ only after this rename. A call that saves a
+#     call also tests the fence: it fails if the lease is lost. A call that settles a task changes
+#     the reason in failed/ and the file in checkpoints/ only after this rename. A call that saves a
 #     checkpoint changes the file only after the rename that renews the lease. So a worker that lost
 #     its lease changes neither file. A retry, which has no lease, removes the reason first.
 #     Lock: a thread holds the worker's lock while it claims, renews, settles or reclaims a task.
@@ -2663,8 +2664,8 @@ class _Worker:
         of the lease with a new deadline. "" means to remove the file.
         outcome: the field of WorkCounts that counts the delivery, or "" if the delivery goes on.
 
-        Raises LeaseLost if the file of the lease is gone: the rename is the fence. If GlusterFS has
-        brought back the name of the lease, _SharedFiles.check_lease() is the fence. Raises
+        Raises LeaseLost if the file of the lease is gone: the rename tests the fence. (GlusterFS
+        may bring back the name of a lease. So _SharedFiles.check_lease() looks first.) Raises
         FileNotFoundError if data_dir or a directory such as done/ is missing. After an OSError of
         the rename, the task is still leased. But a step after the rename may also raise OSError,
         for example the promotion of the payload behind a task with a key. In this case, the task
@@ -4191,9 +4192,10 @@ class FemtoQueue:
     def checkpoint(self, task: FemtoTask, data: _BytesLike) -> None:
         """Save how far the work on the task has come, and renew the lease.
 
-        The next delivery gets the bytes as `task.checkpoint`. This holds after release(), after a
-        failed attempt, and after the death of this worker. A delivery with a newer payload of the
-        key gets no checkpoint. done() and fail() remove the checkpoint.
+        The next delivery gets the bytes as `task.checkpoint`. There is a next delivery after
+        release(), after an exception in processing() if attempts are left, and after the death of
+        this worker. A delivery with a newer payload of the key gets no checkpoint. done() and
+        fail() remove the checkpoint.
 
         task:  the task that pop() or another method leased.
         data:  the progress: bytes, bytearray or memoryview, of any meaning.
@@ -4544,7 +4546,8 @@ class FemtoQueue:
         # Room 10 tells what happens to a task that another thread is just taking (TOPIC: close).
         worker, lease_dir = self._worker, self._worker.lease_dir
         # While the interpreter ends, do not wait for the lock: a thread that has ended may hold it.
-        # The kernel closes the files when the process ends.
+        # Then nothing is done here. When the process ends, the kernel closes the lease directory
+        # and drops its lock, so that other workers reclaim the leases.
         if not worker.lock.acquire(blocking=not sys.is_finalizing()):
             return
         try:
@@ -4839,8 +4842,9 @@ class _KeyStates:
 #
 #     If K is due later, or if L is not a first attempt, the task waits again instead:
 #
-#       4. rename L to U, with 0 attempts   U old, K new   the next claim takes K along
-#          or the time of K
+#       4. rename L to U, with 0 attempts,  U old, K new   the next claim takes K along
+#          and with the time of K, if K is
+#          due later
 #       5. if K is due later, rename K      U new          new is delivered at its time
 #          over U
 #       6. save U in keys/<hash>            as before      as before
@@ -4891,12 +4895,11 @@ class _KeyedTasks(_KeyStates):
         # payload away from the path, and died before it saved the state.
         path, buffered = self._locate(task, *_LIVE), self._locate(behind, "keys")
         if behind and not buffered:
-            # If a task has the id of the payload, this task is the task of the key, even if a
-            # person has put the older task back. CRASH: a process died after it promoted the
-            # payload and before it saved the state. If no task has the id of the payload, the task
-            # at `path` stays the task of the key. CRASH: a process died before it renamed the
-            # payload into keys/. Or a process died after it took the payload along, and before it
-            # saved the state.
+            # CRASH: a process promoted the payload, and died before it saved the state. Then a task
+            # has the id of the payload. This task is the task of the key, even if a person has put
+            # the older task back. CRASH: a process died before it renamed the payload into keys/,
+            # or after it took the payload along and before it saved the state. Then no task has the
+            # id of the payload, and the task at `path` stays the task of the key.
             path = self._locate(behind, *_LIVE) or path
         elif not path:
             # The key has no task, so the payload becomes the task, if there is a payload. CRASH: a
@@ -5011,8 +5014,8 @@ class _KeyedTasks(_KeyStates):
             self._quarantine_second(name, lease, path)
             return True
         states[name] = lease, buffered
-        # An error of _save() is raised, and _Worker._undo_after_error() undoes the claim. With the
-        # task missing from keys/<hash>, a push would add a second task of the key.
+        # An error of _save() is raised, and _Worker._undo_after_error() undoes the claim. If the
+        # task were delivered, but missing from keys/<hash>, a push would add a second task.
         self._save(_tag_of(lease), states)
         return False
 
@@ -5746,7 +5749,8 @@ def _save_checkpoint(worker: _Worker, task: FemtoTask, payload: bytes) -> None:
     nothing, if the lease is lost.
 
     The checkpoint is written to a file in creating/. Then the lease is renewed, and the file is
-    renamed into checkpoints/. The renewal is the fence: it raises LeaseLost if the lease is lost.
+    renamed into checkpoints/. The renewal tests the fence: it raises LeaseLost if the lease is
+    lost.
     CRASH: if the process dies before put_in_place(), the older checkpoint, if any, is still in
     checkpoints/. The file in creating/ is then stale."""
     lease, files, data = _lease_of(task), worker.files, task.data
@@ -5835,15 +5839,16 @@ class _LeaseRenewer:
         is the lock of the calling thread.
 
         An empty list ends the calling thread. The list is empty if no block runs. The list is also
-        empty if `runs` is not in _run_lock, for one of three reasons: stop() was called, add() has
+        empty if _run_lock is not `runs`, for one of three reasons: stop() was called, add() has
         started another thread, or Ctrl-C interrupted add() just after the start of this thread."""
         with self._lock:
             tasks = [block.task for block in self.blocks.values()]
             length_ns = min((_lease_of(it).length_ns for it in tasks), default=_FOREVER_NS)
             if self._run_lock is not runs:
                 return []
-            # If no lease has a deadline, or no block is left, this pause is too long for any lease
-            # with a deadline. So when add() gets a lease with a deadline, it starts a new thread.
+            # If no lease has a deadline, or no block is left, this pause is a third of _FOREVER_NS.
+            # A later lease with a deadline needs a shorter pause. So when add() gets such a lease,
+            # it starts a new thread.
             self._pause_s = length_ns / 1e9 * _RENEWAL
             return tasks
 
@@ -6164,8 +6169,8 @@ class _WorkerPool:
     def _count(self, task: FemtoTask, outcome: str) -> None:
         with self._changed:
             self._idle_end_s = _end_s(self._idle_timeout_s)
-            # If the task is not in `_running`, the other caller of this method has counted the
-            # delivery. The callers are _abort() and _process(), in two threads.
+            # _process() and _abort() may call this method for the same task, in two threads. If the
+            # task is not in `_running`, the other caller has counted the delivery.
             if self._running.pop(id(task), None) is not None:
                 self.counts[outcome] += 1
             self._changed.notify_all()
@@ -7205,7 +7210,8 @@ class _SharedFiles(_Files):
         return self.exists(target) and self.lstat(target).st_ino == before.st_ino
 
     def shrink(self, directory: str, new_name: str) -> None:
-        """Do nothing. Other hosts may look into the old directory for a long time (stale)."""
+        """Do nothing. If the directory were replaced, other hosts might look into the old one for a
+        long time (stale)."""
 
     @_afresh
     def open_lock(self, path: str, flags: int = _LOCK_FLAGS) -> _FileLock:
@@ -7249,8 +7255,8 @@ class _SharedLeaseDir(_LeaseDir):
 
 def _younger(buffered: str, path: str) -> str:
     """Return `buffered`, the path of a payload in keys/, if the payload is younger than the task at
-    `path`. Otherwise return "": the payload is not behind the task. Its name came back after the
-    payload was promoted or replaced (healed)."""
+    `path`. Otherwise return "": the payload was promoted or replaced, and then its name came back
+    (healed). So the payload is not behind the task."""
     return buffered if _id_of(buffered) > _id_of(path) else ""
 
 
@@ -7498,9 +7504,9 @@ class _Progress:
         return {*filter(_FORMS[_state_of(directory)], os.listdir(path))}
 
     def latest_dead_letters(self, count: int = 5) -> list[str]:
-        """Return the ids of the `count` tasks that came to failed/ last, the last one first. To
-        save time, only the last thousand names in failed/ are looked at. Usually these are the
-        tasks that were pushed last. So an older task that failed just now may be missed."""
+        """Return the ids of the `count` tasks that came to failed/ most recently, the latest first.
+        To save time, only the thousand names that sort last in failed/ are looked at. Usually these
+        are the tasks that were pushed last. So an older task that failed just now may be missed."""
 
         def moved_s(name: str) -> float:
             with suppress(OSError):  # RACE: another process has retried or removed the task
@@ -8436,12 +8442,13 @@ class _CommandPool(_WorkerPool):
                     _terminate([process.pid])
                 time.sleep(0.05)
         finally:
-            # Not process.status: CMD may have ended just now, and have left a program.
+            # Test `status`, not process.status: CMD may have ended just now, and have left another
+            # program running.
             if status is None:
                 self._end_now(task, process)
             self._processes.end_job(process)
-        # Wait for the output, too. If the reader of the output has stalled, the wait ends after the
-        # time limit. Without a time limit, the wait goes on.
+        # Wait until the output is passed on. If the reader of this worker's output has stalled, the
+        # wait ends at the time limit. Without a time limit, the wait goes on.
         _await_output(relays, end_s)
         _raise_first(relays)
         return status, is_stopped
@@ -9013,19 +9020,20 @@ def _work_command(options: Any) -> int:
 
     After SIGTERM, SIGHUP, SIGUSR1, SIGUSR2 or Ctrl-C, the running commands finish,
     and no other command starts. A second signal, at least 0.3 s later, is passed to
-    the running commands. Commands that still run after 5 s are killed. The tasks of
+    the running commands. Commands that still run 5 s later are killed. The tasks of
     commands that did not succeed are given back. If a command fails after the first
     signal, the try is not counted, because a scheduler may signal commands, too.
 
-    --task-timeout ends all processes of CMD. Make this time shorter than the time
-    limit of a scheduler. Otherwise a task that takes too long is given back at each
-    limit, and comes first in the next job.
+    --task-timeout ends all processes of CMD. If a scheduler limits the time of this
+    worker, make --task-timeout shorter. Otherwise a task that takes too long is
+    given back at each limit, and comes first in the next worker.
 
     If this worker is killed, its commands are killed. If a lease is lost, CMD goes
     on. A lease may be lost if this worker is stopped for longer than --timeout, and
     is lost if somebody gives the task back with `femtoqueue release`.
 
-    Status 1: with --drain, a task of DIR became a dead letter, or tasks are left.
+    Status 1 (only with --drain): a task of DIR became a dead letter, or tasks are
+    left.
 
     Example: femtoqueue work jobs -j 2 --drain -- ./resize --fast
     """
