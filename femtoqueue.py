@@ -58,10 +58,10 @@ Each step takes effect by one system call, the one in the last column:
     save       16 _save_checkpoint            creating/         checkpoints/<id>         rename
 
 A task with the new order <now> goes to the back of the queue. A task with the <order> of its id
-returns to the place of its push. <n> is the number of attempts so far. If a worker reclaims a lease
-of its own whose task no caller got, the task usually returns to where it waited. After fail and
-quarantine, a second rename puts the reason into failed/<id>.error. Where names can't be exchanged
-(NFS, FUSE, not Linux), replace uses rename, or the payload is buffered.
+returns to the place of its push. <n> is the number of attempts so far. A worker may also reclaim
+one of its own leases, because no caller got the task. This task usually returns to where it waited.
+After fail and quarantine, a second rename puts the reason into failed/<id>.error. Where names can't
+be exchanged (NFS, FUSE, not Linux), replace uses rename, or the payload is buffered.
 
 The terms of this file:
 
@@ -236,10 +236,10 @@ __version__ = "1.0.0"
 
 # ==================================================================================================
 # 1. System: system calls and constants that Python lacks, and small helpers for all rooms.
-#    Invariant: libc is loaded once. Dates in names come from time.time() or from the queue clock.
-#    Pauses and timeouts are measured with time.monotonic(). The functions time.time() and
-#    time.monotonic() are looked up in the module `time` at each call, because a program under test
-#    may replace them. A replaced clock may even stand still or go back.
+#    Invariant: libc is loaded once. The times in names of files are times of time.time() or of the
+#    queue clock. Pauses and timeouts are measured with time.monotonic(). The functions time.time()
+#    and time.monotonic() are looked up in the module `time` at each call, because a program under
+#    test may replace them. A replaced clock may even stand still or go back.
 # ==================================================================================================
 
 # This name stands before all other private names. When the interpreter ends, it sets the private
@@ -278,9 +278,9 @@ def _wall_ns() -> int:
 def _latest_due_ns() -> int:
     """Return the latest time that counts as due: one microsecond ahead of the wall clock.
 
-    Today's time, as a float of seconds, is a multiple of about 240 ns. A caller multiplies this
-    float by 1e6, and schedule() multiplies the result by 1000. Each multiplication rounds, so a
-    task that is due now may have a due time slightly in the future."""
+    For a task that is due now, a caller may pass time.time() * 1e6 to schedule(), which multiplies
+    this number of microseconds by 1000. A float that holds the present time is only exact to about
+    240 ns. So each multiplication rounds, and the due time may be slightly in the future."""
     return int(time.time() * 1e9) + 1000
 
 
@@ -381,9 +381,9 @@ def _follow_owner(fd: int, data_dir: str, extra_mode: int = 0) -> None:
     command would shut out the other users for good. A file of a user with another umask could do
     the same.
 
-    `fd` refers to a file that this process has just made. The file is never changed by its path:
-    root may work in a data_dir that belongs to another user. The other user could meanwhile put a
-    link to any file at the path."""
+    `fd` refers to a file that this process has just made, or to a directory that was opened after
+    its mkdir(). The file is never changed by its path: root may work in a data_dir that belongs to
+    another user. The other user could meanwhile put a link to any file at the path."""
     with suppress(OSError, AttributeError):  # AttributeError: not POSIX
         wanted, made = os.stat(data_dir), os.fstat(fd)
         if made.st_uid != os.geteuid():
@@ -434,8 +434,8 @@ class _ignore_missing:
 def _unlink_if_older(path: str, before_s: float) -> bool:
     """Remove a file that was last renamed or changed (st_ctime) at the time `before_s` or earlier,
     by the wall clock. Return whether the file was removed. A directory stays."""
-    # RACE: another process retries or removes the task before lstat() or unlink(). Then the file is
-    # missing, and False is returned.
+    # RACE: before lstat() or unlink(), another process removes the file, or moves it, because it
+    # retries the failed task. Then the file is missing, and False is returned.
     with _ignore_missing():
         status = os.lstat(path)
         if status.st_ctime <= before_s and not stat.S_ISDIR(status.st_mode):
@@ -562,12 +562,13 @@ def _backoff_s(longest_s: float) -> Iterator[float]:
 # _stamp_of(), _attempts_of() and _id_of() rely on this order.
 #
 # - Here, _FORMS["inflight"]. Also _TASK_NAME, because a person may move a lease elsewhere and keep
-#   the name. _parse_key_state matches the path of a lease, and accepts only hex digits and "~" in
-#   front of the id. _parse() unpacks three groups (attempts, boot and id) from the form of each
-#   task's name. So if the new field is a group, _parse() must unpack four groups. Each form that
-#   _parse() uses then needs the group: those of the five states, creating/, keys/ and checkpoints/.
-#   Where a name does not have the field, the form has an empty group, `()`, as the form of
-#   scheduled/ has for the boot. The constant _LEASE_BYTES includes the length of the name.
+#   the name. Also _parse_key_state, if the field may have other characters than hex digits: the
+#   pattern matches the path of a lease, and accepts only hex digits and "~" in front of the id.
+#   _parse() unpacks three groups (attempts, boot and id) from the form of each task's name. So if
+#   the new field is a group, _parse() must unpack four groups. Each form that _parse() uses then
+#   needs the group: those of the five states, creating/, keys/ and checkpoints/. Where a name does
+#   not have the field, the form has an empty group, `()`, as the form of scheduled/ has for the
+#   boot. The constant _LEASE_BYTES includes the length of the name.
 # - Room 6: _Files.move() looks for "~1~", the mark of a first delivery. So the text of the new
 #   field must never be "1".
 # - Room 9: _LeaseDir.claim() is the only function that writes the whole name.
@@ -796,10 +797,10 @@ class LeaseLost(FemtoQueueError):
     """The lease of the task is not held by this delivery. Nothing was changed.
 
     id:  the id of the task.
-    expired:  True if the deadline of the lease has passed: another worker may have the task now, or
-        the delivery had ended before. False if the deadline has not passed: usually the delivery
-        had ended, a person had moved the file, or close() had given up the lease. Also False for a
-        task that never had a lease, and if attach() got an id, which does not show the deadline.
+    expired:  whether the deadline of the lease has passed. True: another worker may have the task
+        now, or the delivery had ended before the call. False: usually the delivery had ended before
+        the call, a person had moved the file, or close() had given up the lease. Also False if the
+        task never had a lease, or if attach() got an id. An id does not show the deadline.
     why:  the reason, as text.
 
     A lease past its deadline stays valid until a worker takes the task back. Only then is the lease
@@ -866,8 +867,8 @@ class _Lease:
         path here.
     source: the path that the task was claimed from.
     length_ns: the time from the claim to the deadline. After attach(), usually the lease length of
-        the object that called attach(). A renewal leaves at least length_ns until the new deadline,
-        unless extend() was called with another time.
+        the object that called attach(). A renewal moves the deadline to at least length_ns from
+        now. Only extend() with `ms` may set an earlier deadline.
     outcome: the field of WorkCounts that counts the delivery. "": the delivery still runs, the
         lease was lost, or the end of the delivery could not be written to the disk.
     has_checkpoint: True if the task may have a checkpoint.
@@ -898,10 +899,11 @@ class FemtoTask:
     size_bytes:  the length of the payload in bytes. None: the file was not read (attach()), or its
         header is invalid (tasks(data=False) only).
 
-    Assigning to an attribute changes nothing in the queue, with one exception: checkpoint() saves a
-    checksum of `data`, too. If this is not the checksum of the task's payload, the next delivery
-    does not get the checkpoint. A renewal of the lease updates `path`, and checkpoint() also
-    updates `checkpoint`. Two tasks are equal if `id`, `data`, `attempts` and `key` are equal.
+    Assigning to an attribute changes nothing in the queue, with one exception, `data`: checkpoint()
+    also saves a checksum of `data`. If other bytes were assigned to `data`, the checksum does not
+    match the task's payload, and the next delivery does not get the checkpoint. A renewal of the
+    lease updates `path`, and checkpoint() also updates `checkpoint`. Two tasks are equal if `id`,
+    `data`, `attempts` and `key` are equal.
     """
 
     # _anchor_ns: the anchor of the queue clock, for `until`.
@@ -1126,7 +1128,8 @@ def _check_node_id(node_id: object) -> str | None:
     match = _parse_node_dir("inflight-" + node_id) if isinstance(node_id, str) else None
     if match is None or match[1] in (".", ".."):
         raise ValueError(f"node_id must be 1 to 100 of A-Z a-z 0-9 . _ -, not {node_id!r}")
-    return match[1]  # a plain str: an f-string could show the name of a str Enum's member
+    # A plain str. If node_id is a member of a str Enum, an f-string could show the member's name.
+    return match[1]
 
 
 def _check_max_attempts(max_attempts: object) -> None:
@@ -1250,7 +1253,7 @@ def _finish_read(fd: int, head: bytes, ident: str) -> _Record:
 
 
 # ==================================================================================================
-# 5. File locks: flock(2) on files and directories, held by this process alone.
+# 5. File locks: flock(2) on files and directories, not held by forked children.
 #    Invariant: a lock ends with close(), with the last reference to the lock, or with the process.
 #    A forked child never keeps a lock.
 # ==================================================================================================
@@ -1261,8 +1264,8 @@ def _finish_read(fd: int, head: bytes, ident: str) -> _Record:
 #   of all descriptors in _open_lock_fds. The parent keeps its locks.
 # - A queue object in the child is another worker. FemtoQueue._after_fork() (12) makes a new
 #   _Worker, with new thread locks, an empty batch, and a new tag for ids. The node_id is new, too,
-#   unless the program has given one. No thread of the parent runs in the child. The child starts
-#   its own threads that serve coroutines and renew leases when it needs them.
+#   unless the program has given one. No thread of the parent runs in the child. If the child needs
+#   a thread that serves coroutines or renews leases, it starts its own.
 # - A task that the parent has leased stays the parent's. If the fork was in a block of
 #   processing(), the end of the block does nothing in the child (16). If the fork was in a wait
 #   that had found a task, the child does not put this task back (15).
@@ -1282,12 +1285,13 @@ def _finish_read(fd: int, head: bytes, ident: str) -> _Record:
 #   while a task with such a key is pushed, taken by key or id, settled, renewed or moved. (Only a
 #   claim by pop() and the undoing of a claim do not take the lock.) A stopped process may hold the
 #   lock for ever. These calls wait for the lock: push() and schedule() with such a key, contains(),
-#   and peek() by key. For a task with such a key, take(), done(), fail(), release(), extend(),
-#   checkpoint(), retry(), the beginning and the end of processing(), and the quarantine by
-#   check(repair=True) wait, too. So does a wait that puts the task it found back, after close() or
-#   a cancellation. A pop() claims such a task without the lock, but then waits for the lock if the
-#   task becomes a dead letter, if a newer payload is behind the task, or if keys/<hash> does not
-#   name the task. (On file systems of several hosts, each pop() of such a task waits.)
+#   and peek() by key. These wait for it, too, if the task has such a key: take(), done(), fail(),
+#   release(), extend(), checkpoint(), retry(), the beginning and the end of processing(), and the
+#   quarantine by check(repair=True). If close() or a cancellation ends a wait that has just found
+#   such a task, the task is put back. This step needs the lock, too, and blocks until it is free.
+#   A pop() claims such a task without the lock, but then waits for the lock if the task becomes a
+#   dead letter, if a newer payload is behind the task, or if keys/<hash> does not name the task.
+#   (On file systems of several hosts, each pop() of such a task waits.)
 #   Housekeeping jobs, take_async() and the thread that renews leases only try to take the lock
 #   (wait=False). A thread that holds such a lock takes no second one, unless a signal handler of
 #   the program uses the queue.
@@ -1297,8 +1301,9 @@ def _finish_read(fd: int, head: bytes, ident: str) -> _Record:
 # - inflight-<node>/ (9) is locked by its worker, with a shared lock, while the worker has the
 #   directory open. Another process tries to take the exclusive lock, to find out whether the worker
 #   is dead. If the worker is dead, the other process holds the exclusive lock while it reclaims the
-#   leases. Only a worker that opens its directory waits for this lock. So a process that is stopped
-#   with the exclusive lock blocks the start of a worker with the node_id of the dead worker.
+#   leases. Only a worker that opens its directory waits: it needs the shared lock, and gets it when
+#   nobody holds the exclusive lock. So a process that is stopped while it holds the exclusive lock
+#   blocks the start of a worker with the node_id of the dead worker.
 # - The lock of a log handler: a thread may log a message while it holds any of the locks above. The
 #   log of the command `work` takes _Output._turns (21), and waits while nobody reads standard
 #   error.
@@ -1327,7 +1332,7 @@ _fork_lock = threading.RLock()  # held during fork(), and to add a thread to _no
 
 @contextmanager
 def _no_fork() -> Iterator[None]:
-    """Delay fork() in other threads while the block opens or closes a descriptor, but for
+    """Delay fork() in other threads while the block opens or closes a descriptor. The delay is
     _FORK_WAIT_S at most. A child that was forked during the block could have a copy of a descriptor
     that is not in _open_lock_fds. The child would not close the copy, and the copy could keep the
     lock. The blocks of two threads don't exclude each other: a block that hangs, because its mount
@@ -1464,7 +1469,7 @@ class _FileLock:
             _finalize(self._close_unless_forked)
 
 
-# The functions to call in a forked child. The key of a function is the object to call it with.
+# Maps objects to functions. A forked child calls each function with its object.
 _fork_hooks: weakref.WeakKeyDictionary[Any, Callable[[Any], None]] = weakref.WeakKeyDictionary()
 
 
@@ -1474,8 +1479,9 @@ def _before_fork() -> None:
     The wait has a limit, because two kinds of threads may stay in _no_fork_threads for long. One is
     a thread whose open() or close() hangs. During open() there is no descriptor yet, and the file
     was unlocked before os.close(). So the fork is safe. The other is a thread that Ctrl-C
-    interrupted just before or just after the block, while _no_fork() stood at its `yield`. While
-    the exception is kept somewhere, the `finally` of _no_fork() does not run.
+    interrupted while _no_fork() stood at its `yield`, but just before or just after the block. Then
+    the `finally` of _no_fork() runs only when its generator is freed. While the exception is kept
+    somewhere, its traceback keeps the generator.
 
     Ctrl-C in the thread that forks ends the wait, too. But the fork goes on, because the
     interpreter ignores an exception of this function."""
@@ -1524,7 +1530,8 @@ if hasattr(os, "register_at_fork"):
 #      sync_with_dir(). So a whole record is never replaced by a torn one. For a checkpoint, only
 #      the directory is synced after the rename.
 #    - A finished task that is not kept: sync the lease's file and directory, unlink the file, sync
-#      the directory. So after power loss the task is not in its earlier directory again.
+#      the directory. The first step makes the claim durable. With the last sync alone, power loss
+#      could bring the task back to where it waited.
 #    - A new task or a buffered payload of a key: sync the new file, sync keys/<hash> and keys/,
 #      rename the new file, sync the directory. If keys/<hash> lost the task in a power loss, and
 #      the task's file remained, a later push would add a second task of the key.
@@ -1538,16 +1545,17 @@ if hasattr(os, "register_at_fork"):
 #   the clock file can't be made, the process has a clock of its own (_QueueClock._open).
 # - pop() claims by a rename, which usually needs no space.
 # - done() renames. If done/ has no room for another name, the task is removed (_Worker.finish).
-# - release() and fail() without a reason rename. fail() with a reason writes the reason first, and
-#   raises OSError: the task stays leased. A quarantine writes the reason last, if possible.
+# - release() is a rename, and so is fail() without a reason. fail() with a reason writes the reason
+#   first, and raises OSError: the task stays leased. A quarantine writes the reason last, if
+#   possible.
 # - The states of keys are written over the older ones in place, which usually needs no space.
 
 # How often other processes may replace or remove a directory during one step. The step is a move
 # into the directory, its opening as a lease directory, or the entry into a ticket line.
 _MAX_REPLACED = 100
-# The longest time between two advances of the clock that sets the times of files, and a little
-# more. The time is a hundredth of a second. Where file times have whole seconds, it is a second, or
-# two seconds on FAT.
+# The clock that sets the times of files advances in ticks. A tick lasts a hundredth of a second at
+# most. Where file times have whole seconds, a tick lasts a second, or two seconds on FAT. Each
+# constant is a little longer than the tick.
 _TICK_S = 0.011
 _COARSE_TICK_S = 2.02
 _SHRINK_BYTES = 1 << 20  # an empty directory that is larger than this is replaced
@@ -1624,8 +1632,8 @@ class _Files:
         if self.is_durable:
             _sync_dir(self.root)
             # Another process may just have made data_dir without a sync, so sync its parent. If
-            # this user may not read the parent, this process did not make data_dir: _make_dir()
-            # would have raised the error, when it synced the parent.
+            # this user may not read the parent, ignore the error: this process did not make
+            # data_dir. If it had, the sync of the parent in _make_dir() would have failed, too.
             with suppress(PermissionError):
                 _sync_dir(f"{self.root}..")
         with _ignore_missing(*_NO_WRITE_ERRNOS):
@@ -1635,7 +1643,8 @@ class _Files:
         """Make a directory in data_dir for all users of the queue, unless it exists."""
         with suppress(FileExistsError):
             os.mkdir(self.root + name)
-            # A system that is not POSIX may refuse to open a directory, which keeps its rights.
+            # A system that is not POSIX may refuse to open a directory. Then the directory keeps
+            # the rights that mkdir() gave it.
             # RACE: another process removes a new lease directory, because it is empty, before our
             # os.open(). Then _LeaseDir._open() finds that the directory is missing, and retries.
             with suppress(OSError):
@@ -1764,9 +1773,9 @@ class _Files:
         return False
 
     def check_lease(self, lease: str) -> None:
-        """Raise FileNotFoundError if another worker has got the task of a lease past its deadline,
-        and the name of the lease has come back ("healed" in room 20). On a local file system, no
-        name comes back."""
+        """Raise FileNotFoundError if the deadline of a lease has passed, another worker has got the
+        task since then, and the name of the lease has come back ("healed" in room 20). On a local
+        file system, no name comes back."""
 
     def has_other_mounts(self) -> bool:
         """Return whether this local directory is also used through a mount of another kind. The
@@ -1905,8 +1914,9 @@ class _Files:
             self._retry_rename(source, target)
         # By POSIX, rename() succeeds and does nothing if both names are links to one file. Then the
         # source would stay, and the finished task would be delivered again for ever. So the source
-        # is removed, except after a first delivery, to save time. If the source stays after a first
-        # delivery, the task is delivered once more. The end of that delivery removes the source.
+        # is removed here. To save time, this is not done after a first delivery. If the source
+        # stays then, the task is delivered once more, and the end of that delivery removes the
+        # source.
         if "~1~" not in source and _ends_at(target):
             _unlink_if_exists(self.root + source)
         return target
@@ -1954,7 +1964,7 @@ class _Files:
         if not self.is_durable:
             return
         # RACE: another process moves the task to another path before the file is synced here. Then
-        # only the directory is synced, which no longer has the file.
+        # the file is not synced. Only the directory is synced, and it no longer has the file.
         with suppress(FileNotFoundError):
             self.sync_file(path)
         self.sync_dir(os.path.dirname(path))
@@ -2051,9 +2061,10 @@ def _compute_anchor(files: _Files) -> int:
             entries = files.entries(directory)
             times_ns += [_stamp_of(entry.id) + 1 for entry in entries]
             if entries and _state_of(directory) == "inflight":
-                # The st_mtime of the directory is the time of the last claim, or of a later change,
-                # by the wall clock. If this time is after the newest deadline, the date may have
-                # been wrong at the claim. So the deadline is used instead.
+                # The st_mtime of the directory is the wall-clock time of the last claim, or of a
+                # later change. A claim sets a deadline that is later than the claim. So if the
+                # st_mtime is after the newest deadline, the date may have been wrong at the claim.
+                # Then the deadline is used instead.
                 times_ns.append(min(files.lstat(directory).st_mtime_ns, entries[-1].stamp_ns))
     return max(it for it in times_ns if it < _LATEST_CLOCK_NS) - started_ns
 
@@ -2069,9 +2080,10 @@ class _QueueClock:
         self._files, files.clock = files, self
         # The <boot> that processes with a clock of their own write in the names of their leases.
         # All processes in one time namespace of this kernel compute the same <boot>. No process of
-        # another kernel uses it at the same time, because no other host writes to the file system.
-        # Processes that use the clock file need it, too: see `boots`. "": other hosts may write to
-        # the file system. There, each process with a clock of its own has a random <boot>.
+        # another kernel uses this <boot> at the same time, because no other host writes to the file
+        # system. Processes that use the clock file need this <boot>, too: see `boots`. If other
+        # hosts may write to the file system, the value is "", and each process with a clock of its
+        # own has a random <boot>.
         self.own_clock_tag = _boot_tag(_time_namespace(), files.root) if files.is_local else ""
         self.init_worker()
         self.boot, self.anchor_ns = self._open()
@@ -2163,7 +2175,8 @@ class _QueueClock:
 
     def _clock_began_anew(self, anchor_ns: int) -> bool:
         """Say whether the monotonic clock seems to have begun anew under the same boot id. This
-        happens in a restored virtual machine, in some containers, and on a board without entropy.
+        happens in a restored virtual machine, in some containers, and on a board that, for lack of
+        entropy, has the same boot id at each start.
 
         The answer is True if the queue clock is behind the wall clock and also behind an id. The
         ids of tasks that wait or are leased count, and those of buffered payloads. A queue clock
@@ -2193,11 +2206,11 @@ class _QueueClock:
     def _remove_others(self) -> None:
         """Remove the clock files of earlier boots, because no process of an earlier boot lives.
 
-        A container may have a boot id of its own, and run beside us. While the container has a
-        lease that is not detached, the name of the lease has the <boot> of the container, and the
-        clock file of the container stays. At other times the clock file is removed, and a worker of
-        the container puts the file back later by restore(). Where other hosts use data_dir, or
-        where there is no flock, nothing is removed."""
+        But a container that runs beside us may have a boot id of its own. Its clock file stays
+        while the container has a lease that is not detached, because the name of such a lease has
+        the <boot> of the container. At other times the clock file is removed, and a worker of the
+        container puts the file back later by restore(). Where other hosts use data_dir, or where
+        there is no flock, nothing is removed."""
         if self._files.if_shared is None or self._files.has_other_mounts():
             return
         # OSError: this user can't list a lease directory of another user. Then nothing is removed.
@@ -2328,7 +2341,8 @@ class _Backlog:
             now_s = time.monotonic()
 
     def _list(self, now_s: float) -> None:
-        # A directory that had few names less than a second ago can't be huge now.
+        # If the last listing showed few names and is less than a second old, the directory can't be
+        # huge now. So one os.listdir() lists it.
         if self.seen < _FEW and now_s - self._listed_s < 1:
             names = os.listdir(self._pending)
             self.names, self.seen = sorted(filter(_is_task_name, names), reverse=True), len(names)
@@ -2364,7 +2378,8 @@ class _Backlog:
 
     def correct_after_loss(self, lost: str) -> None:
         """After a lost claim at the path `lost`, drop the oldest names of the batch, until the file
-        of the oldest remaining name exists. To look for a file costs a third of a failed rename().
+        of the oldest remaining name exists. This is faster than to lose a claim for each of these
+        names: to look for a file costs a third of a failed rename().
 
         RACE: after the listing, another process pushes a newer payload for the key of the task at
         `lost`. The push renames the task, so that its attempts are 0 again. The task keeps its
@@ -2392,9 +2407,10 @@ class _Backlog:
 
 
 class _LeaseDir:
-    """The lease directory of one worker. The first listing of pending/ opens the directory, or the
-    first take() whose claim fails. If the directory was removed or given up, a later listing opens
-    it again, or a pop() or take() whose claims failed.
+    """The lease directory of one worker. Usually, the first listing of pending/ opens the
+    directory. If a take() tries to claim a task before that, the claim fails, and take() opens the
+    directory. If the directory was removed or given up, it is opened again by a later listing, or
+    by a pop() or take() whose claims failed.
 
     RACE: another thread calls close() during a pop(). A claim and close() both hold the worker's
     lock, so the descriptor of the directory stays open during the claim. `undelivered`,
@@ -2451,9 +2467,9 @@ class _LeaseDir:
                     # reclaim our leases as those of a dead worker.
                     self._clock.boot = os.urandom(4).hex()
                 # The leases in the directory become orphans, except detached leases, which outlive
-                # their worker. This needs the exclusive lock: if we get it, no other worker of our
-                # node_id uses the directory. If this object has another lease directory open
-                # already (_dir_lock), no lease becomes an orphan here. A person may have moved the
+                # their worker. This step needs the exclusive lock: if we get it, no other worker of
+                # our node_id uses the directory. The step is left out if this object has another
+                # lease directory open already (_dir_lock), because a person may have moved the
                 # leases of our callers into this directory.
                 #
                 # RACE: after our open_dir(), another process removes the empty directory, and
@@ -2470,10 +2486,10 @@ class _LeaseDir:
                 # the next round makes the directory again.
                 if lock.is_at_path():
                     # This assignment drops the last reference to the old lock, and so closes the
-                    # old lock. The old lock is kept until now, because our leases may be in an old
-                    # directory that a person moved away. Up to now, the person could move the old
-                    # directory back, and the old lock would show other workers that the leases are
-                    # in use.
+                    # old lock. The old lock is not closed earlier, because a person may have moved
+                    # the old directory away, with our leases in it. If the person moves the old
+                    # directory back before this line, the old lock still shows other workers that
+                    # the leases are in use.
                     self._dir_lock = lock
                     return
             finally:
@@ -2551,7 +2567,8 @@ class _LeaseDir:
 
     def undo_claim(self, lease: _Lease, target: str) -> None:
         """Move a claimed task to `target`, because no caller will get the task. If the rename
-        fails, the lease becomes an orphan. If the lease exists, the reclaim job moves the task.
+        fails, the lease becomes an orphan: the next reclaim job moves the task to `target`, if the
+        file of the lease exists then.
 
         `target` contains the number of attempts. The caller usually takes the number from before
         the claim, and so does not count the delivery. The rename uses the descriptor of the lease
@@ -2579,8 +2596,9 @@ class _LeaseDir:
         directory if it is empty. Without flock, all leases stay."""
         self._worker.house.drop_batch()
         lock, self._dir_lock = self._dir_lock, None
-        # If this object is garbage in a reference cycle, the finalizer of the lock may have run
-        # first, and may have closed the lock. Then open the directory again.
+        # The finalizer of the queue object calls this method, too. If the objects are garbage in a
+        # reference cycle, the finalizer of the lock may have run before, and may have closed the
+        # lock. Then open the directory again.
         if lock is not None and lock.fd == -1:
             lock = self._files.open_dir(self.directory)
         if lock is None:
@@ -2601,10 +2619,11 @@ class _LeaseDir:
 #     and 14) and purges (rooms 11 and 12). It calls room 9 for the rename of a claim, and room 14
 #     for the moves of a task with a key.
 #     Invariant: a rename (or an unlink) commits each change. For the holder of a lease, this system
-#     call also tests the fence: it fails if the lease is lost. A call that settles a task changes
-#     the reason in failed/ and the file in checkpoints/ only after this rename. A call that saves a
-#     checkpoint changes the file only after the rename that renews the lease. So a worker that lost
-#     its lease changes neither file. A retry, which has no lease, removes the reason first.
+#     call also tests the fence: it fails if the lease is lost. A method that settles a task changes
+#     the reason in failed/ and the file in checkpoints/ only after this rename. To save a
+#     checkpoint, the lease is renewed by a rename, and only then the file in checkpoints/ is
+#     changed. So a worker that lost its lease changes neither the reason nor the checkpoint. A
+#     retry has no lease: it removes the reason before the rename.
 #     Lock: a thread holds the worker's lock while it claims, renews, settles or reclaims a task.
 #     So a renewal and a done() in two threads cannot run at the same time. No thread holds the lock
 #     while it reads or writes a payload for a caller. A quarantine and a take along (room 14) do
@@ -2820,9 +2839,9 @@ class _Worker:
         the task moves to this path. If a newer payload of the key is behind the task, move_keyed()
         may change the path.
 
-        If the move fails and the lease still exists, the lease stays in `orphans`, and the next
-        reclaim job tries again. Without this entry, a lease in our own directory would end only at
-        its deadline."""
+        The lease gets an entry in `orphans` before the move. If the move fails and the lease still
+        exists, the entry stays, and the next reclaim job tries again. Without the entry, a lease in
+        our own directory would end only at its deadline."""
         orphans = self.lease_dir.orphans
         orphans[lease] = source = self.lease_dir.undelivered.pop(lease, None) or orphans.get(lease)
         target = source or _front_path(_id_of(lease), _attempts_of(lease))
@@ -2853,8 +2872,8 @@ class _Worker:
 
         Raises OSError if the task cannot be moved to failed/. If the task was just claimed from
         pending/, _undo_after_error() then usually moves it to the back of pending/. An error while
-        the reason is written is ignored: the log has the reason, and the task must not block the
-        queue.
+        the reason is written is ignored: the task is already in failed/, the log has the reason,
+        and pop() must go on with the next task.
         """
         ident = _id_of(source)
         target = f"failed/{ident}"
@@ -2905,8 +2924,8 @@ class _Worker:
     def enqueue_scheduled(self, source: str) -> None:
         """Move a due task to the back of pending/.
 
-        In a durable queue, the move is synced. Without this sync, btrfs showed the task in
-        scheduled/, too, after power loss, because a later push had synced pending/ alone."""
+        In a durable queue, the move is synced. Without this sync, a later push may sync pending/
+        alone. After power loss, btrfs then showed the task in both pending/ and scheduled/."""
         target = self.back_path(source, _attempts_of(source))
         try:
             self.files.sync_with_dir(self.move_task(source, target, wait=False))
@@ -2946,11 +2965,11 @@ class _Worker:
     #   1. Before the claim: _LeaseDir.claim() finds that the directory is not open, and takes no
     #      task.
     #   2. During a look, which is a call of take_oldest() or take_named(): _Waits._look() compares
-    #      `close_count` after each look. `undelivered` does not always show the close(). If the
+    #      `close_count` after each look. If the number has changed, _look() puts back a task that
+    #      the look found. If the lease directory is empty, _look() also gives up the directory
+    #      again. A missing entry in `undelivered` would not be enough to notice close(). If the
     #      look found no task, there is no entry that could be missing. If the look opened the
-    #      directory again after close(), and then claimed a task, the entry is in `undelivered`, as
-    #      if close() had not been called. If `close_count` has changed, _look() puts a task that
-    #      was found back, and gives up the lease directory again if the directory is empty.
+    #      directory again after close(), and then claimed a task, the entry is not missing.
     #   3. After that comparison: _Waits.hand_over() removes the lease from `undelivered`, as the
     #      last step before the caller gets the task. If the lease is not in `undelivered`, the
     #      reclaim of close(), or of a job after the deadline, removed it first. In this case,
@@ -2995,8 +3014,8 @@ class _Worker:
             if not waiting:
                 if listings:
                     # No task of the last listing could be delivered. Usually, other workers won the
-                    # claims. But our lease directory may be gone. Then the next listing makes it
-                    # again.
+                    # claims. But our lease directory may be gone. So the next listing must look at
+                    # the directory, and make it again if it is gone.
                     self.house.drop_batch()
                 listings += 1
                 if listings > _MAX_LISTINGS or not self.house.refill():
@@ -3044,9 +3063,9 @@ class _Worker:
                 if not isinstance(error, BlockingIOError):
                     raise
                 # RACE: another process holds the lock of the key, and `wait` is False. Usually,
-                # that process is in push(): the rename into pending/ has woken this wait, but
-                # push() has not released the lock yet. The release is no event that wakes this
-                # wait. So the next look is in 10 ms.
+                # that process is in push(): the rename into pending/ has woken take_async(), but
+                # push() has not released the lock yet. The release is no event that wakes
+                # take_async(). So the next look is in 10 ms.
                 self.house.wake_s = min(self.house.wake_s, time.monotonic() + 0.01)
                 return None
         return None
@@ -3126,16 +3145,17 @@ class _Worker:
         In two cases, a claimed task from pending/ goes to the back instead, because the task must
         not block the tasks behind it.
 
-        In the first case, the task itself caused the error, and the error has a task_id. The
-        attempts of the task count this delivery. After the last attempt (max_attempts), the task
-        becomes a dead letter. If take() claimed the task in scheduled/, and this was not the last
-        attempt, the task returns to scheduled/, uncounted. From its second such error on, this
-        worker passes the task over for a while, even if the claim itself failed: see
-        _Backlog.note_trouble().
+        Case 1: the task itself caused the error, and the error has a task_id. A task from pending/
+        goes to the back, and its attempts count this delivery. A task that take() claimed in
+        scheduled/ returns there, uncounted. But if this was the last attempt (max_attempts), the
+        task becomes a dead letter, wherever it was claimed. After the second error of this kind for
+        the same task, and after each further one, this worker passes the task over for a while: see
+        _Backlog.note_trouble(). Such an error counts there even if the claim itself failed.
 
-        In the second case, an OSError without a task_id was raised, for example when the state of
-        the key was read, or when the task was quarantined. The delivery is not counted. But after a
-        lack of descriptors or memory (_TRANSIENT_ERRNOS), the task returns to its place.
+        Case 2: an OSError without a task_id was raised, for example when the state of the key was
+        read, or when the task was quarantined. A task from pending/ goes to the back, uncounted.
+        But after a lack of descriptors or memory (_TRANSIENT_ERRNOS), the task returns to its
+        place.
 
         After _undo_after_error(), the caller raises the error, unless take_named() only found the
         lock of a key busy. If the error has a task_id, work() and the command `work` log the error
@@ -3224,9 +3244,9 @@ class _Job:
 
     # All times are of the monotonic clock. The job runs next at _next_s, or at _sooner_s if
     # sooner() asked for an earlier run. rest_end_s is the end of the pause after a long run.
-    # sooner() does not look at rest_end_s. If the reason of a caller may come again and again, the
-    # caller should look at rest_end_s, or call sooner() with a pause. Otherwise, the job would run
-    # all the time.
+    # sooner() does not look at rest_end_s, and may end this pause early. A caller that may ask for
+    # a run again and again, for the same reason, should look at rest_end_s first, or call sooner()
+    # with a pause. Otherwise, the job would run all the time.
     _next_s = _sooner_s = 0.0
     rest_end_s = 0.0
     error: OSError | None = None
@@ -3426,8 +3446,9 @@ class _Housekeeper:
 
         The lock on the directory shows whether the worker is dead. The lock is tried in two cases.
         First, the directory has leases of this boot. Second, no lease in the directory is before
-        its deadline, so that an empty directory can be removed. In any other case, the lock would
-        change nothing: leases of another boot end by their deadlines."""
+        its deadline: then the directory may be empty, and could be removed. In any other case, the
+        lock would change nothing: a lease still runs, and all leases end by their deadlines,
+        because they are detached or of another boot."""
         now_ns, leases = self._clock.now_ns(), self._files.entries(directory)
         ended, running = [], []
         for entry in leases:
@@ -3461,9 +3482,9 @@ class _Housekeeper:
         First, if this process has a clock of its own (see own_clock_tag in _QueueClock), other such
         processes use the same <boot>. Then only the leases in our own directory are of our clock.
         Second, on a file system of several hosts, the clock file may have been made anew after this
-        host was suspended (_clock_began_anew). The workers that started before keep the old clock,
-        which is behind ours. So a lease of such a worker seems to have ended before it was claimed
-        or renewed, and does not count as a lease of our clock."""
+        host was suspended (_clock_began_anew). Workers that started with the old file keep the old
+        clock, which is behind ours. So by our clock, the deadline of such a worker's lease may be
+        before the claim or the renewal. Then the lease does not count as a lease of our clock."""
         length_ns, clock = self._worker.length_ns, self._clock
         if length_ns >= _FOREVER_NS or entry.boot == _DETACHED:
             return False
@@ -3544,14 +3565,14 @@ class _Housekeeper:
 
     def remove_stale_files(self) -> None:
         """Remove the files that killed processes left behind: see stale_files(). No task is lost: a
-        stale file in creating/ is of a call that did not return, or has an older payload that was
-        replaced. Also replace keys/ and checkpoints/ if they are large and empty, and restore the
-        clock file."""
+        stale file in creating/ was written by a call that did not return, or it has the older
+        payload of a task, which a push has exchanged for a newer one. Also replace keys/ and
+        checkpoints/ if they are large and empty, and restore the clock file."""
         before_s = time.time() - _LEFTOVER_NS / 1e9
         for path in self.stale_files():
-            if path.endswith(".pending"):
+            if path.endswith(".pending"):  # a directory that shrink() made
                 _remove_empty_dir(self._files.root + path)
-            else:  # a directory of another name stays: it was not made by shrink()
+            else:  # a file. If it is a directory, the queue did not make it, and it stays.
                 _unlink_if_older(self._files.root + path, before_s)
         for directory in ("keys", "checkpoints"):
             self._files.shrink(directory, self._clock.new_id())
@@ -3601,10 +3622,10 @@ class FemtoQueue:
         process is killed while other objects of its name live, its leases end at their deadlines,
         or earlier, when the last of these objects is closed or dies.
     timeout_stale_ms:  the length of a lease (visibility timeout), in milliseconds. None: the lease
-        lasts as long as its worker lives. After a reboot such a lease ends only when a worker
-        starts under the same node_id. A person can end the lease, too, by the command `release` or
-        by moving the file. Where there is no flock(2), only the worker itself or a person can end
-        such a lease.
+        has no deadline, and lasts as long as its worker lives. But after a reboot, only a worker
+        that starts under the same node_id takes the lease back. Where there is no flock(2), only
+        the worker itself can end a lease without a deadline. A person can always end the lease, by
+        the command `release` or by moving the file.
     sync_after_write:  True: the effect of a call that returned survives power loss, by fsync(2).
         This holds for push, push_many, schedule, done, fail, release, retry, retry_failed and
         checkpoint. False: the effect survives the death of processes, but power loss may undo it.
@@ -3714,10 +3735,10 @@ class FemtoQueue:
         data:  the payload: bytes, bytearray or memoryview.
         key:  a text of 1 to 200 bytes in UTF-8. None: a task without a key.
         if_in_flight:  what to do if the task of the key is leased. Only with a key.
-            "buffer": `data` waits in keys/, and a later push replaces `data` there. When done() or
-                fail() ends the leased task, `data` becomes a task with an id of its own, which
-                push() has returned. If the leased task comes back instead, its next delivery
-                carries `data`, as a first attempt.
+            "buffer": `data` waits in keys/ under an id of its own, and push() returns this id. A
+                later push replaces `data` there. When done() or fail() ends the leased task, `data`
+                becomes a task with this id. If the leased task comes back instead, its next
+                delivery carries `data`, as a first attempt.
             "update": `data` replaces the payload of the leased task, and push() returns the id of
                 this task. The running delivery keeps the old payload, and only a later delivery
                 carries `data`. If done() ends the task, `data` is never delivered. But if a payload
@@ -3730,9 +3751,10 @@ class FemtoQueue:
         of the system call if the disk did not take the task. With a key, also raises OSError where
         there is no flock(2).
 
-        If push() raises, `data` is not in the queue, except in three cases. First, a worker may
-        have claimed the task before the sync of the task failed. Second, the disk may have refused
-        to undo the push. The last paragraph has the third case.
+        If push() raises, `data` is not in the queue. If only the sync of the task failed, push()
+        undoes the push before it raises. There are three exceptions. First, a worker may have
+        claimed the task before the sync failed. Second, the disk may have refused to undo the push.
+        The last paragraph has the third exception.
 
         On disk: when push() returns, the file of the task is in pending/. With a key, `data` may
         instead be in keys/, or in the file of the key's task, wherever that file is. The file is
@@ -3764,8 +3786,9 @@ class FemtoQueue:
         bytes-like. Raises OSError if the disk did not take a task, and any exception that
         `iterable` raises. The tasks before the error are in the queue. The attribute `pushed_ids`
         of the exception has the ids of these tasks, and the message of an OSError has their number.
-        But if the sync failed, the tasks are removed again, and `pushed_ids` has only the ids of
-        the tasks that could not be removed, usually because a worker had taken them.
+        But if the sync at the end of the batch failed, all its tasks are removed again. Then
+        `pushed_ids` has only the ids of the tasks that could not be removed, usually because a
+        worker had taken them.
 
         On disk: when push_many() returns, the files of the tasks are in pending/. With
         sync_after_write, one syncfs(2) makes the whole batch durable on ext4, xfs, btrfs and f2fs.
@@ -3879,12 +3902,12 @@ class FemtoQueue:
         no task waits.
 
         If the trouble is with one task, the attribute `task_id` of the OSError or MemoryError has
-        the id of the task. For example, this user may not read or move the file, or the payload
-        does not fit into memory. A task that can't be read goes to the back of the queue, and the
-        next pop(), in this process or another, takes the next task. The delivery counts as an
-        attempt: after max_attempts deliveries, the task goes to failed/. A task that can't be moved
-        stays in its place. If a task makes trouble for the second time, this object does not try
-        the task again for a second. Each further trouble doubles that time, up to an hour.
+        the id of the task. For example, this user has no right to read or move the file, or the
+        payload does not fit into memory. A task that can't be read goes to the back of the queue,
+        and the next pop(), in this process or another, takes the next task. The delivery counts as
+        an attempt: after max_attempts deliveries, the task goes to failed/. A task that can't be
+        moved stays in its place. After two troubles with a task, this object passes the task over
+        for 1 s. Each further trouble doubles this pause, up to an hour.
 
         A call that waits looks for a task when inotify(7) reports a change, when a task comes due,
         and when a lease ends. It usually finds the tasks of a worker at most half a second after
@@ -3966,8 +3989,9 @@ class FemtoQueue:
         The parameters are as in take(), but the default timeout is None: wait without a limit.
 
         Coroutines that wait for the same key or id get the task in the order of their calls.
-        Cancelling the call has the same effect as in pop_async(). take_async() does not wait for
-        the lock of the key. While the lock is held, take_async() tries again until the timeout.
+        Cancelling the call has the same effect as in pop_async(). take_async() never blocks on the
+        lock of the key. If another thread or process holds the lock, take_async() tries again a
+        little later, and so on until the timeout.
         """
         look = self._finder_of(key, id, lease_ms, wait=False)
         return await self._worker.waits.wait_for_async(look, _end_s(timeout), repr((key, id)))
@@ -4046,8 +4070,9 @@ class FemtoQueue:
         behind the task becomes a task.
 
         With sync_after_write, done() also calls fsync(2) for the file and for done/. If the task is
-        to be deleted, the file and its directory are synced before the unlink(2), and the directory
-        again after it: power loss must not bring the task back to pending/.
+        to be deleted, power loss must not bring the task back to pending/. The rename of the claim
+        was not synced. So the file and its directory are synced before the unlink(2), and the
+        directory again after it.
         """
         self._worker.finish(task)
 
@@ -4061,10 +4086,10 @@ class FemtoQueue:
         of another type.
 
         On disk: when fail() returns, the file of the task is in failed/, and a given reason is in
-        failed/<id>.error. The rename(2) of the task comes first: a worker that lost its lease never
-        writes a reason for another delivery. If the process dies before the reason is in place, the
-        task has no reason. The checkpoint, a buffered payload and the syncs are treated as in
-        done().
+        failed/<id>.error. The rename(2) of the task comes first, because it fails if the lease is
+        gone. So a worker that lost its lease never writes a reason for another delivery. If the
+        process dies before the reason is in place, the task has no reason. The checkpoint, a
+        buffered payload and the syncs are treated as in done().
         """
         if not isinstance(error, (str, BaseException, type(None))):
             raise TypeError(f"error must be a text or an exception, not {error!r}")
@@ -4110,8 +4135,8 @@ class FemtoQueue:
         task:  the task that pop() or another method leased. `task.path` gets the new path of the
             lease.
         ms:  the milliseconds from now until the lease ends. None: the length for which the lease
-            was taken. In a block of processing(), the lease is never renewed for less than that
-            length.
+            was taken. In a block of processing(), this length is also the minimum: a smaller `ms`
+            is raised to the length for which the lease was taken.
 
         Raises ValueError if `ms` is not greater than 0. Raises LeaseLost, TypeError and OSError as
         done() does.
@@ -4128,9 +4153,9 @@ class FemtoQueue:
 
         lease:  `task.path` in the other process, the last part of that path, or the id of the task.
 
-        The payload is not read: `data` is b"". `size_bytes`, `key` and `checkpoint` are None. The
-        method checkpoint() reads the payload when it is called, and saves the checkpoint for that
-        payload. It raises CorruptTask if the file is not a whole record.
+        The payload is not read: `data` is b"". `size_bytes`, `key` and `checkpoint` are None. A
+        saved checkpoint belongs to one payload. So the method checkpoint() reads the payload when
+        it is called. It raises CorruptTask if the file of the task is not a whole record.
 
         Raises LeaseLost if no lease has this path or id: the lease has ended, or a renewal has
         changed the path. Raises TypeError if `lease` is not a str.
@@ -4249,8 +4274,8 @@ class FemtoQueue:
         running handlers have finished. If a signal came, too, the OSError is only logged.
 
         Trouble with a single task (see pop()) is logged, and work() takes the next task. An error
-        of this kind is raised only if every attempt to take a task met such trouble for 30 seconds,
-        and no handler runs.
+        of this kind is raised only under two conditions. For more than 30 seconds, every attempt to
+        take a task has met such trouble. And no handler is running now.
 
         On disk: each task is where done(), fail() or release() put it.
         """
@@ -4310,7 +4335,9 @@ class FemtoQueue:
     def paused(self) -> bool:
         """True if the queue is paused: the file data_dir/PAUSED exists."""
         is_paused = self._files.exists("PAUSED")
-        if is_paused:  # the caller knows now: pop() must not hand out tasks that were listed before
+        if is_paused:
+            # The caller now learns of the pause. So the next pop() must not hand out a task of the
+            # batch, which may have been listed before the pause.
             self._worker.house.drop_batch()
         return is_paused
 
@@ -4351,8 +4378,9 @@ class FemtoQueue:
     def purge(self, older_than_s: float, states: Iterable[str] = ("done",)) -> int:
         """Delete tasks that ended more than older_than_s seconds ago, and return their number.
 
-        older_than_s:  the least age in seconds, by the wall clock. The age counts from the move to
-            done/ or failed/: every common file system sets st_ctime on rename(2).
+        older_than_s:  the least age in seconds, by the wall clock. The age is the time since
+            st_ctime of the file. Every common file system sets st_ctime on rename(2), so the age
+            counts from the move to done/ or failed/.
         states:  "done" or "failed", or an iterable of them. With "failed", old reasons whose task
             is gone are deleted, too.
 
@@ -4383,9 +4411,9 @@ class FemtoQueue:
         Every task is read. A task that moves meanwhile may be reported wrongly.
 
         repair:  True: make the repairs that are safe while workers run. Corrupt tasks that wait go
-            to failed/. The tasks of dead workers and ended leases return to pending/. Payloads in
-            keys/ whose task is gone become tasks. Leftovers are removed, and so are the files in
-            keys/ of keys without a task. False: change nothing.
+            to failed/. The tasks of dead workers, and of leases past their deadlines, return to
+            pending/. Payloads in keys/ whose task is gone become tasks. After that, key states
+            without a task are removed. Leftovers are removed, too. False: change nothing.
 
         The findings are:
         - a network file system, or a directory on another file system than data_dir
@@ -4461,7 +4489,8 @@ class FemtoQueue:
             path = self._worker.keys.path_of(_encode_key(key))
             entry = _parse(*path.split("/")) if path else None
         else:
-            # Tasks usually move in the order of this search, so that a moving task is found.
+            # A task that moves during the search usually moves to a state that is searched later,
+            # because this is the usual order of the moves. So the search finds the task there.
             entry = self._files.find_id(_check_id(id), "keys", *_LIVE, *_ENDED)
         return entry and self._read_entry(entry)
 
@@ -4491,8 +4520,9 @@ class FemtoQueue:
         """Return the task of an entry, or None if its file has moved. A task that waits is read
         with the newest payload of its key. data=False: read only the header."""
         newest, payload = self._worker.keys.newest_path(entry), b""
-        # RACE: another worker's claim takes the newer payload out of keys/ before this read. Then
-        # read the task's own record. If the task has moved as well, return None.
+        # RACE: another worker claims the task, and takes the newer payload out of keys/, before
+        # this read. Then the task's own path is tried. Usually the claim has moved the task away,
+        # and None is returned. If the task has come back to its path, its record is read.
         for record in dict.fromkeys((newest, entry.path)):
             with suppress(FileNotFoundError):
                 if data:
@@ -4545,9 +4575,9 @@ class FemtoQueue:
         """
         # Room 10 tells what happens to a task that another thread is just taking (TOPIC: close).
         worker, lease_dir = self._worker, self._worker.lease_dir
-        # While the interpreter ends, do not wait for the lock: a thread that has ended may hold it.
-        # Then nothing is done here. When the process ends, the kernel closes the lease directory
-        # and drops its lock, so that other workers reclaim the leases.
+        # While the interpreter ends, do not wait for worker.lock: a thread that has ended may hold
+        # it. If worker.lock is held, do nothing here. When the process ends, the kernel closes the
+        # lease directory and drops its flock. Then other workers reclaim the leases.
         if not worker.lock.acquire(blocking=not sys.is_finalizing()):
             return
         try:
@@ -4592,13 +4622,14 @@ _SETTINGS = FemtoQueue.__init__.__annotations__.keys() - {"return"}
 # 13. Key states: where the task of each key is, in files that are written under the locks of keys.
 #     Invariant: the file keys/<hash> has a line for each key of this hash that has a task. The line
 #     is "<key> <path of the task> <name of the newer payload in keys/, or ->", with the key
-#     percent-encoded. An empty line ends the text. Any bytes after the empty line are the rest of
-#     an older, longer text. A change of the file is one pwrite(), because some calls read the file
-#     without the lock. If no key of the hash has a task left, the file is removed. A line is a
-#     hint, which room 14 checks and corrects. A key without a line has no task, unless power loss
-#     removed the line, or a person moved a task. In these cases, the claim of the task writes the
-#     line, and repair() finds the payloads in keys/ that no line names. A queue on a file system
-#     that other hosts write to has no such files (room 20). Room 5 has the order of locks.
+#     percent-encoded. Some calls read the file without the lock. So a change of the file is one
+#     pwrite(), which does not shorten the file. An empty line ends the text. Any bytes after the
+#     empty line are the rest of an older, longer text. If no key of the hash has a task left, the
+#     file is removed. A line is a hint, which room 14 checks and corrects. A key without a line has
+#     no task, unless power loss removed the line, or a person moved a task. In these cases, the
+#     claim of the task writes the line, and repair() finds the payloads in keys/ that no line
+#     names. A queue on a file system that other hosts write to has no such files (room 20). Room 5
+#     has the order of locks.
 # ==================================================================================================
 
 
@@ -4799,18 +4830,18 @@ class _KeyStates:
 #
 #     With sync_after_write, C is synced in step 1, and U after step 3 and after step 4. If names
 #     cannot be exchanged, and U is in scheduled/, step 4 renames C over U, and step 5 has nothing
-#     to do. In two cases, the new payload is put behind U instead, by _add_or_buffer(). Either
-#     names cannot be exchanged and U is in pending/, or a payload is behind the task already. After
-#     the steps 1 to 3, the steps are:
+#     to do. This is safe, because no pop() claims a task there. If names cannot be exchanged, and U
+#     is in pending/, _add_or_buffer() puts the new payload behind U instead. The same is done if a
+#     payload is behind the task already. After the steps 1 to 3, the steps are then:
 #
 #       4. save U and K in keys/<hash>      U old, C new   old is delivered; find_or_repair() sees
 #                                                          that K is missing, and corrects the state
 #       5. rename C to K                    U old, K new   the next claim takes K along
 #
-#     If an older payload is behind the task already, the name of K has the id of the older payload
-#     and the time of the new one. So step 5 is: rename the older payload to K, unless K is its path
-#     already; exchange K and C; remove C. If names cannot be exchanged, C is renamed over K. After
-#     a kill, the next claim takes along the payload that is in keys/.
+#     If a payload B is behind the task already (old, B and new are three payloads), the name of K
+#     has the id of B and the due time of new. So step 5 is: rename the file of B to K, unless this
+#     file is at K already; exchange K and C; remove C. If names cannot be exchanged, C is renamed
+#     over K. After a kill, the next claim takes along the payload that is in keys/, B or new.
 #
 #     Push of a key without a task: put(), _add_or_buffer()
 #
@@ -4896,10 +4927,11 @@ class _KeyedTasks(_KeyStates):
         path, buffered = self._locate(task, *_LIVE), self._locate(behind, "keys")
         if behind and not buffered:
             # CRASH: a process promoted the payload, and died before it saved the state. Then a task
-            # has the id of the payload. This task is the task of the key, even if a person has put
-            # the older task back. CRASH: a process died before it renamed the payload into keys/,
-            # or after it took the payload along and before it saved the state. Then no task has the
-            # id of the payload, and the task at `path` stays the task of the key.
+            # has the id of the payload. This task is the task of the key, even if a person has
+            # moved the older task, which had ended, back to pending/.
+            # CRASH: a process died before it renamed the payload into keys/, or after it took the
+            # payload along and before it saved the state. Then no task has the id of the payload,
+            # and the task at `path` stays the task of the key.
             path = self._locate(behind, *_LIVE) or path
         elif not path:
             # The key has no task, so the payload becomes the task, if there is a payload. CRASH: a
@@ -4954,7 +4986,8 @@ class _KeyedTasks(_KeyStates):
         return the path of the task itself.
 
         RACE: a worker claims the task, and takes the newer payload along, before the caller reads
-        the file. Then no file is at the path, and the caller reads the task's own record."""
+        the payload. Then no file is at the returned path, and the caller tries to read the task's
+        own record, which may have moved as well."""
         if _is_keyed(entry.id) and entry.directory in _WAITING_DIRS:
             self.become_shared_if_marked()
             for path, buffered in self._load(_tag_of(entry.id)).values():
@@ -4978,9 +5011,9 @@ class _KeyedTasks(_KeyStates):
         the state names each payload that was put behind the task before the claim.
 
         RACE: the lease ends before the state is read here. Another worker claims the task, takes
-        the payload along, and saves a state without a payload. The payload in `data` is then
-        outdated. So _has_no_buffered() first reads the state, and then checks that the lease
-        exists.
+        the newer payload along, and saves a state that names no payload behind the task. But `data`
+        is the older payload. So _has_no_buffered() first reads the state, and then checks that the
+        lease exists. If it exists, it had not ended when the state was read.
 
         The state may also name no task, or another task of the key, for one of three reasons. A
         person moved a task by `mv failed/ID pending/`. Power loss removed the state, and a push may
@@ -5028,9 +5061,9 @@ class _KeyedTasks(_KeyStates):
 
         Returns None if the task was put back, for one of two reasons. First, the newer payload is
         due later. Then the newer payload has replaced the older one, and waits in scheduled/.
-        Second, the delivery would not be a first attempt: after an undone claim, or a move by a
-        person, the task has the attempts of its older payload. Then the task waits with 0 attempts,
-        and the newer payload stays behind the task until the next claim.
+        Second, after an undone claim or a move by a person, the lease still counts the attempts of
+        the older payload. But the newer payload must begin with a first attempt. So the task waits
+        with 0 attempts, and the newer payload stays behind the task until the next claim.
 
         RACE: a person moves the lease before the rename here. Then this method raises
         FileNotFoundError, and the newer payload stays in keys/. CRASH: see "Take along" in the
@@ -5138,15 +5171,16 @@ class _KeyedTasks(_KeyStates):
         _for_each(repair, sorted({*map(_tag_of, [*self.paths_without_task(), *payloads])}))
 
     def _adopt(self, states: _States, payloads: set[str]) -> None:
-        """Add the payloads in keys/ that no state names to the states. Power loss or a person has
-        removed the states that named these payloads. But if the key has a younger task or a younger
-        payload, remove the payload from keys/, because a later push has replaced it."""
+        """Add to the states each payload in keys/ that no state names. Power loss or a person has
+        removed the state that named this payload. But if the key has a younger task or a younger
+        payload, remove the older payload from keys/: a later push has replaced the older payload.
+        """
         for buffered in sorted(payloads.difference(it for _, it in states.values())):
             # RACE: another process promoted the payload or took it along, or a person moved the
             # payload, after repair() listed keys/.
             with suppress(FileNotFoundError):
                 # A payload without a valid key becomes a task, which a later pop() quarantines.
-                # "?" is the encoded form of no key, so no other task has this name in the states.
+                # No key is encoded as "?", so no task with a valid key has this name in the states.
                 name = self._key_in(buffered) or "?"
                 path, before = states[name]
                 if _id_of(buffered) < max(_id_of(path), _id_of(before)):
@@ -5178,10 +5212,10 @@ class _Keys(_KeyedTasks):
     ) -> str:
         """Push a payload for an encoded key.
 
-        Returns the id of the task that gets the payload. If the payload is put behind a leased
-        task, the result is another id, which the payload has if it becomes a task. Returns "" if a
-        pop() or a person moved the task meanwhile: the caller must try again. Raises KeyInFlight if
-        the task is leased and if_in_flight is "reject"."""
+        Returns the id of the task that gets the payload. But if the payload is put behind a leased
+        task, returns the payload's own id. If the payload becomes a task, the task has this id.
+        Returns "" if a pop() or a person moved the task meanwhile: the caller must try again.
+        Raises KeyInFlight if the task is leased and if_in_flight is "reject"."""
         with self.lock(_key_tag(name)) as states:
             path, buffered = self.find_or_repair(states, name)
             is_leased = _state_of(path) == "inflight"
@@ -5199,7 +5233,8 @@ class _Keys(_KeyedTasks):
                     else:
                         return self._add_or_buffer(states, name, new_path, due_ns)
                     return _id_of(path)
-                # A missing pending/ or scheduled/ is disk trouble: lstat() raises for it.
+                # A FileNotFoundError was suppressed. If its cause is that pending/ or scheduled/ is
+                # missing, this is disk trouble, and lstat() raises the error again.
                 for directory in _WAITING_DIRS:
                     self._files.lstat(directory)
                 # RACE: a pop() claimed the task or undid its claim, or a person moved the task,
@@ -5326,9 +5361,10 @@ class _Keys(_KeyedTasks):
 # 15. Waiting: for a task, in threads and in coroutines.
 #     A wait repeats a look until something is found, and sleeps between two looks. A look is a
 #     function that returns what it found, or None. A wait sleeps on a _Watcher. Invariant: a wait
-#     gets its watcher, then looks once more, and only then sleeps. So where events are reported, a
-#     task that comes after this look ends the sleep. A coroutine never looks itself: one thread of
-#     the queue object looks on behalf of all its coroutines. These events end the sleep of a wait:
+#     gets its watcher, then looks once more, and only then sleeps. If a task comes after this look,
+#     the watcher exists already. So the task ends the sleep, where events are reported. A coroutine
+#     never looks itself: one thread of the queue object looks on behalf of all its coroutines. The
+#     sleep of a wait ends in these cases:
 #     - A file comes to pending/ or scheduled/, or a name in data_dir is added or removed, such as
 #       PAUSED. On Linux, inotify reports the changes that any process of this host makes.
 #     - The time of the next housekeeping job or listing has come (_Housekeeper.wake_s, room 11). A
@@ -5510,9 +5546,10 @@ class _Waits:
                 rest_s = self._worker.house.wake_s - time.monotonic()
                 pause_s = next(pauses_s)
                 # If rest_s is not positive, a job or a listing is overdue: its time has just come,
-                # another thread runs the jobs now, or this look runs no jobs (join()). Or an error
-                # kept the last look from setting wake_s, and was the answer to a coroutine. In all
-                # these cases, sleep for the short pause.
+                # another thread runs the jobs now, or this look runs no jobs (join()). Or the last
+                # look had an error before it could set wake_s, and _look_for_all() did not raise
+                # the error here, but gave it to a coroutine. In all these cases, sleep for the
+                # short pause.
                 if rest_s <= 0:
                     rest_s = pause_s
                 elif not (watcher.sees_all and has_events):
@@ -5528,9 +5565,9 @@ class _Waits:
             return found
         # RACE: another thread called close() during the look of this thread. So put the task back.
         # The look may have opened the lease directory again after close(). If the directory is
-        # empty, give it up. This is safe if a third thread already uses the queue object again. If
-        # the third thread has a lease, the directory is not empty. If it has no lease yet, its next
-        # claim fails, and its next listing opens the directory again.
+        # empty, give it up. This is safe even if a third thread already uses the queue object
+        # again. If the third thread has a lease, the directory is not empty. If it has no lease
+        # yet, its next claim fails, and its next listing opens the directory again.
         self._give_back(found)
         # An OSError is ignored. The directory may be gone. If there is other trouble with the
         # directory, the next listing raises the error.
@@ -5607,8 +5644,9 @@ class _Waits:
 
         request = _Request(look, line, self._lease_dir.close_count)
         left_s = min(end_s - time.monotonic(), _FOREVER_NS / 1e9)
-        # The loop's timer keeps the request alive. The thread has only a weak reference to the
-        # request, and the event loop has only a weak reference to the task of this coroutine.
+        # The loop's timer keeps the request alive. Without the timer, the request could become
+        # garbage: the thread has only a weak reference to the request, and the event loop has only
+        # a weak reference to the asyncio.Task of this coroutine.
         timer = request.loop.call_later(left_s, self._time_out, request)
         try:
             with self._lock:
@@ -5706,8 +5744,8 @@ class _Waits:
 #     A lease is renewed about every third of its length. The thread that renews leases pauses for a
 #     third of the shortest lease. If the lock of a task's key is busy, the thread tries to take the
 #     lock for up to a tenth of the pause. After a round with a failed renewal, the next pause is a
-#     tenth of the usual one. If the deadline passes meanwhile, the lease stays valid until a worker
-#     reclaims the task.
+#     tenth of the usual one. If the deadline passes before a renewal succeeds, the lease stays
+#     valid until a worker reclaims the task.
 #     Invariant: one thread per queue object renews the leases of all blocks that run. A thread that
 #     was replaced or stopped may still finish its round. A lease without a deadline starts no
 #     thread.
@@ -5720,13 +5758,13 @@ _LONGEST_RETRY_S = 3600.0  # the longest delay before a retry, after an exceptio
 
 def _read_checkpoint(worker: _Worker, ident: str, data: bytes) -> bytes | None:
     """Return the checkpoint that was saved for the payload `data` of a task. Return None if the
-    task has no checkpoint, or if the file is corrupt. Also return None if the checkpoint was saved
-    for another payload, and remove its file. Usually the key of the task has got a newer payload
-    since then.
+    task has no checkpoint, or if the file is corrupt. If the checkpoint was saved for another
+    payload, remove the checkpoint's file, and return None. Usually the key of the task has got a
+    newer payload since the checkpoint was saved.
 
-    The file is a record. The payload of this record has two parts: a header line, made by _header()
-    from the task's payload without the key, and the checkpoint as it was given. The header line
-    tells for which payload the checkpoint was saved."""
+    The file is a record. The payload of this record has two parts. The first part is the line that
+    _header() makes for the task's payload, called without a key. This line tells for which payload
+    the checkpoint was saved. The second part is the checkpoint as it was given."""
     files, path = worker.files, f"checkpoints/{ident}"
     if not files.exists(path):
         return None
@@ -5853,9 +5891,10 @@ class _LeaseRenewer:
             return tasks
 
     def _renew(self, task: FemtoTask) -> None:
-        """Renew the lease of a task, unless the next round comes early enough for that. Do nothing
-        if the block of the task has ended. If the lease is lost, do not renew it in later rounds.
-        Raises OSError if the renewal failed. Then the caller makes the next round come sooner."""
+        """Renew the lease of a task if less than two thirds of the lease's length would be left at
+        the next round. Otherwise, leave the renewal to a later round. Do nothing if the block of
+        the task has ended. If the lease is lost, do not renew it in later rounds. Raises OSError if
+        the renewal failed. Then the caller makes the next round come sooner."""
         lease = _lease_of(task)
         next_left_ns = self._worker.left_ns(task.path) - self._pause_s * 1e9
         if id(task) not in self.blocks or next_left_ns >= lease.length_ns * (1 - _RENEWAL):
@@ -5913,10 +5952,11 @@ class _Processing:
         Raises LeaseLost if the lease is lost. Another exception of _end(), such as an OSError,
         propagates. If the task is still leased then, the reclaim job soon takes it back."""
         task = self.task
-        # Do nothing in a child that was forked in the block: the child does not own the task. Do
-        # nothing either if the worker has no attributes any more. A block in a generator may become
+        # Do nothing in a child that was forked in the block: the child does not own the task. Also
+        # do nothing if the worker has no attributes any more. A block in a generator may become
         # garbage together with its queue object. The garbage collector then ends the block, but may
-        # finalize the queue object first, and the finalizer has given up the lease directory.
+        # finalize the queue object first. If so, FemtoQueue.__del__() has given up the lease
+        # directory and removed the attributes of the worker.
         if os.getpid() != self._pid or not vars(self._worker):
             return
         try:
@@ -5971,8 +6011,9 @@ class _Processing:
 # The pool ends with an error if it has taken no task for so many seconds, because of errors with a
 # task_id: see _take_untroubled().
 _TROUBLE_S = 30.0
-# Two signals within so many seconds count as one. _CommandPool (23) also waits so long: a signal
-# that ended the command of a task, or the reader of the output, may come to this process, too.
+# Two signals within so many seconds count as one. If a signal has ended the command of a task or
+# the reader of the output, the same signal may still be on its way to this process. _CommandPool
+# (23) waits for it, also for so many seconds.
 _ONE_SIGNAL_S = 0.3
 _SIGNAL_POLL_S = 0.15  # the pause between two looks at `signals`, while handlers run in threads
 _AFTER_FAILURE = {
@@ -5985,10 +6026,11 @@ _AFTER_FAILURE = {
 class _WorkerPool:
     """The loop of work(): takes tasks and calls the handler for each.
 
-    The loop runs in `concurrency` threads. If `concurrency` is 1, the loop of work() runs in the
-    calling thread instead. One thread at a time takes a task. Before a thread looks for a task, and
-    again after a task was taken, is_stopped() is called. A true result stops the pool. With drain,
-    the pool also stops when no task is left: if drain() yields nothing, _take() asks join(0).
+    The loop runs in `concurrency` threads. If `concurrency` is 1, work() runs the loop in the
+    calling thread instead, but the command `work` still uses a thread. One thread at a time takes a
+    task. Before a thread looks for a task, and again after a task was taken, is_stopped() is
+    called. A true result stops the pool. With drain, the pool also stops when no task is left.
+    drain() may yield nothing just because its timeout is over, so _take() then asks queue.join(0).
 
     Invariant: a task is in `_running` from before its handler is called until its delivery is
     counted. The thread that removes the task from `_running` counts the delivery. The lock of
@@ -6318,8 +6360,9 @@ class _Inspector:
                     yield Finding("file system", name, text)
 
         # RACE: a worker makes its lease directory after `directories` was listed, and may remove it
-        # before is_dir() looks. So a name of the form inflight-<node> is not foreign, unless a
-        # regular file or a symbolic link has the name.
+        # before is_dir() looks. Then `directories` lacks the name, and os.path.isdir() would return
+        # False. So a name of the form inflight-<node> is foreign only if a regular file or a
+        # symbolic link has the name.
         def is_dir(name: str) -> bool:
             is_other = os.path.isfile(root + name) or os.path.islink(root + name)
             return name in directories or (_parse_node_dir(name) is not None and not is_other)
