@@ -6451,8 +6451,9 @@ class _Numbers:
     that other hosts write to. _open_files() chooses one of the two. If SHARED exists, _join_with()
     changes to the class of room 20.
 
-    `late_part`: if a member has not touched its ticket for this part of stale_timeout, another host
-    may be about to pass the ticket over. On a local file system, no other host does so."""
+    `late_part`: a part of stale_timeout. If a member has not touched its ticket for so long,
+    another host may be about to pass the ticket over. On a local file system, no other host passes
+    tickets over, so late_part is infinite."""
 
     late_part = float("inf")
 
@@ -6471,11 +6472,12 @@ class _Numbers:
 
     def check(self, number: int) -> None:
         """Raise FileExistsError if an object that does not heed our lock of "last" may have drawn a
-        number before this ticket was in line. On a local file system, such objects use another kind
-        of mount ("mounts" in room 20).
+        number before this ticket was in line. On a local file system, only an object on another
+        kind of mount does not heed the lock ("mounts" in room 20).
 
-        RACE: such an object makes SHARED after this member looked for SHARED in _join_with(), and
-        then draws a number, too. So FileExistsError is raised, and this member tries again."""
+        RACE: this member finds no SHARED in _join_with(). Then an object on another kind of mount
+        makes SHARED, and draws a number, too. So FileExistsError is raised, and this member tries
+        again."""
         if self._files.has_other_mounts():
             raise FileExistsError(errno.EEXIST, "another mount is in use", self._root)
 
@@ -6523,11 +6525,13 @@ class TicketQueue:
 
     Other hosts do not rely on that lock, and neither does the same host after a reboot. They pass a
     ticket over when its file was not touched for stale_timeout seconds. But if the file system is
-    certainly local (on Linux), and if there is no file SHARED, the host relies on the lock after a
-    reboot, too. The host may also do so where the system shows no boot id, because the reboot may
-    go unnoticed there. Each is_head(ticket) of the object that holds the ticket touches the file.
-    With a stale_timeout, turn() touches the file regularly, from the start of the wait to the end
-    of the block.
+    certainly local (on Linux), and if there is no file SHARED, the host still relies on the lock
+    after a reboot. Where the system shows no boot id, the reboot may go unnoticed. Then, too, the
+    host still relies on the lock.
+
+    Each call of is_head(ticket) on the object that holds the ticket touches the file. With a
+    stale_timeout, turn() touches the file regularly, from the start of the wait to the end of the
+    block.
 
     On a file system that other hosts write to, a member may be cut off from the network. If a
     waiting member could not touch its ticket for three quarters of stale_timeout, another host may
@@ -6595,8 +6599,8 @@ class TicketQueue:
         room 20). Another host takes the lock, and draws a number. Or, in _locked(), the other host
         removes this member's file as a leftover of a dead process, because the name of the file
         still begins with ".". In both cases OSError is raised with one of _REDRAW_ERRNOS, and the
-        caller tries again. ENOTSUP is in _REDRAW_ERRNOS because flock() raises EBADF (NFS) if the
-        file was removed after its opening, and acquire_exclusive() turns EBADF into ENOTSUP."""
+        caller tries again. If the file was removed after its opening, flock() raises EBADF (NFS),
+        and acquire_exclusive() turns EBADF into ENOTSUP. So ENOTSUP is in _REDRAW_ERRNOS, too."""
         if self._files.has_other_mounts():
             self._numbers = self._files.if_shared[1](self._files)
         number = self._numbers.draw(last, max(map(_stamp_of, self._tickets()), default=0))
@@ -6626,9 +6630,10 @@ class TicketQueue:
         front of the line are removed.
 
         Also returns False if this object holds the ticket and could not touch its file in time:
-        another host may have passed the ticket over. If is_head() of this object has never
-        returned True for the ticket, the ticket is removed. If it has, the ticket is kept, but
-        another member may have the turn now: the caller must stop the work, and call remove().
+        another host may have passed the ticket over. In this case, the ticket is removed if
+        is_head() of this object has never returned True for the ticket. Otherwise the ticket is
+        kept, but another member may have the turn now: the caller must stop the work, and call
+        remove().
         """
         first = next(filter(self._lives, self._tickets()), "")
         is_first = first != "" and _stamp_of(first) == ticket
@@ -6678,8 +6683,9 @@ class TicketQueue:
         """Remove queue_dir if no living member is in line, and return whether it was removed.
 
         Returns False if queue_dir does not exist, or if queue_dir has other files. A register()
-        that comes meanwhile waits until queue_dir is removed, and then makes queue_dir again. In
-        this case, maybe_cleanup() may return False. After a removal, the numbers start at 1 again.
+        that comes during this call waits until queue_dir is removed, and then makes queue_dir
+        again. So this call may return False, though it has removed queue_dir. After a removal, the
+        numbers start at 1 again.
 
         On a file system that other hosts write to, queue_dir is never removed. Another host might
         lock the removed file "last", and take the removed file for the new one.
@@ -6728,7 +6734,9 @@ class TicketQueue:
                 # of remove() has removed the ticket.
                 if member in self._held_tickets:
                     self.remove(member)
-            finally:  # even if Ctrl-C ends remove(): the lock then ends with its last reference
+            finally:
+                # Do this even if Ctrl-C ends remove(): the lock ends with the last reference to
+                # `held`.
                 self._held_tickets.pop(member, None)
 
     def __del__(self) -> None:
@@ -6844,9 +6852,10 @@ class TicketQueue:
 #                 that follows a listing are never stale, because the server itself answers them. So
 #                 the tasks of a key are found by listings, and key states are not kept in files.
 #
-#       replaced  Even after a listing, a name may still lead to the old file if another file was
-#                 renamed over it (GlusterFS). Then open(), read() or close() raises ESTALE or
-#                 ENOENT. The next attempt looks the name up again.
+#       replaced  If another file was renamed over a file, the name may still lead to the old file,
+#                 even after a listing (GlusterFS). But old contents are not taken for new ones: the
+#                 attempt fails, because open(), read() or close() raises ESTALE or ENOENT. The next
+#                 attempt looks the name up again.
 #
 #       phantom   A name that GlusterFS has not healed may be listed for minutes, though it leads to
 #                 no file.
@@ -6924,8 +6933,9 @@ class TicketQueue:
 #       _Keys._overwrite (14)                 The file system can't exchange two names. So a new
 #                                             payload is renamed over the old one, or is put into
 #                                             keys/, behind the task (both).
-#       _Housekeeper._renewed_recently (11)   The queue clocks of hosts drift apart. So the deadline
-#                                             alone does not end a lease of another host (both).
+#       _Housekeeper._renewed_recently (11)   The queue clocks of hosts drift apart. So after the
+#                                             deadline of another host's lease, the wall clock must
+#                                             usually show, too, that the lease has ended (both).
 #
 #     Other rooms take smaller measures. ESTALE counts as ENOENT (1). The error of the close() after
 #     a read is raised (6). No process removes the clock file of another host (7). The empty lease
@@ -6955,9 +6965,9 @@ def _open_files(data_dir: str, is_durable: bool) -> _Files:
     """Make data_dir if it is missing, and return the _Files object for its file system.
 
     A file system whose type is not in _LOCAL_TYPES counts as one that other hosts write to. Where
-    statfs(2) does not exist (not Linux), no file system counts as one. Raises OSError if data_dir
-    can't be made. Also raises OSError if statfs(2) fails, because a file system that other hosts
-    write to must not be taken for a local one."""
+    statfs(2) does not exist (not Linux), every file system counts as one that no other host writes
+    to. Raises OSError if data_dir can't be made. Also raises OSError if statfs(2) fails, because a
+    file system that other hosts write to must not be taken for a local one."""
     # For "link/..", the kernel follows the link first, but os.path drops both parts. Remove each
     # ".." once here, so that all later calls mean the same directory.
     data_dir = os.path.abspath(data_dir)
@@ -7146,8 +7156,8 @@ class _SharedFiles(_Files):
         raise _os_error(errno.ENOENT, path)
 
     def came_back(self, path: str) -> bool:
-        """Return whether the file of a task is in done/, too, because GlusterFS has brought back an
-        old name of the file (healed).
+        """Return whether `path` is an old name of a finished task, and GlusterFS has brought this
+        name back (healed). In this case, the file at `path` is in done/, too.
 
         Only a second link to the same file counts. A copy does not count: a person may copy a file
         from done/ to run the task again. A second link in failed/ does not count either: if the
@@ -7161,7 +7171,8 @@ class _SharedFiles(_Files):
 
     def check_lease(self, lease: str) -> None:
         """Raise FileNotFoundError if the deadline of a lease has passed, and another worker has got
-        the task since then. Then the name of the lease has come back (healed).
+        the task since the deadline. In this case, the name of the lease was gone for a while, and
+        has come back (healed).
 
         Another worker has got the task if the file is in done/, too, or if another lease of the
         task has a later deadline. Other links of the file do not count. A person may have made
@@ -7292,7 +7303,7 @@ class _SharedLeaseDir(_LeaseDir):
             return os.path.basename(lease) in os.listdir(self.path)
         except OSError:
             self.orphans[lease] = None  # the listing failed, so the lease may be there
-            self._worker.house.drop_batch()  # the lease directory may be gone
+            self._worker.house.drop_batch()  # let pop() see if the lease directory is gone
             return False
 
 
@@ -7353,7 +7364,8 @@ class _SharedKeys(_Keys):
 
     def _key_at(self, entry: _Entry) -> str:
         """Do as _key_in(), but return "" for a known phantom. If any other file is missing, raise
-        FileNotFoundError: the task may have moved to a directory that was listed before."""
+        FileNotFoundError, so that _load() lists again. The task may have moved to a directory that
+        was listed before the move, and this listing would miss the task."""
         was_phantom = entry.path in self._files.phantoms
         try:
             return self._key_in(entry.path)
@@ -7393,10 +7405,10 @@ class _SharedKeys(_Keys):
         - The other task is younger: the claimed task is quarantined.
         - The other task is older, and waits or has a lease whose deadline has passed: the other
           task is quarantined.
-        - The other task is older, and the deadline of its lease has not passed: the claimed task
-          waits in scheduled/, and the delivery is not counted. The reason is that a worker may be
-          running the other task, or that the lease has come back (healed). The claimed task waits
-          until that deadline, but for at most _STALE_S. Its next claim decides again.
+        - The other task is older, and the deadline of its lease has not passed: a worker may be
+          running the other task, or that lease may only have come back (healed). So the claimed
+          task waits in scheduled/ until that deadline, but for at most _STALE_S. The delivery is
+          not counted. The next claim of the waiting task decides again.
 
         RACE: two workers claim the two tasks at once. Each worker lists the directories after its
         own claim. The worker of the older task finds the younger task, and quarantines the older
@@ -7430,10 +7442,10 @@ class _SharedNumbers(_Numbers):
 
     # RACE: another host finds this member's ticket stale, and is about to remove the ticket and to
     # take the turn. Meanwhile the member touches the ticket. This touch comes too late: the other
-    # host removes the ticket all the same. Until then, the ticket may still be the first in line,
-    # but the member must not take the turn. So the member gives the ticket up after three quarters
-    # of stale_timeout without a touch, before any host can find the ticket stale. The last quarter
-    # is for clocks that differ.
+    # host removes the ticket all the same. Until the removal, the ticket may still be the first in
+    # line, but the member must not take the turn. So the member gives the ticket up if it was not
+    # touched for three quarters of stale_timeout. No host finds the ticket stale as early as that:
+    # the last quarter is for clocks that differ.
     late_part = 0.75
     _parse = re.compile(r"last~[0-9]{20}").fullmatch
 
@@ -7557,7 +7569,7 @@ class _Progress:
             return 0.0
 
         youngest = sorted(self.names("failed"))[-1000:]
-        # A person may have given a task a second name there.
+        # Each id once: a person may have given a task a second name in failed/.
         return [*dict.fromkeys(map(_id_of, sorted(youngest, key=moved_s)[::-1]))][:count]
 
     def count_left(self, ended: int, now: bool = False) -> None:
@@ -7606,8 +7618,8 @@ class _Progress:
         return rate, left / shrinks if shrinks > 0 else None, grows
 
     def pace_text(self) -> str:
-        """Return a text with the rate, and with the time until no task is left, or "growing" if the
-        queue grows. A rate or time of 0 is left out, and so is a time that is not known."""
+        """Return a text: the rate, and then "growing" if the queue grows, or else the time until no
+        task is left. A rate or time of 0 is left out, and so is a time that is not known."""
         rate, left_s, grows = self.estimate()
         texts = []
         if rate > 0:
@@ -7662,9 +7674,9 @@ class _Output:
     """
 
     def __init__(self) -> None:
-        # A thread holds the turn of a stream while it writes to the stream. Each stream has a turn
-        # of its own: if standard output is not read, the log is still written. Streams that lead to
-        # the same file share a turn.
+        # A thread holds the turn of a stream while it writes to the stream. Usually each stream has
+        # a turn of its own. Then a write to standard output that waits for a reader does not keep
+        # the log from standard error. But streams that lead to the same file share a turn.
         self._turns = {fd: threading.Condition() for fd in (1, 2)}
         with suppress(OSError):
             if os.path.sameopenfile(1, 2):
@@ -7809,12 +7821,12 @@ class _Relay(threading.Thread):
     """A thread that passes on what a job writes to one pipe.
 
     The thread ends when no process of the job holds the pipe. Background programs that outlive CMD
-    may hold the pipe for ever. Therefore the thread also ends _RELAY_LINGER_S after it has passed
-    on CMD's last byte, when the job is over.
+    may hold the pipe for ever. Therefore the thread also ends _RELAY_LINGER_S after both of these
+    have happened: CMD's last byte has been passed on, and the job is over (_Process.is_over).
 
     tail: the last bytes that came, at most _REASON_BYTES.
     error: the exception that ended the thread, or None.
-    passed: how many bytes have been passed on. The kept bytes of an unfinished line count, too.
+    passed: how many bytes have been read and handled: passed on, or kept until their line ends.
     is_through: set when everything that CMD wrote before its end has been passed on, or when the
         thread ends, also by an exception.
     """
@@ -7839,8 +7851,9 @@ class _Relay(threading.Thread):
             self._process.woken.set()
 
     def _pass_on_all(self, pipe: int) -> None:
-        """Read the pipe, and pass on what comes, until no process of the job holds the pipe, or
-        until _RELAY_LINGER_S after CMD's last byte and the end of the job.
+        """Read the pipe, and pass on what comes. Return when no process of the job holds the pipe.
+        Also return _RELAY_LINGER_S after CMD's last byte has been passed on and the job is over,
+        whichever of the two comes later.
 
         RACE: a background program of the job writes to the pipe all the time, also after the end of
         CMD. The pipe may then never be empty, so an empty pipe can't be the sign that CMD's output
@@ -7853,7 +7866,8 @@ class _Relay(threading.Thread):
             if left is not None and left <= 0 and not self.is_through.is_set():
                 self._end_line()
                 self.is_through.set()
-            # Not before: in a stop, a program of the job may outlive CMD and save its state.
+            # _RELAY_LINGER_S does not begin at the end of CMD, but when the job is over: in a stop,
+            # a program of the job may outlive CMD, save its state, and still write.
             if self._process.is_over and self.is_through.is_set():
                 end_s = min(end_s, time.monotonic() + _RELAY_LINGER_S)
             if _readable([pipe], 0.1):
@@ -7919,7 +7933,9 @@ class _Process:
 
     status: None while the process runs. Later, the exit status, or -N if signal N ended the
         process.
-    is_over: True when the whole job is over, see end_job().
+    is_over: True when the job is over, see end_job(). Usually it is over when CMD has ended, even
+        if background programs of the job still run. But if CMD failed in a stop, or if the worker
+        ended the job, the job is over only after its last process (_CommandPool._follow).
     woken: set when the process has ended, and when a relay of its output has ended.
     """
 
@@ -7997,12 +8013,14 @@ class _Processes:
                 process.end(os.waitstatus_to_exitcode(status))
 
     def end_job(self, process: _Process) -> None:
-        """Tell the watchdog that a job is over. Do nothing if CMD still runs.
+        """Tell the watchdog that a job is over (_Process.is_over). Do nothing if CMD still runs.
 
         CRASH: if the worker dies before this call, the watchdog kills the whole job. This includes
-        programs that CMD has started and that outlive CMD. The call must follow soon after the end
-        of the job. When the session has no process left, the system may give CMD's pid to another
-        process. The watchdog would kill that process if the worker died."""
+        programs that CMD has started and that outlive CMD. After this call, they live on.
+
+        Call this method soon after the job is over. When the session has no process left, the
+        system may give CMD's pid to another process. If the worker died before this call, the
+        watchdog would kill that process."""
         if process.status is not None:
             process.is_over = True
             self.jobs.discard(process)
@@ -8082,9 +8100,9 @@ def _job_processes(leaders: Iterable[int], known: Iterable[_JobProcess] = ()) ->
         if member.pid in leaders or session in leaders or member in known:
             found.add(member)
     # This worker may itself be a process of another worker's job, and have the variables of that
-    # job. A leader has the same variables if, for example, this worker works on a copy of the other
-    # worker's queue. Without the subtraction, this worker would then count as a daemon of its own
-    # job.
+    # job. If, for example, this worker works on a copy of the other worker's queue, a leader that
+    # this worker started may have the same variables. This worker must not count as a daemon of its
+    # own job, so its variables are subtracted.
     tries = {*map(_task_variables, leaders)} - {frozenset(), _task_variables(os.getpid())}
     if tries and not known:
         every = itertools.chain.from_iterable(children.values())
@@ -8177,8 +8195,9 @@ def _start_watchdog() -> int:
             else:
                 leaders.discard(-report)
         while members := _signal(_job_processes(leaders), signal.SIGKILL):
-            # With these pids, the next call of _job_processes() finds the processes, and the
-            # sessions that they lead, even if their parents have ended.
+            # SIGKILL also ends the leaders and parents by which this call has found the members.
+            # With the members' pids as leaders, the next call of _job_processes() still finds the
+            # members, and the sessions that they lead.
             leaders.update(it.pid for it in members)
             time.sleep(0.001)
     finally:
@@ -8259,7 +8278,9 @@ class _CommandPool(_WorkerPool):
         except (SystemExit, RuntimeError, OSError, MemoryError) as error:
             self._end_report(f"femtoqueue: {str(error) or type(error).__name__}\n")
             return 2
-        if len(self.signals) > 1:  # report nothing: a stuck write may hold a stream's turn
+        # After the second signal, report nothing: the report would wait for the turn of the stream
+        # (see _Output), and a thread that is stuck in a write may hold the turn.
+        if len(self.signals) > 1:
             return 128 + self.signals[-1]
         is_lost = not _await_output(self._relays, 0.0)
         for relay in self._relays:  # a background program may write for another moment
@@ -8384,7 +8405,9 @@ class _CommandPool(_WorkerPool):
         try:
             file.write(task.data)
             file.seek(0)  # this also flushes the payload
-        except OSError:  # perhaps only this payload is too large: other tasks come first next time
+        except OSError:
+            # This error ends the worker. Perhaps only this payload is too large. So put the task at
+            # the back of the queue: the next worker takes other tasks first.
             self._queue.release(task, counted=False)
             with suppress(OSError):
                 file.close()
@@ -8393,9 +8416,12 @@ class _CommandPool(_WorkerPool):
 
     def _open_outputs(self, task: FemtoTask, files: ExitStack) -> list[Any]:
         """Open ID.out and ID.err in --output-dir, and return the files. Without --output-dir,
-        return an empty list. Raises _CommandFailed, so that the attempt fails, if the disk or the
-        quota is full, or if one of the files exists and this user may not write to it. For example,
-        another user has made the file in an earlier attempt. Raises OSError for other trouble."""
+        return an empty list.
+
+        Raises _CommandFailed if the disk or the quota is full. Also raises _CommandFailed if one of
+        the files exists and this user may not write to it, for example because another user made
+        the file in an earlier attempt. In both cases, the attempt fails. Raises OSError for other
+        trouble."""
         if self._output_dir is None:
             return []
         paths = [f"{self._output_dir}/{task.id}.{it}" for it in ("out", "err")]
@@ -8442,9 +8468,10 @@ class _CommandPool(_WorkerPool):
 
     def _refuse(self, task: FemtoTask, why: str) -> NoReturn:
         """Make a dead letter of a task whose payload can't be an argument of CMD, and raise
-        _CommandFailed. Another attempt would fail in the same way. But if CMD has no {}, the
-        payload is not an argument: the environment of this worker and the arguments of CMD are too
-        large together. In this case, raise SystemExit."""
+        _CommandFailed. Another attempt would fail in the same way.
+
+        But if CMD has no {}, the payload is not an argument, and is not the cause. The environment
+        of this worker and the arguments of CMD are too large together. So raise SystemExit."""
         if not any("{}" in it for it in self._options.after_dashes):
             raise SystemExit(f"{self._options.after_dashes[0]} can't be run: {why}")
         text = f"the payload can't be an argument of the command, in place of {{}}: {why}"
@@ -8485,8 +8512,9 @@ class _CommandPool(_WorkerPool):
                     _terminate([process.pid])
                 time.sleep(0.05)
         finally:
-            # Test `status`, not process.status: CMD may have ended just now, and have left another
-            # program running.
+            # If `status` is None, the time limit or an error ends the whole job. Don't test
+            # process.status instead: CMD itself may have ended just now, and have left another
+            # program of the job running.
             if status is None:
                 self._end_now(task, process)
             self._processes.end_job(process)
@@ -8510,9 +8538,9 @@ class _CommandPool(_WorkerPool):
             time.sleep(0.02)
 
     def _judge(self, task: FemtoTask, process: _Process, status: int | None, tail: str) -> None:
-        """Raise _CommandFailed if CMD failed. Raise SystemExit if sh could not execute CMD, or if
-        CMD failed and the watchdog was killed. If the arguments are too long for the system, call
-        _refuse() instead."""
+        """Raise _CommandFailed if CMD failed. But if the watchdog was killed, too, raise
+        SystemExit. Also raise SystemExit if sh could not execute CMD. But if sh could not execute
+        CMD because the arguments are too long for the system, call _refuse()."""
         if status and not process.is_watched:
             raise SystemExit("the watchdog of this worker was killed")
         if status in (126, 127) and tail.startswith(f"{_SH_NAME}: "):  # the error is from sh
@@ -8527,8 +8555,9 @@ class _CommandPool(_WorkerPool):
             raise _CommandFailed(f"{what}\n{tail}".rstrip())
 
     def _ended_by_stop(self, status: int | None, task: FemtoTask) -> bool:
-        """Return True if CMD failed by itself or by a signal, and this worker was told to stop. The
-        attempt is then not counted, because the signal to stop may have come to CMD, too.
+        """Return True if CMD failed and this worker was told to stop. The attempt is then not
+        counted, because the signal to stop may have come to CMD, too. But if CMD still ran at the
+        time limit (`status` is None), return False.
 
         RACE: a scheduler signals CMD and this worker. CMD ends before the signal has come to this
         worker. So if one of the signals that stop a worker has ended CMD, wait up to _ONE_SIGNAL_S
@@ -8717,9 +8746,9 @@ def _argument(words: str, text: str = "", group: str = "", **settings: Any) -> _
 
     words: the names, then the value in capitals, as in "-j --jobs N". A flag has no value.
     text: the help.
-    group: "": no group. Only one argument of a group may be given. But if the name of the group
-    ends with a colon, all arguments of the group may be given, and the name is their title in the
-    help."""
+    group: the name of the argument's group, or "" for no group. Only one argument of a group may be
+    given. But if the name ends with a colon, all arguments of the group may be given, and the name
+    is their title in the help."""
     *names, value = words.split()
     if isinstance(settings.get("default"), str):
         text += " (default: %(default)s)"
@@ -8948,7 +8977,7 @@ def _fields(row: dict[str, Any]) -> list[str]:
     _argument("--delay TIME", "the task is due after TIME, not at once", "when"),
     _argument("--at WHEN", f"due at {_TIMES}", "when"),
     _argument("--key KEY", "replace the payload of this key's task, if one waits"),
-    _argument("--if-in-flight HOW", "buffer, update or reject", default="buffer"),
+    _argument("--if-in-flight HOW", "if leased: buffer, update or reject", default="buffer"),
     _SYNC,
 )
 def _push_command(options: Any) -> None:
@@ -8989,8 +9018,8 @@ def _payloads(options: Any) -> Iterable[bytes]:
 def _push_all(push: Callable[[bytes], str], payloads: Iterable[bytes]) -> None:
     """Push payloads, and print an id for each.
 
-    If an id can't be printed, the other payloads are pushed all the same, and no error is raised:
-    if the caller tried again, all tasks would be pushed twice."""
+    If an id can't be printed, the other payloads are pushed all the same, and no error is raised.
+    If the command failed, its caller would try again, and all tasks would be pushed twice."""
     count, lost = 0, None
     with nullcontext() if sys.stdout.isatty() else _showing(lambda: f"{count} pushed"):
         for payload in payloads:
@@ -9058,14 +9087,16 @@ def _work_command(options: Any) -> int:
     If CMD exits with 0, the task is done. If CMD fails, the task is tried again
     after a pause. After --max-attempts tries, the task becomes a dead letter, with
     a reason: how CMD ended, and the end of CMD's standard error. CMD's output is
-    passed on at once, with -j 2 or more in whole lines. The progress is written as
-    a line every 10 s. On a terminal, one line is rewritten in place.
+    passed on at once. With -j 2 or more, it is passed on in whole lines. The
+    progress is written as a line every 10 s. On a terminal, one line is rewritten
+    in place.
 
     After SIGTERM, SIGHUP, SIGUSR1, SIGUSR2 or Ctrl-C, the running commands finish,
-    and no other command starts. A second signal, at least 0.3 s later, is passed to
-    the running commands. Commands that still run 5 s later are killed. The tasks of
-    commands that did not succeed are given back. If a command fails after the first
-    signal, the try is not counted, because a scheduler may signal commands, too.
+    and no other command starts. If a command fails after the signal, its task is
+    given back, and the try is not counted: a scheduler may have sent the signal to
+    the command, too. A second signal, at least 0.3 s later, is passed to the
+    running commands. Commands that still run 5 s later are killed. The tasks of
+    commands that did not succeed are given back in the same way.
 
     --task-timeout ends all processes of CMD. If a scheduler limits the time of this
     worker, make --task-timeout shorter. Otherwise a task that takes too long is
@@ -9093,8 +9124,8 @@ def _work_command(options: Any) -> int:
         pool = _CommandPool(q, watchdog, options)
         logging.basicConfig(stream=pool, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
         status = pool.run_reported()
-    # A normal exit flushes the log, and would wait for a thread that is stuck in a write and holds
-    # the lock of the log.
+    # A status above 128: a second signal came. A thread may be stuck in a write, and hold the lock
+    # of the log. A normal exit would flush the log, and wait for that thread.
     if status > 128:
         os._exit(status)
     return status
@@ -9142,7 +9173,7 @@ def _pop_command(options: Any) -> int:
     """Lease the oldest task, and print the path of its file in DIR.
 
     The lease lasts for --timeout, or until done, fail or release gets the path. The
-    path names this delivery only. The id at its end names the current delivery.
+    path is valid for this delivery only, the id in the path for later ones, too.
     With --payload, the path goes to standard error. Status 1: there is no task.
 
     Example: task=$(femtoqueue pop jobs) && tail -n +2 "jobs/$task"
@@ -9233,7 +9264,7 @@ def _release_command(options: Any) -> int:
 
 def _release(q: FemtoQueue, task: FemtoTask, to: dict[str, Any]) -> bool:
     """Release a task that was listed in flight. Return False if the delivery of `task` has ended,
-    or if its lease was renewed during each of three attempts."""
+    or if the worker renewed the lease during each of our three tries."""
     # RACE: the worker renews the lease after our attach(). The path of the lease changes, and
     # release() raises LeaseLost. So try again with the new path.
     for _ in range(3):
@@ -9249,7 +9280,7 @@ def _release(q: FemtoQueue, task: FemtoTask, to: dict[str, Any]) -> bool:
 def _extend_command(options: Any) -> int:
     """Renew leases that `pop` took, and print their new paths.
 
-    A running worker that holds such a task loses its lease.
+    If a running worker holds the task instead, the worker loses its lease.
 
     Example: task=$(femtoqueue extend jobs "$task" --timeout 5m)
     """
@@ -9360,7 +9391,7 @@ def _top_command(options: Any) -> None:
     """
     q, progress = _open_queue(options), _Progress(options.dir)
     begins, ends, ends_all = ("",) * 3
-    if sys.stdout.isatty():  # no wrapping (DECAWM): a letter of two columns may wrap its line
+    if sys.stdout.isatty():  # DECAWM off: otherwise letters of two columns might wrap a line
         begins, ends, ends_all = "\x1b[?7l\x1b[H", "\x1b[K", "\x1b[J\x1b[?7h"
     with _keyboard() as wait_for_key:
         while True:
@@ -9427,9 +9458,10 @@ def _let_terminal_pass_keys(restored: ExitStack, signals: list[int]) -> bool:
     """Let the terminal pass each key on at once, and return True. Return False if standard input is
     not a terminal, or if this system has no termios.
 
-    When `restored` is closed, the terminal gets its settings back. Until then, SIGTERM and SIGHUP
-    are added to `signals`, and raise SystemExit. So `restored` is also closed if one of these
-    signals ends the process. A signal that is ignored or has a handler already is left as it is."""
+    When `restored` is closed, the terminal gets its settings back. Until then, when SIGTERM or
+    SIGHUP comes, its number is added to `signals`, and SystemExit is raised. So `restored` is also
+    closed if one of these signals ends the process. A signal that is ignored or has a handler
+    already is left as it is."""
     import signal
 
     def leave(number: int, frame: object) -> NoReturn:
@@ -9442,7 +9474,7 @@ def _let_terminal_pass_keys(restored: ExitStack, signals: list[int]) -> bool:
 
         with suppress(termios.error):
             settings = termios.tcgetattr(0)
-            restored.enter_context(suppress(termios.error))  # if the terminal is gone by then
+            restored.enter_context(suppress(termios.error))  # if the terminal is gone at the close
             restored.callback(termios.tcsetattr, 0, termios.TCSADRAIN, settings)
             for number in (signal.SIGTERM, signal.SIGHUP):
                 if signal.getsignal(number) == signal.SIG_DFL:
