@@ -6320,7 +6320,7 @@ class _Inspector:
             self._mended(self._ended_leases, house.reclaim_ended),
             self._mended(
                 lambda: dict.fromkeys(
-                    keys.paths_without_task(), ("key without a task", "nothing of it waits")
+                    keys.paths_without_task(), ("key without a task", "no task of the key is left")
                 ),
                 keys.repair,
             ),
@@ -7551,7 +7551,7 @@ class _Progress:
         # Each sample has the time, the number of tasks left, and how many this worker has ended.
         self._samples: list[tuple[float, int, int]] = []
         self._next_s = 0.0
-        self.waiting, self.running = 0, 0
+        self.waiting, self.running, self.is_paused = 0, 0, False
 
     def names(self, directory: str) -> set[str]:
         """Return the names of the tasks in a directory."""
@@ -7582,8 +7582,9 @@ class _Progress:
         if began_s < self._next_s and not now:
             return
         self.waiting = sum(len(self.names(it)) for it in _WAITING_DIRS)
-        self.running = 0
-        for directory in filter(_parse_node_dir, os.listdir(self._root)):
+        self.running, names = 0, os.listdir(self._root)
+        self.is_paused = "PAUSED" in names
+        for directory in filter(_parse_node_dir, names):
             # RACE: the worker ended, and its directory was removed after the listing.
             # NotADirectoryError: the name is that of a foreign file.
             with suppress(FileNotFoundError, NotADirectoryError):
@@ -7637,7 +7638,8 @@ class _Progress:
         fields of WorkCounts."""
         ended = [f"{counts.get(it, 0)} {it}" for it in _OUTCOMES if counts.get(it)]
         parts = ["  ".join(ended or ["0 done"])]
-        parts.append(f"{self.running} running  {self.waiting} waiting")
+        paused = "  paused" if self.is_paused else ""
+        parts.append(f"{self.running} running  {self.waiting} waiting{paused}")
         return "femtoqueue  " + " | ".join(filter(None, [*parts, self.pace_text()]))
 
 
@@ -8359,7 +8361,7 @@ class _CommandPool(_WorkerPool):
         self._is_told.set()
         with suppress(OSError, ValueError):
             if select.select([], [2], [], 0)[1]:
-                text = b"femtoqueue: finishing what runs; a second signal ends it\n"
+                text = b"femtoqueue: the running commands may finish; a second signal ends them\n"
                 os.write(2, self._output.clearing_for_signal() + text)
 
     def _abort(self) -> None:
@@ -8868,7 +8870,9 @@ def _utf8_argument(text: str) -> str:
 def _id_argument(text: str) -> str:
     if _parse_id(_id_of(text)):
         return text
-    raise _invalid(text, "an ID is the end of a task's name, or the path that `pop` printed")
+    raise _invalid(
+        text, "an ID is the last 29 characters of a task's name, or the path that `pop` printed"
+    )
 
 
 _SUMMARY = "Keep tasks in a durable queue, the directory DIR. COMMAND --help says more."
@@ -9174,7 +9178,7 @@ def _pop_command(options: Any) -> int:
 
     The lease lasts for --timeout, or until done, fail or release gets the path. The
     path is valid for this delivery only, the id in the path for later ones, too.
-    With --payload, the path goes to standard error. Status 1: there is no task.
+    With --payload, the path goes to standard error. Status 1: no task, or paused.
 
     Example: task=$(femtoqueue pop jobs) && tail -n +2 "jobs/$task"
              femtoqueue done jobs "$task"
@@ -9340,7 +9344,7 @@ def _show_command(options: Any) -> None:
 
 @_command(
     _argument("--json", "print a JSON object"),
-    _argument("--max-age TIME", "status 1 if a task is due for longer", default=float("inf")),
+    _argument("--max-age TIME", "status 1 if a task has been due for longer", default=float("inf")),
     _argument("--max-pending N", "status 1 if more tasks are pending", default=float("inf")),
 )
 def _stat_command(options: Any) -> int:
@@ -9510,8 +9514,9 @@ def _resume_command(options: Any) -> None:
 def _check_command(options: Any) -> int:
     """Look for problems in DIR, and print a line for each.
 
-    The command reads every task. A line ends with `odd`, or with `mended` if the
-    problem was repaired. Status 1: a problem was not repaired.
+    The command reads every task. A line ends with `mended` if the problem was
+    repaired, else with `odd`. Status 1: a problem was not repaired. A file that the
+    queue did not make counts, and is never repaired.
 
     Example: femtoqueue check jobs --repair
     """

@@ -8434,7 +8434,7 @@ $ femtoqueue work jobs -- sh -c 'kill -HUP $PPID' 2> /dev/full
 $ states -> done 1
 $ femtoqueue push jobs x -> ...
 $ { femtoqueue work jobs -q -- sh -c 'echo 1; kill -INT $PPID; sleep 0.5; echo 2; echo 3'; \
- echo $? > status; } | head -n 1 -> 1 ! ! femtoqueue: finishing what runs; ...
+ echo $? > status; } | head -n 1 -> 1 ! ! femtoqueue: the running commands may finish; ...
 $ cat status -> 0
 $ states -> done 2
 $ femtoqueue push jobs x -> ...
@@ -8651,7 +8651,7 @@ class Command(subprocess.Popen[bytes]):
         is given, and wait until the process ends."""
         self.send_signal(number)
         heard = self.stderr.readline(), self.stderr.readline()
-        demand(b"finishing what runs" in heard[1], f"it said {heard}")
+        demand(b"the running commands may finish" in heard[1], f"it said {heard}")
         if second is not None:
             time.sleep(2 * constant("one signal"))  # two signals at once count as one
             self.send_signal(second)
@@ -8841,8 +8841,8 @@ class CommandLine(QueueCase):
         ("unrecognized arguments: --until=1s; see femtoqueue pop --help", "pop jobs --until=1s"),
         ("unrecognized arguments: x; see", "pop jobs x", "stat jobs x", "show jobs TASK x"),
         ("argument ID: invalid 'why'", "fail jobs TASK why", "cancel jobs why"),
-        ("argument --id: invalid '7'; an ID is the end of a task's name", "pop jobs --id 7"),
-        ("the end of a task's name, or the path that `pop` printed", "cancel jobs TASK~1"),
+        ("argument --id: invalid '7'; an ID is the last 29 characters of a", "pop jobs --id 7"),
+        ("the last 29 characters of a task's name, or the path that `pop` printed", "cancel jobs TASK~1"),
         ("a TIME is 500ms, 30s", "push jobs --delay 3weeks x"),
         ("2026-12-01T08:00", "push jobs --at noon x"),
         ("invalid int value: 'many'", "stat jobs --max-pending many"),
@@ -9142,6 +9142,13 @@ class CommandLine(QueueCase):
             ([(s / 2, 100_000 - s, 0) for s in range(5000)], "2.0/s  about 13 h left"),
         ):
             self.assertEqual(self.pace_text(*samples), text)
+
+    def test_progress_shows_that_the_queue_is_paused(self) -> None:
+        q, progress = self.queue(), through_seam("progress")(self.path)
+        for change, end in ((q.pause, "0 waiting  paused"), (q.resume, "0 waiting")):
+            change()
+            progress.count_left(0, now=True)
+            self.assertEqual(progress.text({}), f"femtoqueue  0 done | 0 running  {end}")
 
     def test_progress_counts_scheduled_tasks_and_looks_seldom_if_a_look_takes_long(self) -> None:
         # The looks take at most a hundredth of the time.

@@ -77,6 +77,13 @@ class Fault:
         return project
 
 
+def copies() -> tempfile.TemporaryDirectory[str]:
+    """Return a context manager that makes a directory for copies of the project, in memory if
+    possible, and removes it."""
+    memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
+    return tempfile.TemporaryDirectory(prefix="femtoqueue-broken-", dir=memory)
+
+
 def must_catch(
     seed: int,
     options: Callable[[str], Iterable[str]],
@@ -98,8 +105,7 @@ def must_catch(
     ]
     if not rows:
         raise Violation("no fault names this proof")
-    memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
-    with tempfile.TemporaryDirectory(prefix="femtoqueue-broken-", dir=memory) as directory:
+    with copies() as directory:
         env = {**os.environ, "TMPDIR": directory}
         for fault, need, said in rows:
             project, text = fault.copy(directory), ""
@@ -890,7 +896,9 @@ def first_failure(project: str, limit_s: float, *tests: str) -> str:
     Returns the name of the test that failed, HANG if test.py did not end in time, "" if no test
     failed.
     """
-    status, output = run_copy(project, "test.py", "-f", *tests, limit_s=limit_s)
+    # A killed test leaves its files in the directory of the copies, which is removed at the end.
+    env = {**os.environ, "TMPDIR": os.path.dirname(project)}
+    status, output = run_copy(project, "test.py", "-f", *tests, limit_s=limit_s, env=env)
     if status is None:
         return HANG
     if found := re.search(r"^(?:FAIL|ERROR): (\w+) \(\w+\.(\w+)", output, re.MULTILINE):
@@ -946,7 +954,7 @@ def run_tests(rows: list[Fault]) -> int:
         return fault, test_that_catches(fault, directory), time.monotonic() - began_s
 
     with (
-        tempfile.TemporaryDirectory(prefix="femtoqueue-broken-") as directory,
+        copies() as directory,
         concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as executor,
     ):
         for fault, found, seconds in executor.map(run, rows):
