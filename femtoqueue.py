@@ -1264,8 +1264,8 @@ def _finish_read(fd: int, head: bytes, ident: str) -> _Record:
 #   of all descriptors in _open_lock_fds. The parent keeps its locks.
 # - A queue object in the child is another worker. FemtoQueue._after_fork() (12) makes a new
 #   _Worker, with new thread locks, an empty batch, and a new tag for ids. The node_id is new, too,
-#   unless the program has given one. No thread of the parent runs in the child. If the child needs
-#   a thread that serves coroutines or renews leases, it starts its own.
+#   unless the program has given one. No thread of the parent runs in the child. A thread that
+#   serves coroutines or renews leases is started anew when the child needs one.
 # - A task that the parent has leased stays the parent's. If the fork was in a block of
 #   processing(), the end of the block does nothing in the child (16). If the fork was in a wait
 #   that had found a task, the child does not put this task back (15).
@@ -1301,9 +1301,9 @@ def _finish_read(fd: int, head: bytes, ident: str) -> _Record:
 # - inflight-<node>/ (9) is locked by its worker, with a shared lock, while the worker has the
 #   directory open. Another process tries to take the exclusive lock, to find out whether the worker
 #   is dead. If the worker is dead, the other process holds the exclusive lock while it reclaims the
-#   leases. Only a worker that opens its directory waits: it needs the shared lock, and gets it when
-#   nobody holds the exclusive lock. So a process that is stopped while it holds the exclusive lock
-#   blocks the start of a worker with the node_id of the dead worker.
+#   leases. Only a worker that opens its directory waits: nobody can get the shared lock while
+#   another process holds the exclusive lock. So a process that is stopped while it holds the
+#   exclusive lock blocks the start of a worker with the node_id of the dead worker.
 # - The lock of a log handler: a thread may log a message while it holds any of the locks above. The
 #   log of the command `work` takes _Output._turns (21), and waits while nobody reads standard
 #   error.
@@ -2277,8 +2277,8 @@ _LONGEST_TROUBLE_S = 3600.0  # the longest time to pass over a task that made tr
 _MAX_TROUBLES = 10_000  # how many tasks that made trouble are remembered
 _LOSSES = 64  # after every 64th lost claim, a pop() checks that its lease directory is there
 # How many times, at most, to look for a task. A pop() lists pending/ again if it could deliver no
-# task of the last listing. take() searches again for the task of a key or an id if it found the
-# task, but could not claim it.
+# task of the last listing. take() searches again for the task of a key or an id if the claim
+# of the task failed.
 _MAX_LISTINGS = 8
 _is_task_name = _FORMS["pending"]
 
@@ -3572,7 +3572,7 @@ class _Housekeeper:
         for path in self.stale_files():
             if path.endswith(".pending"):  # a directory that shrink() made
                 _remove_empty_dir(self._files.root + path)
-            else:  # a file. If it is a directory, the queue did not make it, and it stays.
+            else:  # a file. If it is a directory, a person made it, and it stays.
                 _unlink_if_older(self._files.root + path, before_s)
         for directory in ("keys", "checkpoints"):
             self._files.shrink(directory, self._clock.new_id())
@@ -5233,8 +5233,8 @@ class _Keys(_KeyedTasks):
                     else:
                         return self._add_or_buffer(states, name, new_path, due_ns)
                     return _id_of(path)
-                # A FileNotFoundError was suppressed. If its cause is that pending/ or scheduled/ is
-                # missing, this is disk trouble, and lstat() raises the error again.
+                # A FileNotFoundError was suppressed. A missing pending/ or scheduled/ is disk
+                # trouble: in this case, lstat() raises the error again.
                 for directory in _WAITING_DIRS:
                     self._files.lstat(directory)
                 # RACE: a pop() claimed the task or undid its claim, or a person moved the task,
@@ -5566,8 +5566,8 @@ class _Waits:
         # RACE: another thread called close() during the look of this thread. So put the task back.
         # The look may have opened the lease directory again after close(). If the directory is
         # empty, give it up. This is safe even if a third thread already uses the queue object
-        # again. If the third thread has a lease, the directory is not empty. If it has no lease
-        # yet, its next claim fails, and its next listing opens the directory again.
+        # again. If the third thread has a lease, the directory is not empty. If the third
+        # thread has no lease, its next claim fails, and its next listing opens the directory again.
         self._give_back(found)
         # An OSError is ignored. The directory may be gone. If there is other trouble with the
         # directory, the next listing raises the error.
@@ -6012,8 +6012,8 @@ class _Processing:
 # task_id: see _take_untroubled().
 _TROUBLE_S = 30.0
 # Two signals within so many seconds count as one. If a signal has ended the command of a task or
-# the reader of the output, the same signal may still be on its way to this process. _CommandPool
-# (23) waits for it, also for so many seconds.
+# the reader of the output, the same signal may still be on its way to this process.
+# _CommandPool (23) waits for that signal, also for so many seconds.
 _ONE_SIGNAL_S = 0.3
 _SIGNAL_POLL_S = 0.15  # the pause between two looks at `signals`, while handlers run in threads
 _AFTER_FAILURE = {
@@ -7026,7 +7026,7 @@ class _UnlockedLeaseDir(_LeaseDir):
 
 
 def _afresh(look: _Method) -> _Method:
-    """Return a method that calls `look`, and calls it again at once if it raises ENOENT or ESTALE,
+    """Return a method that calls `look`, and repeats the call at once after ENOENT or ESTALE,
     up to _LOOKS times in all (replaced). Each call looks the name up again, so no listing is needed
     between the calls. If the last call raises ENOENT or ESTALE, too, the method raises
     FileNotFoundError."""
@@ -7176,7 +7176,7 @@ class _SharedFiles(_Files):
 
         Another worker has got the task if the file is in done/, too, or if another lease of the
         task has a later deadline. Other links of the file do not count. A person may have made
-        them, or they may be older names of the file that came back.
+        such a link, or an older name of the file may have come back.
 
         RACE: while a replica is down, another worker reclaims the task and finishes it. The replica
         is healed, and the name of the reclaimed lease comes back, as a second link of the file in
@@ -8103,8 +8103,8 @@ def _job_processes(leaders: Iterable[int], known: Iterable[_JobProcess] = ()) ->
             found.add(member)
     # This worker may itself be a process of another worker's job, and have the variables of that
     # job. If, for example, this worker works on a copy of the other worker's queue, a leader that
-    # this worker started may have the same variables. This worker must not count as a daemon of its
-    # own job, so its variables are subtracted.
+    # this worker started may have the same variables. This worker must not count as a daemon
+    # of its own job, so the variables of this worker are subtracted.
     tries = {*map(_task_variables, leaders)} - {frozenset(), _task_variables(os.getpid())}
     if tries and not known:
         every = itertools.chain.from_iterable(children.values())

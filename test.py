@@ -8842,7 +8842,7 @@ class CommandLine(QueueCase):
         ("unrecognized arguments: x; see", "pop jobs x", "stat jobs x", "show jobs TASK x"),
         ("argument ID: invalid 'why'", "fail jobs TASK why", "cancel jobs why"),
         ("argument --id: invalid '7'; an ID is the last 29 characters of a", "pop jobs --id 7"),
-        ("the last 29 characters of a task's name, or the path that `pop` printed", "cancel jobs TASK~1"),
+        ("last 29 characters of a task's name, or the path that `pop`", "cancel jobs TASK~1"),
         ("a TIME is 500ms, 30s", "push jobs --delay 3weeks x"),
         ("2026-12-01T08:00", "push jobs --at noon x"),
         ("invalid int value: 'many'", "stat jobs --max-pending many"),
