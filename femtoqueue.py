@@ -349,8 +349,8 @@ def _exchange(first: str, second: str) -> None:
 
 
 def _read_boot_id() -> str | None:
-    """Return a text that identifies this boot of this kernel, and the time namespace. Return None
-    where this process can't read a boot id."""
+    """Return a text that identifies both this boot of this kernel and the time namespace.
+    Return None where this process can't read a boot id."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             boot_id = file.read().strip()
@@ -547,7 +547,7 @@ def _backoff_s(longest_s: float) -> Iterator[float]:
 # - Room 10: each move into the state and out of it. note_arrival(), quarantine(),
 #   _path_to_take().
 # - Room 11: a job, if time moves tasks out of the state.
-# - Room 12: stats() unpacks _WAITING_DIRS. peek() and purge() follow _LIVE and _ENDED.
+# - Room 12: stats() unpacks _WAITING_DIRS. The docstring of purge() names the states of _ENDED.
 # - Room 14: put(), _replace(), move_keyed() and newest_path() test in which state a task is.
 # - Room 15: _WATCHED, if a task that comes into the state can end a wait.
 # - Room 18: _Inspector._records() repairs in _WAITING_DIRS only.
@@ -561,14 +561,15 @@ def _backoff_s(longest_s: float) -> Iterator[float]:
 # in front, the attempts must stay the second field, and the id must stay at the end. The functions
 # _stamp_of(), _attempts_of() and _id_of() rely on this order.
 #
-# - Here, _FORMS["inflight"]. Also _TASK_NAME, because a person may move a lease elsewhere and keep
-#   the name. Also _parse_key_state, if the field may have other characters than hex digits: the
-#   pattern matches the path of a lease, and accepts only hex digits and "~" in front of the id.
-#   _parse() unpacks three groups (attempts, boot and id) from the form of each task's name. So if
-#   the new field is a group, _parse() must unpack four groups. Each form that _parse() uses then
-#   needs the group: those of the five states, creating/, keys/ and checkpoints/. Where a name does
-#   not have the field, the form has an empty group, `()`, as the form of scheduled/ has for the
-#   boot. The constant _LEASE_BYTES includes the length of the name.
+# - Here, _FORMS["inflight"]. Also _TASK_NAME, the form in pending/, done/ and failed/, because a
+#   person may move a lease there and keep the name. Also _parse_key_state, if the field may have
+#   other characters than hex digits: the pattern matches the path of a lease, and accepts only hex
+#   digits and "~" in front of the id. _parse() unpacks three groups (attempts, boot and id) from
+#   the form of each task's name. So if the new field is a group, _parse() must unpack four groups.
+#   Each form that _parse() uses then needs the group: those of the five states, creating/, keys/
+#   and checkpoints/. Where a name does not have the field, the form has an empty group, `()`, as
+#   the form of scheduled/ has for the boot. The constant _LEASE_BYTES includes the length of the
+#   name.
 # - Room 6: _Files.move() looks for "~1~", the mark of a first delivery. So the text of the new
 #   field must never be "1".
 # - Room 9: _LeaseDir.claim() is the only function that writes the whole name.
@@ -1532,7 +1533,7 @@ if hasattr(os, "register_at_fork"):
 #    - A finished task that is not kept: sync the lease's file and directory, unlink the file, sync
 #      the directory. The first step makes the claim durable. With the last sync alone, power loss
 #      could bring the task back to where it waited.
-#    - A new task or a buffered payload of a key: sync the new file, sync keys/<hash> and keys/,
+#    - A new task with a key, or a buffered payload: sync the new file, sync keys/<hash> and keys/,
 #      rename the new file, sync the directory. If keys/<hash> lost the task in a power loss, and
 #      the task's file remained, a later push would add a second task of the key.
 #    A claim, a renewal, a reclaim and a purge are not synced.
@@ -1550,12 +1551,13 @@ if hasattr(os, "register_at_fork"):
 #   possible.
 # - The states of keys are written over the older ones in place, which usually needs no space.
 
-# How often other processes may replace or remove a directory during one step. The step is a move
-# into the directory, its opening as a lease directory, or the entry into a ticket line.
+# If another process replaces or removes a directory during a step, the step is tried again. After
+# this many attempts, the step raises OSError. A step is a move into the directory, its opening as a
+# lease directory, or the entry into a ticket line (room 19).
 _MAX_REPLACED = 100
-# The clock that sets the times of files advances in ticks. A tick lasts a hundredth of a second at
-# most. Where file times have whole seconds, a tick lasts a second, or two seconds on FAT. Each
-# constant is a little longer than the tick.
+# The clock that sets the times of files advances in ticks. Usually a tick lasts a hundredth of a
+# second at most. Where file times have whole seconds, a tick lasts a second, or two seconds on FAT.
+# Each constant is a little longer than the longest tick of its case.
 _TICK_S = 0.011
 _COARSE_TICK_S = 2.02
 _SHRINK_BYTES = 1 << 20  # an empty directory that is larger than this is replaced
@@ -3444,11 +3446,12 @@ class _Housekeeper:
         """Reclaim the ended leases of one worker. If the worker is dead, reclaim all its leases of
         this boot.
 
-        The lock on the directory shows whether the worker is dead. The lock is tried in two cases.
-        First, the directory has leases of this boot. Second, no lease in the directory is before
-        its deadline: then the directory may be empty, and could be removed. In any other case, the
-        lock would change nothing: a lease still runs, and all leases end by their deadlines,
-        because they are detached or of another boot."""
+        The lock on the directory shows whether the worker is dead. The lock is tried in two
+        cases. First, the directory has leases of this boot, which end if the worker is dead.
+        Second, no deadline in the directory is still to come: then the directory may be empty, and
+        could be removed. In any other case, the lock would change nothing. Every lease is detached
+        or of another boot, and so ends by its deadline only. And a lease whose deadline is still to
+        come keeps the directory."""
         now_ns, leases = self._clock.now_ns(), self._files.entries(directory)
         ended, running = [], []
         for entry in leases:
@@ -4921,9 +4924,9 @@ class _KeyedTasks(_KeyStates):
         path is "" if there is no task, or no payload. If the state is wrong, correct the state. If
         the task has ended, make a task of the payload. The caller holds the lock of the key."""
         task, behind = states[name]
-        # CRASH: the state may name a path of the payload where no file is. A process died after it
-        # saved this path and before it renamed the payload to the path. Or a process moved the
-        # payload away from the path, and died before it saved the state.
+        # CRASH: the state may name a path where no file is, for the task or for the payload. A
+        # process died after it saved the path and before it renamed the file to the path. Or a
+        # process moved the file away, and died before it saved the state.
         path, buffered = self._locate(task, *_LIVE), self._locate(behind, "keys")
         if behind and not buffered:
             # CRASH: a process promoted the payload, and died before it saved the state. Then a task
@@ -5637,9 +5640,10 @@ class _Waits:
     async def wait_for_async(
         self, look: _Look[FemtoTask], end_s: float, line: str
     ) -> FemtoTask | None:
-        """Wait as wait_for() does, without blocking the event loop. Requests with the same
-        `line` are served in the order of their arrival. A long look delays the other waiting
-        coroutines of this queue object, but no event loop."""
+        """Wait as wait_for() does, without blocking the event loop. Requests with the same `line`
+        are served in the order of their arrival. One thread (_serve) looks on behalf of all
+        coroutines of this queue object. So a long look delays the other waiting coroutines, but no
+        event loop."""
         import asyncio
 
         request = _Request(look, line, self._lease_dir.close_count)
@@ -6199,8 +6203,8 @@ class _WorkerPool:
             text = "%s: try %d failed, %s: %s"
             _log().error(text, task.id, task.attempts, then, why, exc_info=cause)
             # Without an outcome, the delivery has not ended. For example, the disk failed, or no
-            # thread could be started to renew the lease. So `error` ends the pool, like an error of
-            # pop() without a task_id.
+            # thread could be started to renew the lease. So `error` ends the pool, like an
+            # error without a task_id that pop() raises.
             if not lease.outcome:
                 self._error = self._error or error
                 if not has_begun:
@@ -7665,8 +7669,8 @@ def _terminal_size(fd: int) -> tuple[int, int]:
 
 
 class _Output:
-    """The standard output and standard error of a worker, which all its threads write to. Other
-    long commands use an object of this class only to show their progress (_showing).
+    """The standard output and standard error of `femtoqueue work`, which all its threads write
+    to. Other long commands use an object of this class only to show their progress (_showing).
 
     If jobs run side by side, and one of them has an unfinished line on a stream, the other jobs and
     the worker wait for the end of the line, but for at most _OPEN_LINE_S. If standard error is a
@@ -7677,8 +7681,8 @@ class _Output:
 
     def __init__(self) -> None:
         # A thread holds the turn of a stream while it writes to the stream. Usually each stream has
-        # a turn of its own. Then a write to standard output that waits for a reader does not keep
-        # the log from standard error. But streams that lead to the same file share a turn.
+        # a turn of its own. Then a write to standard output that waits for a reader does not
+        # delay the log on standard error. But streams that lead to the same file share a turn.
         self._turns = {fd: threading.Condition() for fd in (1, 2)}
         with suppress(OSError):
             if os.path.sameopenfile(1, 2):
@@ -7936,8 +7940,9 @@ class _Process:
     status: None while the process runs. Later, the exit status, or -N if signal N ended the
         process.
     is_over: True when the job is over, see end_job(). Usually it is over when CMD has ended, even
-        if background programs of the job still run. But if CMD failed in a stop, or if the worker
-        ended the job, the job is over only after its last process (_CommandPool._follow).
+        if background programs of the job still run. But if CMD failed and this worker was told
+        to stop, or if this worker ended the job, the job is over only when its last process has
+        ended (_CommandPool._follow).
     woken: set when the process has ended, and when a relay of its output has ended.
     """
 
@@ -9073,7 +9078,7 @@ def _pieces(chunks: Iterable[bytes], end: bytes) -> Iterator[bytes]:
     _argument("--time-limit TIME", "take nothing more after TIME, and exit", "when to exit:"),
     _argument("--max-attempts N", "give up after N tries; 0: never", "failures:", default="3"),
     _argument(
-        "--retry-delay TIME", "longest pause before try 2; then doubled", "failures:", default="1s"
+        "--retry-delay TIME", "wait up to TIME before try 2; then double", "failures:", default="1s"
     ),
     _argument("--task-timeout TIME", "end CMD after TIME; 0: never (default: 0)", "failures:"),
     _argument("--output-dir DIR", "write output to DIR/ID.out and .err", "output:"),
