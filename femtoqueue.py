@@ -11,7 +11,7 @@
 A queue is a directory, and a task is a file. The directory of the file is the task's state:
 
     data_dir/
-      creating/           files being written; not tasks
+      creating/           files being written; not tasks; removed after an hour (room 11)
       pending/            waiting             <id>  or  <order>~<attempts>~<id>
       scheduled/          waiting for a time  <due>~<attempts>~<id>
       inflight-<node>/    leased to a worker  <deadline>~<attempts>~<boot>~<id>
@@ -169,7 +169,7 @@ A room begins at a line like "# 9. Lease directory". Some subjects concern sever
 one comment each, which tells the whole. To find this comment, search for "TOPIC:" and the words:
 
     a new state                     the places that it touches (room 2)
-    a new field                     in the name of a lease: the places that it touches (2)
+    a new field                     in the name of a lease, or of a task that waits: the places (2)
     a torn file                     from the read to failed/ (4)
     fork()                          what a forked child has (5)
     a full disk                     the calls that still work (6)
@@ -579,6 +579,19 @@ def _backoff_s(longest_s: float) -> Iterator[float]:
 #
 # An earlier version may have left leases without the new field. Their names must still match the
 # form. Otherwise these leases are foreign, and their tasks are never reclaimed.
+#
+# A field that the name of a waiting task shall have, too, touches these places as well. (The lease
+# needs the field in any case, because a task waits again after release(), after a reclaim, and when
+# its claim is undone.)
+#
+# - Here: the forms of scheduled/ and keys/ in _FORMS. _task_name() writes the whole name. Its
+#   callers would pass the field on: _front_path() and _fresh_path() here, back_path() in room 10,
+#   schedule() and release() in room 12, _add_or_buffer() in room 14, and _free_path() and
+#   _note_or_give_way() in room 20.
+# - A name in pending/ that is only the id stands for 0 attempts. push() and push_many() (room 12)
+#   and _waiting_path() give such names, which have no place for the field.
+# - Room 8: pop() claims in the order of the whole names. The field does not change this order,
+#   because it does not stand in front.
 STATES = ("pending", "scheduled", "inflight", "done", "failed")
 _ENDED = ("done", "failed")
 # The states of a task that has not ended, in the order of a search. The search looks at the leases
@@ -1298,7 +1311,9 @@ def _finish_read(fd: int, head: bytes, ident: str) -> _Record:
 #   the program uses the queue.
 # - _Worker.lock (10) is held while a task is claimed, renewed, settled or reclaimed, and while a
 #   job runs. _LeaseDir, _Backlog, _Housekeeper and _LeaseRenewer have this same lock under the name
-#   `_lock`. A thread that holds this lock may try to take locks/NN, but does not wait for it.
+#   `_lock`. A thread that holds this lock may try to take locks/NN, but does not wait for it. The
+#   holder of locks/NN may wait for this lock, so that both threads would wait for ever. And if the
+#   holder is stopped, this worker could neither claim nor renew anything.
 # - inflight-<node>/ (9) is locked by its worker, with a shared lock, while the worker has the
 #   directory open. Another process tries to take the exclusive lock, to find out whether the worker
 #   is dead. If the worker is dead, the other process holds the exclusive lock while it reclaims the
@@ -1520,8 +1535,9 @@ if hasattr(os, "register_at_fork"):
 #    order, and then returns:
 #    - A new task (publish): rename the file, sync the file, sync the directory. In this order, the
 #      two syncs usually cost one journal commit instead of two. If power loss leaves the file torn,
-#      the call had not returned, so no caller was told that the task was pushed. Where
-#      syncs_after_rename is False, the sync of the file comes first.
+#      the call had not returned, so no caller was told that the task was pushed. On file systems
+#      that other hosts write to, and on Windows, the file is synced before the rename
+#      (syncs_after_rename).
 #    - A batch of new tasks (push_many): rename all files; then one syncfs(2). Where _batch_sync()
 #      does not trust syncfs(2): rename and sync each file as above; then sync the directory once.
 #    - A move, such as done(): rename the file; then sync_with_dir(), which syncs the file and the
@@ -1546,9 +1562,9 @@ if hasattr(os, "register_at_fork"):
 #   the clock file can't be made, the process has a clock of its own (_QueueClock._open).
 # - pop() claims by a rename, which usually needs no space.
 # - done() renames. If done/ has no room for another name, the task is removed (_Worker.finish).
-# - release() is a rename, and so is fail() without a reason. fail() with a reason writes the reason
-#   first, and raises OSError: the task stays leased. A quarantine writes the reason last, if
-#   possible.
+# - release() is a rename, and so is fail() without a reason. fail() with a reason first writes the
+#   reason to a file in creating/. If that fails, fail() raises OSError, and the task stays leased.
+#   A quarantine writes the reason last, if possible.
 # - The states of keys are written over the older ones in place, which usually needs no space.
 
 # If another process replaces or removes a directory during a step, the step is tried again. After
@@ -2039,9 +2055,10 @@ class _Files:
 #
 # So if the date is set, the ids of a boot stay in order, and its leases end as if the date had not
 # been set. (Neither is certain between processes that have clocks of their own.) A scheduled task
-# moves to pending/ when the wall clock shows its due time. If the machine starts again after the
-# date was set back, the new queue clock starts after the newest id and after the newest claim
-# (_compute_anchor).
+# moves to pending/ when the wall clock shows its due time. So after the date was set back, the task
+# waits longer. This holds for a retry, too, whose due time release() sets (_Processing._end() in
+# room 16 computes the delay). If the machine starts again after the date was set back, the new
+# queue clock starts after the newest id and after the newest claim (_compute_anchor).
 
 
 # Two clocks agree if they differ by less than this time. A queue clock that is behind the wall
@@ -4892,8 +4909,9 @@ class _KeyStates:
 #
 #     End of L with K behind it: _Worker.move_leased(), move_keyed(), _promote()
 #
-#       1. rename L to done/ or failed/,    K new          find_or_repair() or repair() does step 2
-#          or remove L
+#       1. rename L to done/ or failed/,    K new          find_or_repair(), in the next call for
+#          or remove L                                     the key, or repair(), in a job (11),
+#                                                          does step 2
 #       2. rename K to pending/ or          new            new is delivered, under its own id
 #          scheduled/
 #       3. save the path in keys/<hash>     new            as after 2
@@ -7180,7 +7198,9 @@ class _SharedFiles(_Files):
 
         Another worker has got the task if the file is in done/, too, or if another lease of the
         task has a later deadline. Other links of the file do not count. A person may have made
-        such a link, or an older name of the file may have come back.
+        such a link, or an older name of the file may have come back. So the late worker is not
+        noticed if the other worker has given the task back, has failed it, or has removed it
+        (keep_done). In these cases, no worker has the task.
 
         RACE: while a replica is down, another worker reclaims the task and finishes it. The replica
         is healed, and the name of the reclaimed lease comes back, as a second link of the file in
@@ -8237,11 +8257,11 @@ def _start_watchdog() -> int:
 #
 #   1. _on_signal() notes the signal. The main thread stops waiting for the other threads, and calls
 #      _CommandPool._abort().
-#   2. _terminate() (22) passes the signal to all processes of the jobs, and kills the processes
-#      that still run after 5 s.
+#   2. _terminate() (22) passes the signal, and then SIGCONT, to the process groups of all jobs. It
+#      kills the processes that still run after 5 s.
 #   3. The thread of each job settles the task as after the first signal: if CMD exits with 0, the
-#      task is done, and if CMD fails, the task is given back. At most 1 s after
-#      step 2, _WorkerPool._abort() gives back the tasks that are left.
+#      task is done, and if CMD fails, the task is given back. At most 1 s after step 2,
+#      _WorkerPool._abort() gives back the tasks that are left.
 #   4. The queue is closed. _work_command() (24) ends the process with the status 128 + N, where N
 #      is the number of the last signal.
 #
