@@ -58,10 +58,10 @@ Each step takes effect by one system call, the one in the last column:
     save       16 _save_checkpoint            creating/         checkpoints/<id>         rename
 
 A task with the new order <now> goes to the back of the queue. A task with the <order> of its id
-returns to the place of its push. <n> is the number of attempts so far. A worker may also reclaim
-one of its own leases, because no caller got the task. This task usually returns to where it waited.
-After fail and quarantine, a second rename puts the reason into failed/<id>.error. Where names can't
-be exchanged (NFS, FUSE, not Linux), replace uses rename, or the payload is buffered.
+returns to the place of its push. <n> is the number of attempts so far. If a worker reclaims one of
+its own leases, and no caller got the task, the task usually returns to where it waited. After fail
+and quarantine, a second rename puts the reason into failed/<id>.error. Where names can't be
+exchanged (NFS, FUSE, not Linux), replace uses rename, or the payload is buffered.
 
 The terms of this file:
 
@@ -349,8 +349,8 @@ def _exchange(first: str, second: str) -> None:
 
 
 def _read_boot_id() -> str | None:
-    """Return a text that identifies both this boot of this kernel and the time namespace.
-    Return None where this process can't read a boot id."""
+    """Return a text that identifies both this boot of this kernel and the time namespace. Return
+    None where this process can't read a boot id."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             boot_id = file.read().strip()
@@ -1939,8 +1939,8 @@ class _Files:
             _unlink_if_exists(self.root + source)
         return target
 
-    # move_own() is move() for the holder of a lease. In room 20, it calls check_lease() first. On a
-    # local file system, check_lease() does nothing, so move() is enough.
+    # move_own() is move() for the holder of a lease without a key. In room 20, it calls
+    # check_lease() first. On a local file system, check_lease() does nothing, so move() is enough.
     move_own = move
 
     def _retry_rename(self, source: str, target: str) -> None:
@@ -2703,11 +2703,12 @@ class _Worker:
         outcome: the field of WorkCounts that counts the delivery, or "" if the delivery goes on.
 
         Raises LeaseLost if the file of the lease is gone: the rename tests the fence. (GlusterFS
-        may bring back the name of a lease. So _SharedFiles.check_lease() looks first.) Raises
-        FileNotFoundError if data_dir or a directory such as done/ is missing. After an OSError of
-        the rename, the task is still leased. But a step after the rename may also raise OSError,
-        for example the promotion of the payload behind a task with a key. In this case, the task
-        has moved, and the repair job does a missing step for the key."""
+        may bring back the name of a lease. _SharedFiles.check_lease() notices this, and LeaseLost
+        is raised, too.) Raises FileNotFoundError if data_dir or a directory such as done/ is
+        missing. After an OSError of the rename, the task is still leased. But a step after the
+        rename may also raise OSError, for example the promotion of the payload behind a task with a
+        key. In this case, the task has moved, and the repair job does a missing step for the
+        key."""
         ident = lease.path[-_ID_LENGTH:]
         is_keyed = ident[21] > "7"
         with self.keys.lock_of(ident) if is_keyed else self.lock, self.lock:
@@ -3463,12 +3464,12 @@ class _Housekeeper:
         """Reclaim the ended leases of one worker. If the worker is dead, reclaim all its leases of
         this boot.
 
-        The lock on the directory shows whether the worker is dead. The lock is tried in two
-        cases. First, the directory has leases of this boot, which end if the worker is dead.
-        Second, no deadline in the directory is still to come: then the directory may be empty, and
-        could be removed. In any other case, the lock would change nothing. Every lease is detached
-        or of another boot, and so ends by its deadline only. And a lease whose deadline is still to
-        come keeps the directory."""
+        The lock on the directory shows whether the worker is dead. The lock is tried in two cases.
+        First, the directory has leases of this boot, which end if the worker is dead. Second, no
+        deadline in the directory is still to come: then the directory may be empty, and could be
+        removed. In any other case, the lock would change nothing. Every lease is detached or of
+        another boot, and so ends by its deadline only. And a lease whose deadline is still to come
+        keeps the directory."""
         now_ns, leases = self._clock.now_ns(), self._files.entries(directory)
         ended, running = [], []
         for entry in leases:
@@ -3643,8 +3644,8 @@ class FemtoQueue:
         or earlier, when the last of these objects is closed or dies.
     timeout_stale_ms:  the length of a lease (visibility timeout), in milliseconds. None: the lease
         has no deadline, and lasts as long as its worker lives. But after a reboot, only a worker
-        that starts under the same node_id takes the lease back. Where there is no flock(2), only
-        the worker itself can end a lease without a deadline. A person can always end the lease, by
+        that starts under the same node_id takes the lease back. Where there is no flock(2), no
+        other worker takes back a lease without a deadline. A person can always end the lease, by
         the command `release` or by moving the file.
     sync_after_write:  True: the effect of a call that returned survives power loss, by fsync(2).
         This holds for push, push_many, schedule, done, fail, release, retry, retry_failed and
@@ -3771,10 +3772,10 @@ class FemtoQueue:
         of the system call if the disk did not take the task. With a key, also raises OSError where
         there is no flock(2).
 
-        If push() raises, `data` is not in the queue. If only the sync of the task failed, push()
-        undoes the push before it raises. There are three exceptions. First, a worker may have
-        claimed the task before the sync failed. Second, the disk may have refused to undo the push.
-        The last paragraph has the third exception.
+        If push() raises, `data` is not in the queue, except in three cases. (If only the sync of
+        the task failed, push() undoes the push before it raises.) First, a worker may have claimed
+        the task before the sync failed. Second, the disk may have refused to undo the push. The
+        last paragraph has the third case.
 
         On disk: when push() returns, the file of the task is in pending/. With a key, `data` may
         instead be in keys/, or in the file of the key's task, wherever that file is. The file is
@@ -4237,9 +4238,9 @@ class FemtoQueue:
     def checkpoint(self, task: FemtoTask, data: _BytesLike) -> None:
         """Save how far the work on the task has come, and renew the lease.
 
-        The next delivery gets the bytes as `task.checkpoint`. There is a next delivery after
-        release(), after an exception in processing() if attempts are left, and after the death of
-        this worker. A delivery with a newer payload of the key gets no checkpoint. done() and
+        The next delivery gets the bytes as `task.checkpoint`. This holds after release(), after an
+        exception in processing(), and after the lease was taken back, for example because this
+        worker died. A delivery with a newer payload of the key gets no checkpoint. done() and
         fail() remove the checkpoint.
 
         task:  the task that pop() or another method leased.
@@ -4294,8 +4295,8 @@ class FemtoQueue:
         running handlers have finished. If a signal came, too, the OSError is only logged.
 
         Trouble with a single task (see pop()) is logged, and work() takes the next task. An error
-        of this kind is raised only under two conditions. For more than 30 seconds, every attempt to
-        take a task has met such trouble. And no handler is running now.
+        of this kind is raised only if every attempt to take a task has met such trouble for more
+        than 30 seconds, and no handler is running.
 
         On disk: each task is where done(), fail() or release() put it.
         """
@@ -6034,8 +6035,8 @@ class _Processing:
 # task_id: see _take_untroubled().
 _TROUBLE_S = 30.0
 # Two signals within so many seconds count as one. If a signal has ended the command of a task or
-# the reader of the output, the same signal may still be on its way to this process.
-# _CommandPool (23) waits for that signal, also for so many seconds.
+# the reader of the output, the same signal may still be on its way to this process. _CommandPool
+# (23) waits for that signal, also for so many seconds.
 _ONE_SIGNAL_S = 0.3
 _SIGNAL_POLL_S = 0.15  # the pause between two looks at `signals`, while handlers run in threads
 _AFTER_FAILURE = {
@@ -7197,10 +7198,10 @@ class _SharedFiles(_Files):
         has come back (healed).
 
         Another worker has got the task if the file is in done/, too, or if another lease of the
-        task has a later deadline. Other links of the file do not count. A person may have made
-        such a link, or an older name of the file may have come back. So the late worker is not
-        noticed if the other worker has given the task back, has failed it, or has removed it
-        (keep_done). In these cases, no worker has the task.
+        task has a later deadline. Other links of the file do not count, and so the link count is
+        not tested. A person may have made such a link, or an older name of the file may have come
+        back. So the late worker is not noticed if the other worker has given the task back, has
+        failed it, or has removed it (keep_done). In these cases, no worker has the task.
 
         RACE: while a replica is down, another worker reclaims the task and finishes it. The replica
         is healed, and the name of the reclaimed lease comes back, as a second link of the file in
@@ -7689,8 +7690,8 @@ def _terminal_size(fd: int) -> tuple[int, int]:
 
 
 class _Output:
-    """The standard output and standard error of `femtoqueue work`, which all its threads write
-    to. Other long commands use an object of this class only to show their progress (_showing).
+    """The standard output and standard error of `femtoqueue work`, which all its threads write to.
+    Other long commands use an object of this class only to show their progress (_showing).
 
     If jobs run side by side, and one of them has an unfinished line on a stream, the other jobs and
     the worker wait for the end of the line, but for at most _OPEN_LINE_S. If standard error is a
@@ -7701,8 +7702,8 @@ class _Output:
 
     def __init__(self) -> None:
         # A thread holds the turn of a stream while it writes to the stream. Usually each stream has
-        # a turn of its own. Then a write to standard output that waits for a reader does not
-        # delay the log on standard error. But streams that lead to the same file share a turn.
+        # a turn of its own. Then a write to standard output that waits for a reader does not delay
+        # the log on standard error. But streams that lead to the same file share a turn.
         self._turns = {fd: threading.Condition() for fd in (1, 2)}
         with suppress(OSError):
             if os.path.sameopenfile(1, 2):
@@ -8128,8 +8129,8 @@ def _job_processes(leaders: Iterable[int], known: Iterable[_JobProcess] = ()) ->
             found.add(member)
     # This worker may itself be a process of another worker's job, and have the variables of that
     # job. If, for example, this worker works on a copy of the other worker's queue, a leader that
-    # this worker started may have the same variables. This worker must not count as a daemon
-    # of its own job, so the variables of this worker are subtracted.
+    # this worker started may have the same variables. This worker must not count as a daemon of its
+    # own job, so the variables of this worker are subtracted.
     tries = {*map(_task_variables, leaders)} - {frozenset(), _task_variables(os.getpid())}
     if tries and not known:
         every = itertools.chain.from_iterable(children.values())
@@ -9541,7 +9542,7 @@ def _check_command(options: Any) -> int:
 
     The command reads every task. A line ends with `mended` if the problem was
     repaired, else with `odd`. Status 1: a problem was not repaired. A file that the
-    queue did not make counts, and is never repaired.
+    queue did not make is a problem, too, and is never repaired.
 
     Example: femtoqueue check jobs --repair
     """
