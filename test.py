@@ -12,8 +12,9 @@ A class stands for a promise, a test for one outcome. These are tested, with rea
 - exactly one delivery while no worker dies, and no lost task when workers are killed;
 - corrupt and foreign files in the directories, and editing by hand;
 - an error from each system call of each operation;
-- death before each system call of each operation. Two methods simulate the death: a copy of the
-  directory is made before the call, and a real process is killed at every fifth call.
+- death before each system call of each operation. This is tested in two ways. The directory is
+  copied before each call: the copy has the files that a death at this call leaves. And a real
+  process is killed at every fifth call that changes something.
 
 Tests do not sleep until a time has passed: they advance a fake clock.
 
@@ -274,7 +275,7 @@ def simulate_death(q: FemtoQueue) -> None:
     drops the lock. The queue object must not be used afterwards."""
     nowhere = os.open(os.devnull, os.O_RDONLY)
     for fd in descriptors_of(lease_dir(q)):
-        os.dup2(nowhere, fd, inheritable=False)  # the object will close this descriptor
+        os.dup2(nowhere, fd, inheritable=False)  # fd stays open: the object will close fd later
     os.close(nowhere)
 
 
@@ -386,10 +387,10 @@ def do_nothing() -> None:
 def at_line(
     number: int, action: Callable[[], object], within: tuple[str, ...] = ()
 ) -> Iterator[list[str]]:
-    """Count the lines of femtoqueue that the block runs, in any thread, and call action() before
-    line `number`. The first line is line 0. With `within`, only the lines of these functions count.
-    Yield a list, which is empty until action() is called. Then the list has the function and the
-    line."""
+    """Call action() once, after `number` lines of femtoqueue have run in the block, in any thread,
+    and before the next line runs. A line counts each time it runs. With `within`, only the lines of
+    these functions count. Yield a list, which is empty until action() is called. Then the list has
+    a text: the function, and the number in the source of the line that was about to run."""
     reached = list[str]()
     left, source = itertools.count(number, -1), linecache.getlines(femtoqueue.__file__)
     last: dict[int, int] = {}  # the last line of each frame, by the id() of the frame
@@ -399,7 +400,9 @@ def at_line(
         if frame.f_code.co_filename != femtoqueue.__file__ or (within and name not in within):
             return None
         if "__del__" in (name, caller.f_code.co_name if caller else ""):
-            return None  # an exception in a finalizer is only printed: it does not end the call
+            # If action() raised an exception in a finalizer, Python would only print the exception.
+            # The call that the test wants to interrupt would go on.
+            return None
         line, before = frame.f_lineno, last.get(id(frame), 0)
         last[id(frame)] = 0 if event == "call" else line
         # At the end of a `with` block, the trace shows the line of the `with` once more. That event
@@ -448,8 +451,8 @@ def is_task(state: str, name: str) -> bool:
 
 
 def is_ours(state: str, name: str) -> bool:
-    """Return whether a file of this name belongs to the queue, which may move or remove the file:
-    a task, or a companion of a task."""
+    """Return whether a file of this name is a task, or a companion of a task. Such a file belongs
+    to the queue, which may move or remove the file."""
     return is_task(state, name) or re.fullmatch(COMPANIONS.get(state, "(?!)"), name) is not None
 
 
@@ -595,8 +598,9 @@ class QueueCase(unittest.TestCase):
     def clock(self) -> Clock:
         """Replace femtoqueue's clock by a Clock, which the test advances, and return the Clock.
 
-        From then on, a housekeeping job does not make a longer pause after a long run. On a busy
-        machine, such a pause could be longer than the time by which a test advances the Clock."""
+        Usually a housekeeping job makes a longer pause after a run that took long. On a busy
+        machine, this pause could be longer than the time by which a test advances the Clock, and
+        the job would not run. So after a call of clock(), jobs make no such longer pause."""
         clock = Clock()
         self.patched(mock.patch.object(femtoqueue, "time", clock))
         self.set_constant("longest pause", 0)
@@ -914,7 +918,8 @@ class Lifecycle(QueueCase):
         for seconds in (time.time(), time.time() * 1e3, 1e6, 94_694_399.0):
             with self.assertRaisesRegex(ValueError, "microseconds, as time.time"):
                 q.schedule(b"x", seconds)
-        for past_us in (-1e13, 0, 1, 300_000):  # as programs for version 0.4 do, to be due at once
+        # Programs for version 0.4 pass such times for a task that is due at once.
+        for past_us in (-1e13, 0, 1, 300_000):
             self.assertEqual(q.schedule(b"now", past_us), self.pop(q).id)
 
     def test_done_on_a_full_disk_removes_the_task(self) -> None:
@@ -1092,8 +1097,8 @@ class Lifecycle(QueueCase):
         """Tasks released to the front are delivered in the order of their pushes."""
         q, payloads = self.queue(), [b"%d" % number for number in range(8)]
         q.push_many(payloads)
-        # In the worker's list of names, the first task goes before the first name, and the other
-        # two go behind the first name.
+        # In the worker's list of names, the first released task goes to the front. Each of the
+        # other two goes behind the task that was released before it.
         for task in [self.pop(q) for _ in range(3)]:
             q.release(task, front=True)
         self.assertEqual(self.drain(q), payloads)
@@ -1190,9 +1195,10 @@ class Lifecycle(QueueCase):
 
     def test_join_does_not_miss_a_moving_task_where_times_have_whole_seconds(self) -> None:
         """join() sees a task that moves even if the times of directories are in whole seconds."""
-        # On ext4 with inodes of 128 bytes, a move does not change the time of a directory if the
-        # last move was in the same second. The replaced stat() returns such times for directories,
-        # taken from a clock that sleep() advances.
+        # On ext4 with inodes of 128 bytes, times are in whole seconds. So a move does not change
+        # the time of a directory if the last move was in the same second. The replaced stat()
+        # returns whole seconds for pending/ and scheduled/, from a clock that only sleep()
+        # advances.
         now_s, seen, real_stat = [1e9], dict[str, tuple[int, int]](), os.stat
 
         def coarse_stat(path: Any, **options: Any) -> Any:
@@ -1262,8 +1268,9 @@ class Lifecycle(QueueCase):
 
     def test_paused_queue_hands_out_no_task(self) -> None:
         """While the queue is paused, no task is handed out, even if it was listed before."""
-        # A queue object stops at once if its pause() was called, or if it has seen that `paused` is
-        # True. Other objects stop within a second, even if their last listing took long.
+        # A queue object stops at once if its pause() was called, or if the program read its
+        # `paused` and got True. Other objects stop within a second, even if their last listing took
+        # long.
         clock, q, other = self.clock(), self.queue(), self.queue("n2")
         clock.stand_still()  # no job comes due
         ways: tuple[tuple[FemtoQueue, float, Callable[[], object]], ...] = (
@@ -1342,7 +1349,9 @@ class Ordering(QueueCase):
         for name, rows in cases.items():
             self.path = self.new_dir()
             for number, (boot, clock.wall_shift_s, clock.monotonic_shift_s) in enumerate(rows):
-                for directory in os.listdir(self.path):  # the dates are not set by the fake clock
+                # The kernel gives the directories real dates, even if the clocks are shifted. Such
+                # a date could help to keep the order; a date of 1970 can't.
+                for directory in os.listdir(self.path):
                     os.utime(self.file(directory), (0, 0))
                 with on_boot(boot):
                     q = self.queue()
@@ -1383,7 +1392,8 @@ class Ordering(QueueCase):
 
     def test_service_that_can_not_see_the_boot_id_keeps_the_order_after_a_reboot(self) -> None:
         """A service that can't see the boot id does not use the clock file of an earlier boot."""
-        # That file does not agree with the wall clock. The queue is empty.
+        # The queue is empty, so no id shows that the clock of that file is behind. Only the wall
+        # clock shows this.
         clock = self.clock()
         with on_boot("1"):
             self.queue().close()
@@ -1509,8 +1519,9 @@ class ReplacedClock(QueueCase):
 
     def test_program_that_leaves_its_own_clock_in_the_time_module_ends_quietly(self) -> None:
         """A program that leaves its own function in the time module ends without an error."""
-        # That function refers to the program's variables, and so to its queue. So the queue is
-        # finalized when the interpreter has already cleared other modules, such as fcntl.
+        # That function refers to the program's variables, and so to its queue. So the time module
+        # keeps the queue alive. The queue is finalized when the interpreter has already cleared
+        # other modules, such as fcntl.
         program = (
             "import sys, time; from femtoqueue import FemtoQueue, TicketQueue\n"
             "q, line = FemtoQueue(sys.argv[1]), TicketQueue(sys.argv[1]); q.push(b'x')\n"
@@ -1636,8 +1647,9 @@ class Liveness(QueueCase):
     def test_dead_workers_leases_of_another_boot_end_at_their_deadlines(self) -> None:
         """In a dead worker's directory, only leases of this boot end before their deadlines."""
         # A worker on another host may use the same node_id, and thus the same directory, and may
-        # still live. The lease of that worker also ends at its deadline if the wall clock went
-        # back. Then st_ctime is in the future, and does not show the age of the lease.
+        # still live. The lease of that worker ends when the deadline has passed and st_ctime shows
+        # that the lease is old enough. If the wall clock went back, st_ctime is in the future, and
+        # does not show the age of the lease. Then the lease ends at its deadline.
         clock = self.clock()
         for back_s in (0, 1e8):
             q, dead = self.new_queue(), self.queue("dead")
@@ -1680,7 +1692,7 @@ class Liveness(QueueCase):
     def test_lease_of_an_earlier_boot_is_not_of_this_boot_where_the_boot_id_is_not_seen(
         self,
     ) -> None:
-        """A service that can't see the boot id does not take a lease of another boot for one of
+        """A service that can't see the boot id does not treat a lease of another boot as a lease of
         this boot."""
         # After the date was set, or after a reboot, no clock file agrees with the wall clock. Then
         # the service does not use the clock of another boot. Nor does it use that clock if other
@@ -1721,8 +1733,8 @@ class Liveness(QueueCase):
 
     def test_leases_end_after_a_reboot_that_set_the_wall_clock_far_back(self) -> None:
         """A lease ends in time after a reboot with a dead battery, which sets the date back."""
-        # The ids of all tasks are hours older than the lease, but the date of the lease directory
-        # is not.
+        # The ids of all tasks are hours older than the lease. But the date of the lease directory
+        # is the time of the claim, and the new queue clock starts after this time.
         clock = self.clock()
         with on_boot("1"):
             q = self.queue("dead")
@@ -1740,8 +1752,8 @@ class Liveness(QueueCase):
     def test_task_that_can_not_be_moved_does_not_delay_other_tasks(self) -> None:
         """If a due task or the lease of a dead worker can't be moved, pop() still delivers other
         tasks."""
-        # This holds for this round of housekeeping and for later rounds. When no other task waits,
-        # pop() raises the error.
+        # The pop() whose housekeeping fails first delivers a task, and so do later calls. When no
+        # other task waits, pop() raises the error.
         q, clock = self.queue(), self.clock()
 
         def lease_and_die(node_id: str) -> str:
@@ -1781,8 +1793,8 @@ class Liveness(QueueCase):
 
     def test_starting_worker_leaves_the_lease_of_a_quicker_worker_of_its_node_id(self) -> None:
         """A starting worker does not take back the lease of a quicker worker of its node_id."""
-        # The lease directory is removed while the first worker opens it. Then the quicker worker
-        # makes the directory again, and claims a task there.
+        # The starting worker opens the lease directory, which is removed before the worker locks
+        # it. Then the quicker worker makes the directory again, and claims a task there.
         starting, quicker, taken = self.queue("same"), self.queue("same"), list[FemtoTask]()
         self.queue("producer").push(b"x")
         os.mkdir(lease_dir(starting))
@@ -1823,10 +1835,13 @@ class Liveness(QueueCase):
             self.assertEqual(sorted(self.drain(again)), [b"1", b"2", b"3"], step.at)
             again.close()
 
-    def test_restarted_worker_takes_its_leases_back_while_an_observer_has_the_lock(self) -> None:
+    def test_restarted_worker_takes_its_leases_back_once_an_observer_has_unlocked_its_directory(
+        self,
+    ) -> None:
         """A restarted worker waits until an observer unlocks the worker's lease directory, and then
         takes back its leases."""
-        # No other worker would end a lease of an earlier boot before its deadline.
+        # Without the wait, the worker would not take its leases back. If they were of an earlier
+        # boot, no other worker would end them before their deadlines.
         q, again = self.queue(), self.queue()
         leased(q)
         simulate_death(q)
@@ -1932,10 +1947,10 @@ class LeaseDirectoryLost(QueueCase):
     def test_claim_goes_only_into_a_locked_lease_directory(self) -> None:
         """A worker claims only into a directory that the worker has locked and that has the right
         path."""
-        # The worker does not claim into a new directory of the same name: without a lock, another
-        # worker would take the leases for those of a dead worker. Nor does the worker claim into
-        # its own directory after a move to another path. The claimed task was listed before the
-        # loss of the directory ("next"), or was pushed after the loss.
+        # The worker does not claim into a new directory of the same name: that directory has no
+        # lock, so another worker would treat the leases as those of a dead worker. Nor does the
+        # worker claim into its own directory after a move to another path. The claimed task was
+        # listed before the loss of the directory ("next"), or was pushed after the loss.
         self.clock().stand_still()  # no job comes due
         losses: dict[str, Callable[[str], object]] = {
             "removed": os.rmdir,
@@ -2189,11 +2204,12 @@ class LostReply(QueueCase):
         self.assertEqual(self.states(), {"done": 1, "failed": 1})
 
     def test_push_succeeds_though_another_worker_has_moved_the_task_on(self) -> None:
-        """push() succeeds even if another worker has already moved the file on from the target of
-        the lost rename."""
-        # First, another worker finishes the task before the request is sent again. Then, a payload
-        # was buffered behind a lease; the lease ends, and another worker promotes the payload. That
-        # worker can lock the key, because the reboot of the server dropped this client's lock.
+        """push() succeeds after a lost reply, even if another worker has already moved the file on
+        from the target of the rename."""
+        # In the first case, another worker finishes the task before the request is sent again. In
+        # the second case, the push buffers a payload behind a lease; the lease ends, and another
+        # worker promotes the payload. That worker can lock the key, because the reboot of the
+        # server dropped this client's lock.
         q, other = self.queue(), self.queue("n2")
         with self.lost_reply(then=lambda: other.done(self.pop(other))):
             q.push(b"1")
@@ -2242,8 +2258,8 @@ class LostReply(QueueCase):
         self.assertRaises(LeaseLost, q.done, task)
 
     def test_write_fails_if_its_file_was_removed_although_the_target_exists(self) -> None:
-        """A write fails if another host removed its file from creating/ before the rename, even if
-        the target exists."""
+        """If another host removed the written file from creating/ before the rename, the write
+        fails, even if the target exists."""
         # The target has the older content. The host of the writer was suspended for an hour: its
         # wall clock went on, and its monotonic clock stood still.
         q, clock = self.queue(), self.clock()
@@ -2285,8 +2301,9 @@ class LostReply(QueueCase):
 
     def test_missing_file_is_an_error_on_glusterfs(self) -> None:
         """On GlusterFS, a rename that reports a missing file has failed."""
-        # GlusterFS never sends a request twice. After a network failure, a replica may show the
-        # rename as carried out, although another host was faster.
+        # GlusterFS never sends a request twice, so the error is true: another host was faster. What
+        # the disk shows does not count: after a network failure, a replica may show the failed
+        # rename as carried out.
         self.patched(on_file_system(FUSE))
         q = self.queue()
         with self.lost_reply(), self.assertRaises(FileNotFoundError):
@@ -2466,7 +2483,8 @@ class InterruptedDelivery(QueueCase):
     def test_close_at_any_line_of_a_delivery_counts_only_a_delivered_task(self) -> None:
         """If close() comes at any line of a delivery, the delivery is counted only if the caller
         gets the task."""
-        # Otherwise, with max_attempts=1, the task would be a dead letter that was never delivered.
+        # If the delivery were counted although no caller got the task, then with max_attempts=1,
+        # the task would be a dead letter that was never delivered.
         ways: dict[str, Callable[[FemtoQueue], FemtoTask | None]] = {
             "pop": FemtoQueue.pop,
             "wait": lambda q: q.pop(PATIENCE_S),
@@ -2523,7 +2541,7 @@ class InterruptedDelivery(QueueCase):
             return False
         until(lambda: closer.ident is not None)
         closer.join()
-        while task is None:  # the thread that looks for coroutines may still hold the task
+        while task is None:  # the thread that takes tasks for coroutines may still hold the task
             self.assertEqual(q.stats().failed, 0)
             task = q.pop()
         # If the file of the lease is gone, close() has reclaimed the task after its only attempt.
@@ -2667,8 +2685,8 @@ class Keyed(QueueCase):
         self.in_memory = True  # syncs to a disk would take too long
         clock, _ = self.clock(), self.queue()
         can_exchange = self.can_exchange()
-        # By state, the ways of a push that rename over no record, even where names can't be
-        # exchanged: they put the payload into keys/.
+        # Where names can't be exchanged, a push may rename over a record. These ways of a push, by
+        # state, never do so: they put the payload into keys/.
         buffering = {
             **dict.fromkeys(("waits", "is back"), "buffer update"),
             "is leased": "buffer schedule",
@@ -2707,7 +2725,7 @@ class Keyed(QueueCase):
 
             def undo(key: str = key, newer: list[str] = newer, error: Any = error) -> None:
                 if not newer:
-                    newer.append("")  # while the newer payload is being pushed
+                    newer.append("")  # "" until the newer payload is pushed: no error is raised
                     newer[0] = self.queue("n2").push(b"new", key=key)
                 if newer[0]:
                     raise error
@@ -2755,7 +2773,8 @@ class Keyed(QueueCase):
     def test_corrupt_buffered_payload_is_quarantined(self) -> None:
         """A corrupt payload in keys/ ends in failed/."""
         # If a person removes the file while pop() looks at it, nothing is renamed. In particular,
-        # an empty file name does not cause a rename of the directory keys/ over an empty pending/.
+        # pop() does not go on with "" as the name of the missing payload. With this name, the
+        # directory keys/ itself could be renamed over an empty pending/.
         q, name = self.queue(), f"{1:020d}-80000000"
         os.mkdir(self.file("keys"))
         path = self.put(name, b"rubbish", "keys")
@@ -2776,8 +2795,8 @@ class Keyed(QueueCase):
     def test_dead_letter_moved_back_does_not_join_or_replace_a_newer_task(self) -> None:
         """A dead letter that a person moves to pending/ is not delivered while its key has a newer
         task, and does not replace that task."""
-        # The state file may still name the dead letter. If the key has no other task, the dead
-        # letter is delivered.
+        # This holds even if the state file still names the dead letter. But if the key has no other
+        # task, the dead letter is delivered.
         q = self.queue("a-node-with-a-name-that-is-longer-than-pending")
         old = self.leased_with_buffered(q)
         q.fail(old, "why")
@@ -2791,8 +2810,9 @@ class Keyed(QueueCase):
         self.assertEqual((q.push(b"3", key="k"), q.contains("k")), (old.id, True))
         q.fail(self.pop(q))
         self.move_back_by_hand(old.id)
-        # With state files, this makes a second task. Without them, push() finds the dead letter in
-        # pending/ by a listing, and replaces its payload.
+        # With state files, this push() makes a second task, and then pop() quarantines the dead
+        # letter. Without state files, push() finds the dead letter in pending/ by a listing, and
+        # replaces its payload.
         q.push(b"4", key="k")
         self.assertEqual(self.drain(q), [b"4"])
         self.assertEqual(self.names("failed") != [], self.has_states)
@@ -2998,9 +3018,9 @@ class Healed(QueueCase):
     def test_replaced_record_that_comes_back_does_not_become_the_task_of_its_key(self) -> None:
         """A replaced record that comes back ends in failed/, and the key's younger task is
         delivered."""
-        # Payloads that are buffered behind the younger task are delivered, too. The task of the old
-        # record was finished with a newer payload, in another file. So no link in done/ shows that
-        # the old record is outdated.
+        # Payloads that are buffered behind the younger task are delivered, too. The file of a newer
+        # payload replaced the old record, and then the task was finished with the newer file. So
+        # the old record has no link in done/, which would show that it is outdated.
         for name in ("pending/{id}", "{path}"):
             q, other, clock = self.new_queue(), self.queue("n2"), self.clock()
             ended = leased(other, b"1", "k")
@@ -3037,8 +3057,9 @@ class Healed(QueueCase):
 
     def test_old_lease_that_comes_back_is_not_reclaimed_over_its_waiting_task(self) -> None:
         """If an old lease of a waiting task comes back, its reclaim does not overwrite the task."""
-        # Both have the same number of attempts. So the reclaim would rename the old lease to the
-        # name of the waiting task. Both records are delivered.
+        # A reclaim takes the attempts of the new name from the lease. The old lease has as many
+        # attempts as the waiting task, so the reclaim would rename it to the name of that task.
+        # Instead, the reclaim chooses another name, and both records are delivered.
         q, other, clock = self.queue(), self.queue("n2"), self.clock()
         old = leased(other, b"1", "k")
         q.push(b"2", key="k")
@@ -3069,7 +3090,8 @@ class Healed(QueueCase):
         """A worker can't end or renew a delivery after another worker has got the task, even if the
         name of the late worker's lease comes back."""
         # If the task is done, the old name is a second link of the file in done/. rename() does
-        # nothing, and succeeds, if both names lead to the same file.
+        # nothing, and succeeds, if both names lead to the same file. So the rename of a late done()
+        # would not fail.
         ends = "done", "fail", "release", "extend"
         for how, key, is_done in itertools.product(ends, (None, "k"), (False, True)):
             q, late, clock = self.new_queue(), self.queue("n2"), self.clock()
@@ -3163,8 +3185,8 @@ class Healed(QueueCase):
         os.rename(self.file("aside"), self.file("pending", ident))
         clock = self.clock()
         self.patched(mock.patch.object(clock, "sleep", clock.advance, create=True))
-        # The second worker has not seen the phantom. Its mount hangs for a while: the worker does
-        # not take the task for a phantom.
+        # The second worker has not seen the phantom. Its own mount hangs for a while. But this
+        # worker does not take the task for a phantom, because it counts looks, not seconds.
         for worker, hangs_s in ((q, 0), (self.queue("n2"), constant("stale"))):
 
             def miss(hangs_s: float = hangs_s) -> None:
@@ -3176,7 +3198,8 @@ class Healed(QueueCase):
 
     def test_lease_of_another_host_that_was_just_renewed_is_not_reclaimed(self) -> None:
         """A worker leaves a lease of another host alone if the lease was renewed just now."""
-        # The deadline has passed only by this host's clock.
+        # By this host's queue clock, the deadline has passed, because the clocks of hosts drift
+        # apart. But the st_ctime of the file shows the renewal.
         with on_boot("another host's"):
             q = self.queue(timeout_stale_ms=1000)
             task = leased(q)
@@ -3198,7 +3221,7 @@ class Healed(QueueCase):
             with hooked(at_call(event, f"done/{task.id}", errno_raiser(errno.ESTALE))):
                 self.assertEqual(q.purge(0), 0)
 
-    def test_dead_letter_that_can_not_be_read_is_not_retried(self) -> None:
+    def test_dead_letter_whose_file_can_not_be_found_is_not_retried(self) -> None:
         """retry() raises TaskNotFound, and moves nothing, if the file of a keyed dead letter can't
         be found."""
         # Only the file tells the key, and the key may have another task.
@@ -3235,9 +3258,10 @@ class Healed(QueueCase):
 
     def test_claim_that_can_be_neither_used_nor_undone_is_given_back_later(self) -> None:
         """A claim that the worker can neither use nor undo is given back later, uncounted."""
-        # Either the claim is carried out, but reported as failed. Or (is_answered) the worker can't
-        # look at the file of the lease. In both cases no caller has the lease. The lease has no
-        # deadline, but does not last for ever.
+        # First, the claim is carried out, but reported as failed. Second (is_answered), the claim
+        # is reported as carried out, but the worker can't look at the file of the lease. In both
+        # cases the undoing fails, too, and no caller has the lease. The lease has no deadline, but
+        # does not last for ever.
         renames: list[str] = []
 
         def rename(*args: Any, **where: Any) -> None:
@@ -3291,8 +3315,8 @@ class KeyedOnSharedFileSystem(KeyedByRename):
         self.assertIn(ident, self.names("failed"))
 
     def test_push_replaces_the_payload_of_a_task_from_a_host_whose_clock_is_fast(self) -> None:
-        """A pushed payload replaces that of a waiting task, even if the task has a later date,
-        because the clock of its host is fast."""
+        """A pushed payload replaces the payload of a waiting task, even if the clock of the task's
+        host is fast, so that the task's id has a time in the future."""
         q = self.queue()
         self.put(f"{time.time_ns() + 10**9:020d}-{key_tag('k')}", record(b"1", b"k"))
         q.push(b"2", key="k")
@@ -3341,10 +3365,10 @@ class Durability(StepCase):
 
     def test_step_is_on_disk_when_it_returns(self) -> None:
         """When a step returns, its record and the record's new directory have been synced."""
-        # Before an unlink, the record is synced at the place from which it is removed. Otherwise,
-        # after power loss, the disk may show an older place of the record. The reason of a failure
-        # is synced before the record. The state of a new key is synced before the record is moved.
-        # Otherwise, after power loss, no later push would know of the task.
+        # Before the unlink of a lease, its file and directory are synced, because the claim was not
+        # synced. Otherwise, after power loss, the disk may show the record where it waited. The
+        # reason of a failure is synced before the record. The state of a new key is synced before
+        # the record is moved. Otherwise, after power loss, no later push would know of the task.
         self.clock().stand_still()
         self.check_steps(self.moves_and_syncs, "synced", sync_after_write=True)
 
@@ -3352,7 +3376,8 @@ class Durability(StepCase):
         """A step is also on disk where names can't be exchanged, and on NFS."""
         # Where names can't be exchanged, a new payload is buffered in keys/, after its name was
         # written to the state file. On NFS, a record is synced before the rename. Otherwise another
-        # host could read a torn record and quarantine a task whose push() then returns.
+        # host could read a torn record before the sync, and quarantine the task. The push() would
+        # return all the same, as if the task were waiting.
         for system, words, key, synced in (
             (without_exchange(), "push x | push y", "k", "file move file directory move directory"),
             (on_file_system(NFS), "push x", None, "file move directory"),
@@ -3509,8 +3534,8 @@ class Step:
         counts: Callable[[str, tuple[Any, ...]], bool] | None = None,
         at_least: int = 8,
     ) -> Iterator[Step]:
-        """Yield steps, numbered from 0. The caller does the same work with each step as the hook.
-        The last step is the first step that the work does not reach."""
+        """Yield steps, numbered from 0. The caller repeats its work, and each time sets the next
+        step as the hook. The first step that the work does not reach is the last one."""
         for number in itertools.count():
             step = cls(number, action, counts)
             yield step
@@ -3537,8 +3562,9 @@ class Step:
 
 
 class Meanwhile(Step):
-    """A step at which the system call is made, too: in a Scenario before action(), otherwise after
-    action(). So action() can do what another process does in the meantime."""
+    """A step at which the system call is made, too. So action() can do what another process does in
+    the meantime. The call is made after action(). But under hooked(after=True), as in a Scenario,
+    the call is made before action()."""
 
     def begin(self) -> None:
         self.action()
@@ -3614,11 +3640,12 @@ class TwoMounts(QueueCase):
         self.assertEqual(numbers, [2, 3, 4, 5])
 
     def test_ticket_drawn_while_a_client_opens_the_line_is_drawn_again(self) -> None:
-        """A local process has no turn with a number with which a client has had its turn."""
+        """If a client has its turn with a number, a local process that drew the same number has no
+        turn."""
         # RACE: the local process draws a number. Then a client opens the line, draws the same
-        # number and has its turn. If two tickets have the same number, the ticket whose boot sorts
-        # first is the head. Even if that is the local ticket, the local process must not have a
-        # turn, too.
+        # number and has its turn. Of two tickets with the same number, the ticket whose boot sorts
+        # first is the head. That may be the local ticket, so several boots are tried. The local
+        # process must draw again. Otherwise it could have a turn beside the client.
         for number in range(8):
             line, boot = self.file(f"line{number}"), f"boot {number}"
             self.assertEqual(self.turns_of_client_and_local(line, boot), (True, False))
@@ -3629,7 +3656,9 @@ class TwoMounts(QueueCase):
         local, turns, locks = TicketQueue(path), list[bool](), itertools.count()
 
         def flock(fd: int, how: int) -> None:
-            if next(locks):  # the first lock is that of "last"; it does not exclude local processes
+            # The first lock is that of "last". On NFS, it does not exclude local processes. So it
+            # is left out here, where it would wait for the local process.
+            if next(locks):
                 fcntl.flock(fd, how)
 
         def have_turn() -> None:
@@ -3647,8 +3676,8 @@ class TwoMounts(QueueCase):
         return turns[0], turns[1]
 
     def test_directory_that_clients_use_is_not_replaced(self) -> None:
-        """A local pop() does not replace a pending/ that has grown if clients use the directory."""
-        # A client may look into the old directory for a long time.
+        """If clients use the queue, a local pop() does not replace a pending/ that has grown."""
+        # After a replacement, a client might look into the old directory for a long time.
         before = os.stat(self.file("pending")).st_ino
         with with_constant("shrink", -1):
             self.assertIsNone(self.local.pop())
@@ -3728,8 +3757,8 @@ def is_look_at_task(name: str, args: tuple[Any, ...]) -> bool:
 Say = Callable[[str], None]
 # A function that runs a scenario in a new queue in self.path, with a hook for its system calls.
 RunScenario = Callable[[Hook, Say], object]
-# A text that says how a life was interrupted, a queue object that goes on with the queue, and the
-# lines that the life has said.
+# What is left when a Life (the next class) was interrupted: a text that says how, a queue object
+# that goes on with the queue, and the lines that the life has passed to say().
 Ending = tuple[str, FemtoQueue, list[str]]
 
 
@@ -3782,7 +3811,7 @@ class Life:
         assert self.q.pop(0.001) is None
 
     def take(self, what: str = "0") -> None:
-        """Take the task of the key, or any task within this many seconds."""
+        """Take a task. `what`: the key of the task, or the seconds to wait for any task."""
         task = self.q.take(what) if what == self.key else self.q.pop(float(what))
         assert task is not None
         self.say(f"got {task.id}")
@@ -3955,7 +3984,7 @@ class Interrupted(QueueCase):
     or another worker. Then a queue object goes on, and check() looks at what is left."""
 
     KILL_EVERY = 5  # a process is killed at every fifth call that changes something
-    ERRORS = 4  # how many of its possible errors each call reports, in turn
+    ERRORS = 4  # for each call, at most this many of its possible errors are tried
     # Whether a push is the first step after an interruption; with two values, each is tried.
     PUSHES: tuple[bool, ...] = (False,)
     scenarios: tuple[tuple[Scenario, dict[str, Any]], ...]  # each with the settings of its queue
@@ -4065,8 +4094,11 @@ class Interrupted(QueueCase):
             yield f"copied before change {number}", lines
 
     def failing_steps(self, turn: int) -> Iterator[Step]:
-        """Yield a step for each call that can fail with error number `turn` of its possible errors.
-        A call with fewer errors than PUSHES has values still gets a step for each value."""
+        """Yield a step for each call that has more than `turn` possible errors. The call fails with
+        the error at this index.
+
+        The first turns, one for each value of PUSHES, have a step for every call, so that each
+        value is tried at each call. A call with too few errors fails with one of them again."""
 
         def counts(name: str, args: tuple[Any, ...]) -> bool:
             is_counted = self.counts is None or self.counts(name, args)
@@ -4085,8 +4117,8 @@ class Interrupted(QueueCase):
 
     def errors(self, scenario: Scenario, settings: dict[str, Any]) -> Iterator[Ending]:
         """Yield the endings by an error of each call. The queue object that met the error goes on
-        afterwards. An operation that raised must be undone, as check() tests for a push. It may
-        leave no file in creating/, except after a failed unlink."""
+        afterwards. An operation that raised must be undone; check() tests this for a push only. No
+        file may be left in creating/, except after a failed unlink."""
         for turn in range(self.ERRORS):
             for step in self.failing_steps(turn):
                 q, said = self.new_life(step.number, settings)
@@ -4150,7 +4182,8 @@ class Interrupted(QueueCase):
     def finish_one(
         self, q: FemtoQueue, said: list[str], finished: list[str], late_s: float
     ) -> None:
-        """Let another worker take a task and finish it. Add the lines for this to both lists."""
+        """Let another worker take a task and finish it. Add the line "took" to `said`, and the line
+        "done" to `finished`."""
         self.now.advance(late_s)  # now pop() enqueues due tasks and reclaims ended leases
         if (task := q.pop()) is not None:
             said.append(f"took {task.data.decode()}")
@@ -4162,7 +4195,8 @@ class Interrupted(QueueCase):
 
         In turn, the person keeps the names of leases (`mv inflight-X/* pending/`), or gives each
         task its first name (`mv */*ID pending/ID`). One case is left out, because there is no
-        defence: the person comes between the last look at a lease and the rename over the lease."""
+        defence: a newer payload is about to be renamed to the path of a lease, and the person comes
+        between the last look at the lease (lstat) and this rename."""
 
         def counts(name: str, args: tuple[Any, ...]) -> bool:
             return sees_or_changes_names(name, args) and (
@@ -4189,8 +4223,8 @@ class Interrupted(QueueCase):
         """Yield the endings by Ctrl-C before each call, and after each call that took effect.
 
         Fail if a task is leased, or if its attempts count a delivery, though pop() did not return
-        the task. Fail if the lease directory is still locked after close(), even while the frames
-        of the exception exist. Fail if a key is still locked after these frames are freed."""
+        the task. Fail unless close() unlocks the lease directory although the frames of the
+        exception still exist. Fail if a key is still locked after these frames are freed."""
         for kind, counts in ((Step, self.counts), (Meanwhile, self.counts or takes_effect)):
             for step in kind.each(interrupt, counts, at_least=1):
                 q, said = self.new_life(step.number, {"timeout_stale_ms": None, **settings})
@@ -4280,7 +4314,8 @@ class Faults(PlainInterrupted):
 
     def test_dot_dot_after_a_symbolic_link_is_resolved_by_its_text(self) -> None:
         """The queue "link/../q" is made beside the link, and the command line finds it there."""
-        # The kernel would follow the link before the "..", and so use another file system.
+        # The kernel would follow the link before the "..". So the queue would be beside the target
+        # of the link, perhaps on another file system.
         os.makedirs(self.file("far", "away"))
         os.symlink(self.file("far", "away"), self.file("link"))
         FemtoQueue(self.file("link", "..", "q"))
@@ -4340,10 +4375,11 @@ class Faults(PlainInterrupted):
 
     def test_task_that_can_not_be_read_waits_again_at_once(self) -> None:
         """If a task can't be read, pop() raises the error, and the task waits again."""
-        # After a shortage in this process, or an exception of a signal handler, the task is the
-        # next task again, and the delivery is not counted. If the task itself is the reason of the
-        # error, the task goes to the back of the queue, and the delivery is counted. Other tasks
-        # come first. When no other task waits, pop() raises the error again.
+        # After a lack of descriptors, or an exception of a signal handler, the task is the next
+        # task again, and the delivery is not counted. If the task itself is the reason of the error
+        # (its file is not readable, or its payload does not fit into memory), the task goes to the
+        # back of the queue, and the delivery is counted. Other tasks come first. When no other task
+        # waits, pop() raises the error again.
         for event, error, is_next, attempts in (
             ("open", OSError(errno.EMFILE, "no descriptors"), True, 1),
             ("open", OSError(errno.EACCES, "not ours"), False, 3),
@@ -4370,7 +4406,8 @@ class Faults(PlainInterrupted):
     def test_exception_of_a_signal_handler_in_a_housekeeping_job_is_raised_at_once(self) -> None:
         """pop() raises a signal handler's TimeoutError at once, even if the interrupted job has met
         an error of the disk before."""
-        # TimeoutError is an OSError. But an OSError of the system has an errno.
+        # The TimeoutError is an OSError, too. pop() tells it from an error of the disk by the
+        # errno, which only an OSError of the system has.
         ident, rung = self.queue().push(b"x"), set[str]()
         for name in ("inflight-n2", "inflight-n3"):
             os.mkdir(self.file(name))
@@ -4462,7 +4499,7 @@ class Faults(PlainInterrupted):
                 self.assertIsNone(q.pop())
             self.assertEqual((self.states(), os.path.exists(aside)), ({}, True))
 
-    def test_worker_starts_after_a_reboot_though_it_can_not_use_all_files(self) -> None:
+    def test_queue_object_works_after_a_reboot_though_it_can_not_use_all_files(self) -> None:
         """After a reboot, a queue object works even if it can't write a clock file, or can't read
         the lease directory of another user."""
         # On a full or read-only disk, where no clock file can be written, the object can look at
@@ -4535,8 +4572,9 @@ class Faults(PlainInterrupted):
 
 
 class KeyedInterrupted(Interrupted):
-    """Scenarios of a task with a key. The old payload or the new one is delivered, never both, and
-    the payload that was pushed last is delivered last."""
+    """Scenarios of a task with a key. The payload that was pushed last is delivered last. If a push
+    that replaces a waiting payload is interrupted, the old payload or the new one is delivered,
+    never both."""
 
     ERRORS = 2
     PUSHES = (False, True)  # a push has to rely on the state file that the dead process has left
@@ -4684,7 +4722,7 @@ class ModelTask:
     held_by: FemtoTask | None = None
     behind: ModelTask | None = None
     due_ns: int | None = None  # of a newer payload in keys/
-    step: int = 0  # the step of the last move
+    step: int = 0  # the step of the last move; a step is one operation of Fuzz
     since_ns: int = 0  # the time of the last move
     by: int = 0  # the worker that moved the task last; 0: a person
     # The workers that know the task without a listing, because they moved it themselves.
@@ -4755,8 +4793,8 @@ class QueueModel:
     def in_states(self, *states: str) -> list[ModelTask]:
         """Return the tasks in these states, sorted by the names of their files.
 
-        The directories do not count in that order: a node_id may be random, and the same seed must
-        give the same operations in every run.
+        The names of the directories are not compared: a node_id may be random, and the same seed
+        must give the same operations in every run.
         """
         known = [task for task in self.tasks.values() if task.state in states]
         # An id sorts before every other name that begins with the same number.
@@ -4851,7 +4889,7 @@ class QueueModel:
             self.enqueue(newer, newer.due_ns)
 
     def move_back(self, task: ModelTask, state: str, at_ns: int) -> None:
-        """Move a task that is released, reclaimed or due back to where it waits.
+        """Move a task to where it waits next, because it is released, reclaimed or due.
 
         A newer payload stays buffered behind the task. If that payload is due later, the task
         waits for the payload's time.
@@ -4866,8 +4904,9 @@ class QueueModel:
         return newer.due_ns is not None and newer.due_ns > self.clock.wall_ns()
 
     def take_along(self, task: ModelTask) -> None:
-        """Replace the payload of a task that is being claimed by the newer payload behind it. If
-        the newer payload is due later, the task is not delivered but waits for that time."""
+        """When a task is claimed, replace its payload with the newer payload behind the task, if
+        there is one. If the newer payload is due later, the task is not delivered but waits for
+        that time."""
         newer, task.behind = task.behind, None
         if newer is None:
             return
@@ -5119,7 +5158,9 @@ class Fuzz:
             self.model.end_leases_of_node(w.q.node_id)
             self.model.living[w.q.node_id] += 1
             found, _ = self.on_disk()
-            # If a worker finds leases left in the directory, it looks at the leases of all nodes.
+            # If leases were left in the directory, the worker also runs its reclaim job, which
+            # takes back the ended leases of all nodes. Repeat in the model the moves that were
+            # made.
             for task in self.model.in_states("inflight"):
                 if self.model.is_over(task) and found[task.id][0] != task.directory:
                     self.model.do_housekeeping(task, None)
@@ -5201,8 +5242,8 @@ class Fuzz:
         leased = task is not None and task.state == "inflight"
         demand(refused == (leased and policy == "reject"), f"refused: {refused}")
         if task is None:
-            # A push with a key tells the pusher's batch of the task (note_arrival). After a push
-            # without a key, even the pusher needs a listing to know the task.
+            # A push with a key reports the task to the pusher's own batch (note_arrival). After a
+            # push without a key, even the pusher needs a listing to know the task.
             self.model.known_to_nobody = key is None
             self.model.add(ident, data, key, due_ns)
         elif leased and (policy == "buffer" or (policy == "update" and task.behind)):
@@ -5276,8 +5317,10 @@ class Fuzz:
         """Fail if the delivered task (`was`) overtook an older one.
 
         An older task may still wait only if it came to pending/ after the listing from which the
-        batch of the worker was made. That listing is at most a second old. The listing contains the
-        delivered task, unless the worker put that task into pending/ itself.
+        batch of the worker was made. The listing was made at most a second ago, so an older task
+        must not have waited in pending/ for longer. The listing contains the delivered task, unless
+        the worker put the delivered task into pending/ itself. So the listing also contains each
+        older task that came to pending/ before the delivered task.
         """
         model = self.model
         if self.paused_ns is not None:
@@ -5401,11 +5444,12 @@ class Fuzz:
         demand([*free] == sorted(free, key=lambda ident: found[ident][1]), "out of order")
 
     def purge(self, w: Worker) -> None:
-        """Purge all ended tasks of some states, or none.
+        """Call purge() for some states, with an age that all of their tasks have reached, or none.
 
         purge() compares its clock with st_ctime, which the faked clock does not move. So every file
-        is as old as the faked clock is ahead of the real one. The time of the push must not count:
-        each file is given an old st_mtime.
+        is as old as the faked clock is ahead of the real one. purge() must not use st_mtime, the
+        time of the push. To notice such a use, the test first sets each st_mtime to 1970, which is
+        old enough for any age.
         """
         ahead_s, all_of_them = self.clock.time() - time.time(), self.chance.random() < 0.7
         states = self.chance.choice((("done",), ("failed",), ("done", "failed"), "done"))
@@ -5541,7 +5585,7 @@ class Fuzz:
                 if task := self.model.task_of_lease(held.task):
                     self.done(w, held, task)
         live = self.model.in_states("pending", "scheduled", "inflight")
-        # A lease of an earlier boot that has no deadline ends only when an object opens under the
+        # A lease without a deadline, from an earlier boot, ends only when an object opens under the
         # node_id of the lease.
         left = [task for task in live if task.state != "inflight" or self.model.is_over(task)]
         demand(not left, f"never delivered: {left}")
@@ -5692,7 +5736,7 @@ class TroubleOfOneTask(QueueCase):
         self.assertEqual((dead.id, "MemoryError" in str(dead.error)), (bad, True))
 
     def test_push_replaces_the_payload_of_a_keyed_task_that_could_not_be_read(self) -> None:
-        """The unreadable task still waits, so that its key has no second task."""
+        """The unreadable task waits again. So the push finds it, and adds no second task."""
         q, other = self.queue(), self.queue("n2")
         bad = q.push(b"bad", key="k")
         with self.with_unreadable(bad):
@@ -5810,8 +5854,8 @@ class ForeignFiles(QueueCase):
         states = "pending", "scheduled", "done", "failed", "inflight-n2"
         for directory in (".", "keys", "creating", *states):
             foreign |= self.litter(directory)
-        # Directories with the names of a file of key states and of a buffered payload; and a
-        # directory whose name is almost that of a lease directory.
+        # Three directories: one has the name of a file of key states, one has the name of a
+        # buffered payload, and one has almost the name of a lease directory.
         for name in ("keys/80000000", "keys/" + "0" * 20 + "-80000000", "inflight-bad name"):
             os.mkdir(self.file(name))
             foreign.add(self.file(name))
@@ -5861,9 +5905,9 @@ class ForeignFiles(QueueCase):
 class ManyUsers(QueueCase):
     """The files of one user neither exclude nor block the other users of a queue."""
 
-    def test_push_raises_why_a_lock_file_can_not_be_created(self) -> None:
-        """If a lock file can't be created, push() raises the error of that attempt, not that of the
-        second attempt, which opens the missing file for reading."""
+    def test_push_raises_the_first_error_when_a_lock_file_can_not_be_opened(self) -> None:
+        """If the first open() of a lock file is refused, push() tries to open the file for reading.
+        If the file is missing, push() raises the error of the first open(), not of the second."""
         q = self.queue()
         q.push(b"x", key="other")
         with hooked(at_call("open", "/locks/", errno_raiser(errno.EACCES), times=1)):
@@ -5961,7 +6005,7 @@ class ManyUsers(QueueCase):
             self.assertEqual((q.contains("k"), q.contains("j")), (True, False))
         self.assertEqual(task and task.data, b"x")
 
-    def test_register_in_a_read_only_directory_raises_its_error(self) -> None:
+    def test_register_in_a_read_only_directory_raises_erofs(self) -> None:
         line, opened = TicketQueue(self.path), os.open
         line.remove(line.register()[1])
 
@@ -6053,10 +6097,11 @@ class ByHand(QueueCase):
                 self.check_invariants()
 
     def test_task_moved_by_hand_under_any_of_its_names_is_found_by_its_id(self) -> None:
-        """A task is found by its id, even if the file was moved by hand and has kept its name."""
+        """A task whose file was moved by hand is found by its id, even if the name of the file
+        still shows the former state."""
         # A file in pending/ may have the name of a lease. A file in failed/ or done/ may have the
         # name of a waiting task. stats(), peek(), retry() and tasks() understand such names.
-        # retry_failed() lists failed/ only once.
+        # retry_failed() lists failed/ only once, and not again for each such name.
         q = self.queue()
         ids = q.push_many([b"1", b"2"])
         self.pop(q), self.pop(q)
@@ -6150,8 +6195,8 @@ class KeyedConcurrency(QueueCase):
     SECONDS = 2.0 if QueueCase.memory else 4.0  # a disk takes longer for as many deliveries
 
     def log(self, *words: object) -> None:
-        """Append a line to the log. If the process is killed while the line crosses a page, only a
-        part of the line is written, without the "." at the end."""
+        """Append a line to the log. The kernel writes a line that crosses a page boundary in two
+        parts. If the process is killed in between, the line has no "." at the end."""
         os.write(self.log_fd, " ".join(map(str, ("\n", time.monotonic_ns(), *words, "."))).encode())
 
     def logged(self, what: str) -> list[tuple[int, str, str]]:
@@ -6225,8 +6270,8 @@ class KeyedConcurrency(QueueCase):
         self.check_last_values()
 
     def check_last_values(self) -> None:
-        """Fail if a key's last delivered payload is not its newest: if the push of another payload
-        began after the push of the delivered one had returned."""
+        """Fail if a key has a payload that is newer than the payload that was delivered last: the
+        push of the newer payload began after the push of the other payload had returned."""
         began = {value: t for t, _, value in self.logged("pushing")}
         pushed = self.logged("pushed")
         ended = {value: t for t, _, value in pushed}
@@ -6356,8 +6401,9 @@ class Tickets(TicketCase):
     def test_register_that_fails_or_is_interrupted_leaves_no_ticket(self) -> None:
         """If register() raises, it leaves no ticket in line, for which all others would wait."""
         # At each system call of register() the network is cut, or Ctrl-C comes before or after the
-        # call. If register() returns, the ticket is in line. An error of close() makes register()
-        # fail only on NFS, where the file with the last number is closed.
+        # call. If register() returns, the ticket is in line. Only on NFS, an error of close() may
+        # make register() fail: there, register() makes the file last~<number> and closes it. An
+        # error at the closing of a lock is ignored.
         cut = errno_raiser(errno.ENOTCONN)
         ways = (Step, cut), (Step, interrupt), (Meanwhile, interrupt)
         for fs_type, (kind, action) in itertools.product((EXT4, NFS), ways):
@@ -6386,7 +6432,7 @@ class Tickets(TicketCase):
         mine, _ = line.register()
         clock.advance(40)
         # is_head() touches the ticket, but by the clock of the disk, which the test does not
-        # advance.
+        # advance. So the ticket is still 40 s old.
         self.assertTrue(other.is_head(theirs))
         stats = calls_of("stat", lambda: self.assertFalse(line.is_head(mine)))
         # The age must come from fstat() of the open ticket: stat() of the path may return a time of
@@ -6425,9 +6471,10 @@ class Tickets(TicketCase):
         self.assertFalse(os.path.exists(self.file("line")))
         self.assertEqual((line.is_empty(), line.is_head(1), line.register()[0]), (True, False, 1))
 
-    def test_directory_that_is_removed_before_any_system_call_is_made_again(self) -> None:
-        # RACE: another process finds no ticket in line and removes the directory, before any system
-        # call of this object. The object makes the directory again.
+    def test_directory_is_made_again_if_it_is_removed_before_any_system_call(self) -> None:
+        # RACE: another process finds no ticket in line and removes the directory, just before a
+        # system call of this object. The object makes the directory again. The test tries each
+        # system call in turn.
 
         def clean() -> None:
             last = self.file("line", "last")
@@ -6514,8 +6561,8 @@ class SharedTickets(TicketCase):
     def test_last_number_is_kept_in_a_file_name_and_the_directory_stays(self) -> None:
         """On NFS the last number is in the name of a file, and maybe_cleanup() removes nothing."""
         # A host may read the old content of "last" from its cache after another host has written to
-        # the file. If the directory were removed, a host might still hold the lock of the removed
-        # "last".
+        # the file. If the directory were removed, one host might lock the removed "last" while
+        # another host locks the new "last".
         for number in (1, 2, 3):
             line = self.line()
             ticket, member = line.register()
@@ -6535,8 +6582,9 @@ class SharedTickets(TicketCase):
 
     def test_register_draws_again_if_another_host_draws_meanwhile(self) -> None:
         # RACE: this host was cut off and has lost the lock of "last". Another host draws a number
-        # just before this host notes one, or just before the ticket of this host is in line. This
-        # host must draw again: the lower number would put its ticket in front of the other host's.
+        # just before this host writes its own number into the name of last~<number>, or just before
+        # the ticket of this host is in line. This host must draw again: its number is not higher
+        # than the other host's, and could put its ticket in front of the other host's ticket.
         line = self.line()
 
         def draw(number: int) -> None:
@@ -6550,7 +6598,7 @@ class SharedTickets(TicketCase):
             self.check_registered(line, hook, theirs + 1)
 
     def test_register_draws_again_if_another_host_removes_the_new_file(self) -> None:
-        # RACE: another host takes the new file, which is not in line yet, for that of a dead
+        # RACE: the new file is not in line yet. Another host mistakes it for the file of a dead
         # process, and removes it. On NFS, flock() of the removed file raises EBADF.
         line, removed = self.line(), list[bool]()
 
@@ -6559,7 +6607,7 @@ class SharedTickets(TicketCase):
             os.unlink(self.file("line", name))
 
         def remove_open_file() -> None:
-            # Do nothing while "last" is locked: then the new file does not exist yet.
+            # The first call of flock() locks "last". The new file does not exist yet: do nothing.
             if not removed and any(name.startswith(".") for name in self.names("line")):
                 removed.append(True)
                 remove_new_file()
@@ -6591,7 +6639,8 @@ class SharedTickets(TicketCase):
 
     def test_late_touch_does_not_renew_a_ticket(self) -> None:
         """If the thread of turn() touches the ticket too late, is_head() returns False."""
-        # The thread itself reports nothing, and later touches in time do not help.
+        # The thread itself reports nothing. After a touch that was too late, further touches do not
+        # help, even if they follow one another quickly.
         clock, touches = self.clock(), threading.Semaphore(0)
         clock.stand_still()
         line = self.line(stale_timeout=0.04)
@@ -6693,9 +6742,10 @@ class Shrinking(QueueCase):
         task = self.pop_as_if_large(q)
         self.assertEqual((task and task.data, self.names("creating")), (b"x", []))
 
-    def test_replacement_keeps_the_group_and_is_not_tried_for_another_user(self) -> None:
-        # A directory of another user can't be made again with the same owner. An attempt at each
-        # look would write to the disk ten times a second, even if the queue is empty.
+    def test_replacement_keeps_the_group_and_is_not_tried_if_another_user_owns_it(self) -> None:
+        # A directory of another user can't be made again with the same owner, so an attempt would
+        # fail. Workers would repeat it ten times a second while the queue is empty, and would write
+        # to the disk each time.
         q, clock, place, made = self.queue(), self.clock(), self.file("pending"), list[str]()
         q.pop()
         with contextlib.suppress(PermissionError):  # only root may choose any group
@@ -6755,9 +6805,11 @@ class Shrinking(QueueCase):
         self.assertEqual(self.drain(q), [b"x"])
 
     def test_join_does_not_miss_a_task_that_moves_while_pending_is_replaced(self) -> None:
-        # RACE: the new directory gets the same time of change as pending/, because it is made in
-        # the same tick of the clock, and replaces pending/ later. In between, a worker releases and
-        # pops the only task, so that no listing of join() finds the task.
+        # RACE: another worker makes the new directory in the tick of the clock in which pending/
+        # was last changed. So both directories have the same time of change. During join(), a
+        # worker releases and pops the only task in such a way that no listing of join() finds the
+        # task. Then the new directory replaces pending/, and the time of change is the same as when
+        # join() began.
         q, task = self.queue(), FemtoTask("", b"")
         fresh, pending = self.file("creating", "fresh"), self.file("pending")
 
@@ -6944,8 +6996,8 @@ def make_queue_like_the_old_one(path: str) -> None:
 
 
 # The files that make_queue_like_the_old_one() left on 22 November 2026, when femtoqueue had another
-# internal structure; <boot> is made up. Never change them: other versions read and write these
-# names and contents.
+# internal structure. Only the boot b0075eed is invented. Never change these files: other versions
+# read and write these names and contents.
 AN_OLD_QUEUE: dict[str, bytes] = {
     "checkpoints/01795389972166194058-7447a2b0": b"FQ1 9aacd35a 24\nFQ1 1453a677 16\nhalf way",
     "checkpoints/01795389972194869204-7d81427b": b"FQ1 568099f2 18\nFQ1 fefb62f6 5\nfar",
@@ -7008,7 +7060,10 @@ class Compatibility(QueueCase):
         self.assertEqual({finding.kind for finding in q.check()}, {"expired"})
         (failed,), (done,) = q.tasks("failed"), q.tasks("done")
         self.assertEqual((failed.data, failed.error, done.data), (b"failed", "why\nso", b"done"))
-        clock.advance(31)  # the leases are of another boot, so that only their deadlines end them
+        # The leases are of another boot: the death of their worker does not end them. Their
+        # deadlines have passed, but such a lease runs for 30 s after the last change of its file,
+        # and this test has just made the files.
+        clock.advance(31)
         got = []
         while task := q.pop():
             got.append((task.data, task.key, task.attempts, task.checkpoint))
@@ -7027,7 +7082,8 @@ class Compatibility(QueueCase):
         self.assertEqual(got, wanted)
         later = {task.data: task.key for task in q.tasks("scheduled")}
         self.assertEqual(later, {b"later": None, b"keyed, later": "c", b"newer, and later": "d"})
-        # "newer, and later" is buffered behind its task; that task is scheduled for the same time.
+        # The reclaimed task of key "d" is in scheduled/, too. It waits for the time of its buffered
+        # payload, "newer, and later", which is in keys/. tasks() shows this payload.
         self.assertEqual(self.states(), {"done": 9, "failed": 1, "scheduled": 3, "keys": 1})
 
     def test_files_have_the_form_that_earlier_versions_read(self) -> None:
@@ -7096,8 +7152,9 @@ def hooked_poll(wait: Callable[[Poll, int], list[Any]]) -> Any:
 
 @contextlib.contextmanager
 def sleepers(polling: bool = False) -> Iterator[set[int]]:
-    """Yield a set, to which the identifier of each thread that sleeps in a wait is added. If
-    `polling`, the identifier of each thread that looks at the directories is added."""
+    """Yield a set, to which the identifier of each thread that sleeps in a wait is added. With
+    `polling`, no sleep can be seen. Instead, the identifier of each thread that looks at the
+    directories is added."""
     found: set[int] = set()
 
     def note(poll: Poll, ms: int) -> list[Any]:
@@ -7130,7 +7187,8 @@ class Waiting(QueueCase):
         return threads
 
     def result_of_wait(self, wait: Callable[[], Any], event: Callable[[], object]) -> Any:
-        """Start a wait in a thread, let an event happen when it sleeps, and return its result."""
+        """Start a wait in a thread, call event() when the thread sleeps, and return the result of
+        the wait."""
         got = list[Any]()
         (thread,) = self.start_waiting(lambda: got.append(wait()))
         event()
@@ -7337,8 +7395,9 @@ class WaitingWithInotify(QueueCase):
             other.push(b"x")
 
         def push_and_replace(other: FemtoQueue) -> None:
-            # One read() returns the events of the push and of the replacement. The watch of the old
-            # directory would report no later push.
+            # One read() returns the events of the push and of the replacement. After this read(),
+            # pop() must watch the new directory: the watch of the old one would not report the push
+            # of the next step.
             other.push(b"old")
             self.replace("pending")
 
@@ -7353,8 +7412,9 @@ class WaitingWithInotify(QueueCase):
             (),
             (push_and_replace,),
             (lambda other: self.replace("pending", "creating/fresh", None),),
-            # pop() may delay its listing of scheduled/, to limit the cost of the wait; but the
-            # event of the new directory must end the sleep.
+            # The schedule() into the new directory must end the sleep. But pop() may list
+            # scheduled/ later, to limit the cost of the wait. Then pop() sleeps again, and the next
+            # step pushes b"x".
             (lambda other: self.replace("scheduled"), lambda other: other.schedule(b"due", 0)),
         ]
         if self.max_queued_events() <= 50_000:
@@ -7381,8 +7441,8 @@ class WaitingWithInotify(QueueCase):
             self.assertEqual(self.popped_after(replace), b"x")
 
     def test_wait_polls_where_inotify_does_not_report_every_event(self) -> None:
-        """A wait polls on a file system that hosts share, without inotify, and if the user has no
-        inotify instance or watch left."""
+        """A wait polls in three cases: hosts share the file system, inotify is missing, or the user
+        has no inotify instance or watch left."""
         rows: list[tuple[Any, bool]] = [
             (contextlib.nullcontext(), False),
             (on_file_system(NFS), True),
@@ -7437,7 +7497,8 @@ class Coroutines(QueueCase, unittest.IsolatedAsyncioTestCase):
         is_ending, go = threading.Event(), threading.Event()
 
         def reading() -> float:
-            # The thread reads the clock when it decides to end, and once more after that.
+            # The thread reads the clock when it decides to end. This read takes until the new wait
+            # has begun, but at most 0.1 s.
             if clock.monotonic_shift_s and threading.current_thread() not in before:
                 is_ending.set()
                 go.wait(0.1)
@@ -7732,8 +7793,8 @@ class Processing(QueueCase):
         self.assertEqual(self.states(), {"done": 1})
 
     def test_one_thread_renews_all_leases_and_ends_with_the_last_block(self) -> None:
-        # A lease without a deadline needs no thread. If a block calls extend() with a short time,
-        # the lease still gets its usual length, and the thread goes on to renew the lease. (Class
+        # A lease without a deadline needs no thread. In a block, extend() raises a shorter time to
+        # the length for which the lease was taken, and the thread still renews the lease. (Class
         # Model shows that no renewal shortens a lease.)
         q, endless = self.renewing_queue(), self.queue("n2", timeout_stale_ms=None)
         with endless.processing(leased(endless)):
@@ -7919,7 +7980,8 @@ class Work(QueueCase):
         self.assertEqual(self.states(), {"done": 3, "failed": 1})
 
     def test_work_with_drain_waits_for_scheduled_tasks_and_for_leases_of_others(self) -> None:
-        # The tasks come later than the timeout of a single drain() in work(), the base interval.
+        # With drain=True, work() calls drain() repeatedly. Each call has the base interval as its
+        # timeout. Here a task comes only after several such calls.
         self.set_constant("base interval", 0.02)
         q, other = self.queue(), self.queue("n2", timeout_stale_ms=100)
         for concurrency in (1, 3):
@@ -7972,8 +8034,9 @@ class Work(QueueCase):
             self.assertEqual(again, Counter({1: 9 - done - failed, 2: failed}))
 
     def test_work_raises_a_disk_error_of_pop_when_running_tasks_are_finished(self) -> None:
-        # But if a signal comes while work() waits for the running tasks, work() returns: a caller
-        # that goes on after an OSError would never learn of the signal.
+        # But if a signal comes while work() waits for the running tasks, work() only logs the
+        # error, and returns. If the error were raised, a caller that calls work() again after an
+        # OSError would never learn of the signal.
         for number, is_signal in enumerate((False, True), 1):
             q, broken, counts = self.queue(), threading.Event(), None
             q.push(b"x")
@@ -8020,8 +8083,8 @@ class Work(QueueCase):
             self.assertEqual(q.work(handle, idle_timeout_s=0).done, 0)
 
     def test_work_restores_the_signal_handlers(self) -> None:
-        """work() restores the handlers of signals, and goes on to ignore a signal that was ignored,
-        as under nohup."""
+        """work() restores the handlers of signals when it returns. A signal that was ignored
+        before, as under nohup, stays ignored while work() runs."""
         q, numbers = self.queue(), (signal.SIGINT, signal.SIGTERM)
         q.push_many([b"x", b"x"])
         self.addCleanup(signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, signal.SIG_IGN))
@@ -8046,9 +8109,10 @@ class Work(QueueCase):
     ) -> None:
         """After a signal, work() takes no more tasks, and after a second one it gives back the
         running tasks to their places, uncounted."""
-        # Two signals at once count as one: timeout(1) signals a process and its process group. As
-        # many handlers run at a time as `concurrency` says, because they meet at a barrier. (Class
-        # CommandLine tests signals from another process.)
+        # Two signals within the time "one signal" count as one, because timeout(1) sends one to the
+        # process and one to its process group. If this time is 0, they count as two. The handlers
+        # wait for each other at a barrier: this shows that `concurrency` handlers run at a time.
+        # (Class CommandLine tests signals from another process.)
         for concurrency, end, one_signal_s in (
             (1, "done", PATIENCE_S),
             (1, "released", 0),
@@ -8180,15 +8244,16 @@ class Checking(QueueCase):
 
 # Transcripts of shell sessions. Each begins with "# " and the claim that the transcript shows.
 #
-# A line that begins with "$ " is a command, which goes on in the next line after a "\" at the end.
-# The expected output follows: after " -> " in the same line, or in lines of its own. Standard
-# output comes first. Standard error follows, each line of it after a "! ". The exit status comes
-# last, in brackets, unless it is 0.
+# A line that begins with "$ " is a command. If the line ends with "\", the command goes on in the
+# next line. The expected output follows: after " -> " in the same line, or in lines of its own.
+# Standard output comes first. Standard error follows, each line of it after a "! ". The exit status
+# comes last, in brackets, unless it is 0.
 #
 # After " -> ", any white space counts as one space. In lines of output, a run of spaces counts as
-# one space. "..." stands for any text; alone in a line, for any lines. <name> stands for an id, and
-# <lease...> for the path of a lease. Where such a name occurs again in the transcript, it stands
-# for the same value, and so does $name in a command. Two names never have the same value.
+# one space. "..." stands for any text; alone in a line, for any lines. <name> stands for an id, or
+# for the path of a lease if the name begins with "lease". Where <name> occurs again in the
+# transcript, it stands for the same value, and so does $name in a command. Two names never have the
+# same value.
 #
 # Besides the commands of the shell, there are three others. `states` counts the tasks in each
 # directory. `payloads STATE` prints the payloads of a state. `gone FILE` reads process ids from a
@@ -8417,7 +8482,7 @@ $ femtoqueue push jobs y -> <y>
 $ femtoqueue work jobs -q --drain --output-dir logs --max-attempts 1 -- sh -c \
  'echo why >&2; rm logs/*; exit 3' -> ! ... [1]
 $ cat jobs/failed/$y.error -> exit status 3 why
-# a command that can't be run ends work, and fails no task; a shell that exits with 127 fails it
+# a command that can't be run ends work, and fails no task; a shell's status 127 fails its task
 $ femtoqueue push jobs x -> <x>
 $ echo '#!/no/interpreter' > script; chmod +x script
 $ femtoqueue work jobs -q --drain -- ./script -> ! ... ! femtoqueue: ./script can't be run [2]
@@ -8456,7 +8521,7 @@ $ femtoqueue push jobs x -> ...
 $ femtoqueue work jobs -q --drain -- sh -c '(while :; do echo; sleep 0.01; done) & echo $!' > pids
 $ gone pids
 $ states -> done 3
-# work --drain has status 1 if it ends early; --keep-done keeps finished tasks for that long
+# work --drain has status 1 if it ends early; --keep-done says how long finished tasks are kept
 $ femtoqueue push jobs x -> <x>
 $ femtoqueue work jobs -q --drain --time-limit 0s -- true -> [1]
 $ femtoqueue pop jobs -> <lease>
@@ -8502,7 +8567,7 @@ $ env --ignore-signal=CHLD femtoqueue work jobs -q --drain --max-attempts 1 --ti
 ! ... try 1 failed, a dead letter: killed by signal 15
 ! ... try 1 failed, a dead letter: killed by signal 9
 [1]
-# if the reader of its output exits, work fails no task; tasks whose output was not read wait again
+# if the reader of work's output exits, no task fails; tasks whose output was not read wait again
 $ femtoqueue push jobs 1 2 3 4 5 6 7 8 9 -> ...
 $ echo 'echo $1; test $1 = 1 || head -c 100000 /dev/zero' > more-than-a-pipe-holds
 $ { femtoqueue work jobs --max-attempts 1 -- sh more-than-a-pipe-holds {}; echo $? > status; } | \
@@ -8531,7 +8596,7 @@ $ femtoqueue push jobs x -> ...
 $ femtoqueue work jobs -q --drain --task-timeout 0 -- sleep 0.01
 $ femtoqueue push jobs x -> ...
 $ femtoqueue work jobs -q --drain --task-timeout 999999d -- sleep 0.01
-# with --output-dir a job writes to its files itself: even later, and up to its own size limit
+# with --output-dir a job writes its files itself: even after CMD, and up to its own size limit
 $ femtoqueue push jobs x -> ...
 $ femtoqueue work jobs -q --drain --output-dir logs -- sh -c '(sleep 0.5; echo late) &'
 $ until grep late logs/*.out; do :; done -> late
@@ -8553,7 +8618,7 @@ $ femtoqueue push jobs x -> ...
 $ femtoqueue work jobs -q --drain -- sh -c \
  'echo "femtoqueue work: 1: exec: ./x: Argument list too long" >&2; exit 126' - {} -> ! ... [1]
 $ states -> done 1, failed 1
-# all input and output goes through a pipe that is non-blocking
+# no input or output is lost in a pipe that is non-blocking
 $ printf 'import os, sys; os.set_blocking(int(sys.argv[1]), False)' > set
 $ { sleep 0.3; echo half; sleep 0.3; echo other; } | { python3 set 0; femtoqueue push jobs; } -> <x>
 $ femtoqueue show jobs $x --payload -> half other
@@ -8643,7 +8708,7 @@ class Command(subprocess.Popen[bytes]):
         super().__exit__(*error)
 
     def first_lines(self, count: int) -> list[str]:
-        """Read `count` lines: the first line of output of each of so many commands."""
+        """Read the first `count` lines of output. Usually each comes from a different command."""
         return [self.stdout.readline().decode().strip() for _ in range(count)]
 
     def send_signals(self, number: int, second: int | None = None) -> None:
@@ -8659,7 +8724,7 @@ class Command(subprocess.Popen[bytes]):
 
 
 def until_gone(*pids: int | str) -> None:
-    """Wait until processes have ended. A process that its parent has not waited for counts as
+    """Wait until processes have ended. A zombie, which its parent has not waited for, counts as
     ended."""
 
     def is_gone(pid: int | str) -> bool:
@@ -8720,7 +8785,7 @@ class CommandLine(QueueCase):
         self.addCleanup(os.chdir, os.getcwd())
         os.chdir(self.path)
         self.path = os.path.join(self.path, "jobs")
-        others = "FEMTOQUEUE_DIR", "PYTHONUNBUFFERED"  # the output of users is buffered
+        others = "FEMTOQUEUE_DIR", "PYTHONUNBUFFERED"  # left out: output is buffered, as usual
         ours = {name: it for name, it in os.environ.items() if name not in others}
         ours |= {"PATH": f"{self.bin}:{ours['PATH']}", "PYTHONDONTWRITEBYTECODE": "1"}
         self.env = {**ours, "COLUMNS": "80"}
@@ -8796,8 +8861,9 @@ class CommandLine(QueueCase):
     def transcript_of(self, command: str) -> str:
         """Run a command, and return its output and exit status in the form of a transcript.
 
-        A command of femtoqueue that needs no shell runs in this process, except `work`. So does a
-        command of femtoqueue in $(...), whose output becomes a part of the command around it.
+        A command of femtoqueue runs in this process if it needs no shell and is not `work`. A
+        command of femtoqueue in $(...) also runs in this process, and its output becomes a part of
+        the command around it.
         """
         part = r"\$\((femtoqueue [^()]*)\)"
         command = re.sub(part, lambda it: self.output_of(*shlex.split(it[1])[1:]).strip(), command)
@@ -8926,11 +8992,12 @@ class CommandLine(QueueCase):
         self.assertEqual(self.pop(self.queue()).attempts, 1)
 
     def looks_of_top(self, sizes: deque[os.terminal_size], after: Callable[[], object]) -> Any:
-        """Run `top` until Ctrl-C, on a terminal that has the first of `sizes`. Call after() when a
-        look has been drawn. Return the lines of each look."""
+        """Run `top` until Ctrl-C. Call after() each time a look has been drawn. The terminal always
+        has the size sizes[0]: after() may change it, and imitates Ctrl-C at the end. Return the
+        lines of each look."""
         terminal = io.BytesIO()
         with (
-            mock.patch.dict(os.environ, COLUMNS="80", LINES="24"),  # as the terminal began
+            mock.patch.dict(os.environ, COLUMNS="80", LINES="24"),  # an old size, to be ignored
             mock.patch("os.get_terminal_size", side_effect=lambda _: sizes[0]),
             mock.patch("time.sleep", side_effect=lambda _: after()),
             mock.patch.dict(sys.modules, termios=None),  # as on Windows
@@ -8982,9 +9049,10 @@ class CommandLine(QueueCase):
 
     def test_error_of_the_worker_is_no_failed_try_of_its_task(self) -> None:
         """If the worker itself meets an error, the attempt of its task is not counted."""
-        # In the first worker, each call of TemporaryFile() but the check at the start raises. This
-        # may happen if the worker's Python is removed. The second worker is started in a directory
-        # that has a random.py of the user, which must not be imported in place of Python's module.
+        # In the first worker, TemporaryFile() works in the check at the start, and raises later, as
+        # it may if the worker's Python is removed. The second worker is started in a directory with
+        # a user's random.py, which raises an error when it is imported. The worker must import
+        # Python's own random.py instead.
         code = "import tempfile; make = tempfile.TemporaryFile; calls = iter([make])\n"
         code += "tempfile.TemporaryFile = lambda: next(calls)()\n"
         *words, main = self.program()
@@ -9069,9 +9137,9 @@ class CommandLine(QueueCase):
                 time.sleep(0.2)
         self.assertEqual((size, process.returncode), (1000000, 0))
 
-    def test_pipe_that_ends_after_the_other_is_not_taken_for_a_stalled_reader(self) -> None:
-        # The first pipe ends without further bytes, after the time limit. Then the second pipe has
-        # the whole time of grace again.
+    def test_end_of_one_pipe_restarts_the_time_of_grace_for_the_other(self) -> None:
+        # The time limit (0.0) is over. The first pipe ends without further bytes. From then on, the
+        # second pipe has the whole time of grace again.
         relays = [types.SimpleNamespace(passed=1, is_through=threading.Event()) for _ in range(2)]
         ends = [threading.Timer(n * 0.1, it.is_through.set) for n, it in enumerate(relays, 1)]
         for end in ends:
@@ -9233,7 +9301,7 @@ class CommandLine(QueueCase):
         self.assertRegex(said, rf"LATEST DEAD LETTERS\S*\r\n\d{{20}}-\w{{8}} - {reason}\S*\r\n")
         self.assertTrue("\x1b[?7l\x1b[Hjobs" in said and said.endswith("\x1b[?7h"))
 
-    def test_top_shows_a_dead_letter_that_a_person_moved_there_under_the_name_of_its_lease(
+    def test_top_shows_a_dead_letter_that_a_person_moved_to_failed_under_the_name_of_its_lease(
         self,
     ) -> None:
         q = self.queue()
@@ -9271,8 +9339,8 @@ class CommandLine(QueueCase):
         return process
 
     def unblock(self, process: Command, count: int = 1) -> tuple[bytes, bytes]:
-        """Let `count` commands go on that wait for a line of the fifo. Wait until the worker ends,
-        and return its standard output and standard error."""
+        """Let `count` commands go on: each waits for a line of the fifo. Wait until the worker
+        ends, and return its standard output and standard error."""
         with open("fifo", "wb", buffering=0) as fifo:
             fifo.write(b"\n" * count)
             return process.communicate(timeout=120)
@@ -9289,8 +9357,8 @@ class CommandLine(QueueCase):
             os.unlink(self.file("done", name))
 
     def test_signal_just_before_a_wait_is_noticed_before_an_ended_command_is_judged(self) -> None:
-        # RACE: a signal comes just before a wait, and so does not end the wait. Here each join()
-        # blocks the signal.
+        # RACE: a signal comes just before a wait, and so does not end the wait. To imitate this,
+        # each join() blocks the signal here: the worker handles the signal only after the wait.
         code = "from signal import *; from threading import Thread; join = Thread.join\n"
         code += "def deaf_join(thread, timeout):\n    old = pthread_sigmask(SIG_BLOCK, {SIGINT})\n"
         code += "    join(thread, timeout), pthread_sigmask(SIG_SETMASK, old)\n"
@@ -9369,16 +9437,19 @@ class CommandLine(QueueCase):
         (SAVES, "SIGTERM", "CMD", "pending"),
     )
 
-    def test_stop_finishes_running_commands_and_a_try_that_it_ends_is_no_failure(self) -> None:
-        """After a signal, the worker finishes its commands and takes no more tasks, and no attempt
-        counts that the signal ended."""
+    def test_stop_lets_commands_finish_and_an_attempt_that_its_signal_ends_is_not_counted(
+        self,
+    ) -> None:
+        """After a signal, the worker finishes its commands and takes no more tasks, and an attempt
+        that the signal ended is not counted."""
         # A scheduler signals the worker and CMD, in either order. CMD may handle the signal. If CMD
         # then exits with a status other than 0, the attempt does not count; if it exits with 0, its
         # task is done. If a program outlives its shell, to save its state, no other worker gets the
         # task until the program ends.
         #
-        # After the end of CMD, the worker waits so long for its own signal. On a slow machine, both
-        # may be noticed late.
+        # After CMD has failed, the worker waits for its own signal, here for up to 60 s. On a slow
+        # machine, this test may notice late that CMD has ended, and the worker may notice its
+        # signal late.
         self.set_constant("one signal", 60)
         os.mkfifo("fifo")
         for jobs, (script, name, first, state) in zip((2, 1) * 6, self.STOPS, strict=True):
@@ -9391,8 +9462,9 @@ class CommandLine(QueueCase):
 
     @unittest.skipUnless(os.path.exists("/proc/thread-self/children"), "needs /proc")
     def test_worker_whose_watchdog_is_killed_finishes_its_commands_and_ends(self) -> None:
-        # A scheduler may signal all processes of its job. SIGUSR1 and SIGTERM do not end the
-        # watchdog, which then still kills the command of a worker that was killed.
+        # A scheduler may signal all processes that it has started. SIGUSR1 and SIGTERM do not end
+        # the watchdog. If the worker is killed afterwards, the watchdog still kills the command.
+        # Only SIGKILL ends the watchdog.
         self.queue().push_many([b"x"] * 4)
         os.mkfifo("fifo")
         for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGKILL):
@@ -9422,7 +9494,8 @@ class CommandLine(QueueCase):
             words = ("-j", "2", "--max-attempts", "1")
             with self.subTest(output), self.start_work(script, *words) as process:
                 select.select([getattr(process, output)], [], [], 120)
-                until(lambda: len(self.names("failed")) == 2)  # by then the pipe is full
+                # Wait for the failed task and its reason, 0.2 s or more. By then the pipe is full.
+                until(lambda: len(self.names("failed")) == 2)
                 process.send_signal(signal.SIGTERM)
                 time.sleep(2 * constant("one signal"))
                 for _ in range(6):  # two of these signals may count as one
@@ -9509,8 +9582,8 @@ class CommandLine(QueueCase):
             until_gone(child)
 
     def test_killed_worker_leaves_no_command_and_others_get_its_tasks_at_once(self) -> None:
-        # This holds however many commands the worker has started: each command tells the watchdog
-        # its pid before it begins.
+        # This holds however many commands the worker has started: each new process tells the
+        # watchdog its pid before it executes the command.
         self.queue().push_many([b"x"] * 30)
         for begun in (1, 5, 20):
             words = ("-j", "30", "--max-attempts", "9", "--timeout", "1000s")
@@ -9738,8 +9811,8 @@ class Documents(QueueCase):
 
     @FORK
     def test_commands_of_the_crontab_and_of_the_image_run_the_pushed_tasks(self) -> None:
-        # The second push adds no task, because the job of yesterday still waits. The last job is
-        # done by the command of the image, which runs as PID 1 there.
+        # The second push adds no task, because the task of yesterday still waits. The last task is
+        # done by the command of the image. In a container, this command runs as PID 1.
         push, work = (it.split(None, 5)[5] for it in self.block("--key", "crontab").splitlines())
         words = json.loads(self.block("CMD", "dockerfile").partition("CMD ")[2])
         self.assertEqual(words.pop(0), "python")
@@ -9832,7 +9905,7 @@ class Races(QueueCase):
     """Races of two operations, or of an operation and a signal, that the tests which try every
     system call do not reach."""
 
-    def test_two_tasks_pushed_during_a_listing_are_delivered_in_order(self) -> None:
+    def test_tasks_pushed_during_a_listing_are_delivered_in_order(self) -> None:
         # RACE: another worker pushes tasks while pop() lists pending/. The listing has already
         # passed the place of the oldest new task, and returns only the younger ones. The oldest new
         # task is still delivered before them. This also holds if most of the listed names are
@@ -10005,7 +10078,7 @@ class Races(QueueCase):
         with self.locked("k") as lock, hooked_poll(note):
             task = asyncio.run(take())
         self.assertEqual(task and task.data, b"x")
-        self.assertLess(max(pauses_ms[:3]), 200)  # the pause of a wait with a late job is 51 ms
+        self.assertLess(max(pauses_ms[:3]), 200)  # if a job is overdue, a pause is at most 51 ms
 
     @FORK
     def test_close_in_another_thread_while_pop_reads_a_task_leaves_no_lease(self) -> None:
@@ -10014,9 +10087,9 @@ class Races(QueueCase):
         # task is locked, close() can't end the lease. Then pop() puts the task back, uncounted, and
         # returns None.
         #
-        # If the task can't be read, pop() puts it back and raises, and the delivery counts. This
-        # holds even where close() leaves the lease alone: the queue is detached, or another object
-        # with its node_id lives.
+        # If the task can't be read, pop() puts it back and raises, and the delivery counts. The
+        # same happens if close() leaves the lease alone, because the queue is detached, or because
+        # another object with the same node_id lives.
         for key, is_detached in (("k", False), (None, True), (None, False)):
             q = self.new_queue(timeout_stale_ms=None, max_attempts=2, detached=is_detached)
             namesake = None if key else self.queue(timeout_stale_ms=None)
