@@ -1840,8 +1840,8 @@ class Liveness(QueueCase):
     ) -> None:
         """A restarted worker waits until an observer unlocks the worker's lease directory, and then
         takes back its leases."""
-        # Without the wait, the worker would not take its leases back. If they were of an earlier
-        # boot, no other worker would end them before their deadlines.
+        # Without the wait, the worker would not take its leases back. No other worker would
+        # end leases of an earlier boot before their deadlines.
         q, again = self.queue(), self.queue()
         leased(q)
         simulate_death(q)
@@ -2672,8 +2672,8 @@ class Keyed(QueueCase):
             q.push(b"1", key="k")
 
     def task_and_buffered(self, q: FemtoQueue) -> list[object]:
-        """Return the task of the key and its path, and the names and tasks of the payloads that are
-        buffered behind it."""
+        """Return the task of the key, the path of the task, and the names and tasks of the
+        buffered payloads."""
         task = q.peek(key="k")
         behind = [name for name in self.names("keys") if len(name) > 8]
         return [task, task and task.path, *behind, *(q.peek(name[-29:]) for name in behind)]
@@ -6581,10 +6581,11 @@ class SharedTickets(TicketCase):
             self.assertTrue(line.remove(member))
 
     def test_register_draws_again_if_another_host_draws_meanwhile(self) -> None:
-        # RACE: this host was cut off and has lost the lock of "last". Another host draws a number
-        # just before this host writes its own number into the name of last~<number>, or just before
-        # the ticket of this host is in line. This host must draw again: its number is not higher
-        # than the other host's, and could put its ticket in front of the other host's ticket.
+        # RACE: this host was cut off and has lost the lock of "last". Another host draws a
+        # number just before this host puts a number into the name of last~<number>, or just before
+        # the ticket of this host is in line. This host must draw again: the number is not
+        # higher than the number of the other host, and could put the ticket in front of the other
+        # host's ticket.
         line = self.line()
 
         def draw(number: int) -> None:
@@ -7060,8 +7061,8 @@ class Compatibility(QueueCase):
         self.assertEqual({finding.kind for finding in q.check()}, {"expired"})
         (failed,), (done,) = q.tasks("failed"), q.tasks("done")
         self.assertEqual((failed.data, failed.error, done.data), (b"failed", "why\nso", b"done"))
-        # The leases are of another boot: the death of their worker does not end them. Their
-        # deadlines have passed, but such a lease runs for 30 s after the last change of its file,
+        # The leases are of another boot: the death of their worker does not end them. The
+        # deadlines have passed, but such a lease runs for 30 s after the last change of the file,
         # and this test has just made the files.
         clock.advance(31)
         got = []
@@ -7082,8 +7083,8 @@ class Compatibility(QueueCase):
         self.assertEqual(got, wanted)
         later = {task.data: task.key for task in q.tasks("scheduled")}
         self.assertEqual(later, {b"later": None, b"keyed, later": "c", b"newer, and later": "d"})
-        # The reclaimed task of key "d" is in scheduled/, too. It waits for the time of its buffered
-        # payload, "newer, and later", which is in keys/. tasks() shows this payload.
+        # The reclaimed task of key "d" is in scheduled/, too. The task waits for the time of
+        # the buffered payload, "newer, and later", which is in keys/. tasks() shows this payload.
         self.assertEqual(self.states(), {"done": 9, "failed": 1, "scheduled": 3, "keys": 1})
 
     def test_files_have_the_form_that_earlier_versions_read(self) -> None:
@@ -8796,8 +8797,9 @@ class CommandLine(QueueCase):
         return self.program_with({it: constant(it) for it in ("one signal", "grace")})
 
     def run_command(self, *words: str) -> tuple[int, str, str]:
-        """Run a command; return its exit status, standard output and standard error. The command
-        runs in this process, but `work` runs in a process of its own, because it starts others."""
+        """Run a command; return its exit status, standard output and standard error. The
+        command runs in this process. Only `work` runs in a process of its own, because `work`
+        starts others."""
         if words[:1] == ("work",) and "--" in words and hasattr(vars(femtoqueue)["os"], "fork"):
             return run_guarded(*self.program(), *words, env=self.env)
         outputs = io.BytesIO(), io.BytesIO()
@@ -8862,9 +8864,8 @@ class CommandLine(QueueCase):
         """Run a command, and return its output and exit status in the form of a transcript.
 
         A command of femtoqueue runs in this process if it needs no shell and is not `work`. A
-        command of femtoqueue in $(...) also runs in this process, and its output becomes a part of
-        the command around it.
-        """
+        command of femtoqueue in $(...) also runs in this process, and the output becomes a part of
+        the command around the $(...). """
         part = r"\$\((femtoqueue [^()]*)\)"
         command = re.sub(part, lambda it: self.output_of(*shlex.split(it[1])[1:]).strip(), command)
         words = shlex.split(command)
@@ -9447,8 +9448,8 @@ class CommandLine(QueueCase):
         # task is done. If a program outlives its shell, to save its state, no other worker gets the
         # task until the program ends.
         #
-        # After CMD has failed, the worker waits for its own signal, here for up to 60 s. On a slow
-        # machine, this test may notice late that CMD has ended, and the worker may notice its
+        # After CMD has failed, the worker waits for its own signal, here for up to 60 s. On a
+        # slow machine, this test may notice the end of CMD late, and the worker may notice the
         # signal late.
         self.set_constant("one signal", 60)
         os.mkfifo("fifo")
