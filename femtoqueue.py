@@ -258,7 +258,10 @@ _LOCAL_TYPES = _SYNCFS_TYPES | {_OVERLAY_TYPE, 0x2FC12FC1, 0xCA451A4E, 0x858458F
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # arguments of renameat2(2)
 
 _OUT_OF_SPACE_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
+# Errors of a call that makes a file. The disk is full or read-only, or this user has no right to
+# write. EISDIR: a person made a directory with the name of the file.
 _NO_WRITE_ERRNOS = (*_OUT_OF_SPACE_ERRNOS, errno.EROFS, errno.EACCES, errno.EPERM, errno.EISDIR)
+# This process, or the system, has no descriptor or no memory left. The file itself is in order.
 _TRANSIENT_ERRNOS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 # ESTALE: another host removed the file that our descriptor refers to (NFS, GlusterFS).
 _MISSING_ERRNOS = (errno.ENOENT, errno.ESTALE)
@@ -3200,6 +3203,8 @@ class _Worker:
             place = self.back_path(place, _attempts_of(place))
         if place:
             self.lease_dir.undo_claim(lease, place)
+        # A task that made trouble is not added to the batch: a later listing shows the task, unless
+        # it is passed over for now.
         if not hasattr(error, "task_id"):
             self.note_arrival(place)
 
@@ -3478,6 +3483,7 @@ class _Housekeeper:
             elif not self._renewed_recently(entry):
                 ended.append(entry.path)
         if running:
+            # running[0] is the next deadline: entries() sorts the names, which begin with deadlines.
             self.reclaiming.sooner((running[0] - now_ns) / 1e9)
         has_own_boot = any(entry.boot in self._clock.boots for entry in leases)
         try:
@@ -4193,6 +4199,7 @@ class FemtoQueue:
         entries = [_parse(directory, name)] if is_path else self._files.find("inflight")
         entry = next((it for it in entries if it and name in (it.name, it.id)), None)
         if entry is None:
+            # A name with "~" begins with the deadline, as 20 digits.
             is_over = "~" in name and name < f"{self._clock.now_ns():020d}"
             why, ident = "it is not in flight by that name (any more)", _id_of(name)
             now = self._files.find_id(ident, *_LIVE, *_ENDED) if _parse_id(ident) else None
@@ -4554,6 +4561,8 @@ class FemtoQueue:
                 break
         else:
             return None
+        # A name that is only the id stands for 0 attempts if the task waits. In done/ and failed/,
+        # such a name does not tell the attempts.
         attempts = entry.attempts if _ends_at(entry.path) else _attempts_of(entry.path)
         lease = _Lease()
         lease.path = entry.path
@@ -8735,6 +8744,7 @@ def _showing(text: Callable[[], str]) -> Iterator[None]:
             began_s = time.monotonic()
             with suppress(OSError, FemtoQueueError):
                 output.show(text())
+            # text() and show() must not take more than 5 % of the time.
             pause_s = max(_REDRAW_S, 20 * (time.monotonic() - began_s))
 
     thread = threading.Thread(target=redraw, daemon=True)
