@@ -816,8 +816,9 @@ class LeaseLost(FemtoQueueError):
     id:  the id of the task.
     expired:  whether the deadline of the lease has passed. True: another worker may have the task
         now, or the delivery had ended before the call. False: usually the delivery had ended before
-        the call, a person had moved the file, or close() had given up the lease. Also False if the
-        task never had a lease, or if attach() got an id. An id does not show the deadline.
+        the call, a person had moved the file, or close() had given up the lease. Also False if
+        the task never had a lease, or if attach() was given an id, because an id does not show the
+        deadline.
     why:  the reason, as text.
 
     A lease past its deadline stays valid until a worker takes the task back. Only then is the lease
@@ -885,7 +886,7 @@ class _Lease:
     source: the path that the task was claimed from.
     length_ns: the time from the claim to the deadline. After attach(), usually the lease length of
         the object that called attach(). A renewal moves the deadline to at least length_ns from
-        now. Only extend() with `ms` may set an earlier deadline.
+        now. Only after extend() with `ms`, less than length_ns may be left.
     outcome: the field of WorkCounts that counts the delivery. "": the delivery still runs, the
         lease was lost, or the end of the delivery could not be written to the disk.
     has_checkpoint: True if the task may have a checkpoint.
@@ -3483,7 +3484,7 @@ class _Housekeeper:
             elif not self._renewed_recently(entry):
                 ended.append(entry.path)
         if running:
-            # running[0] is the next deadline: entries() sorts the names, which begin with deadlines.
+            # running[0] is the next deadline: names begin with deadlines, and entries() sorts them.
             self.reclaiming.sooner((running[0] - now_ns) / 1e9)
         has_own_boot = any(entry.boot in self._clock.boots for entry in leases)
         try:
@@ -5211,7 +5212,7 @@ class _KeyedTasks(_KeyStates):
             # payload, after repair() listed keys/.
             with suppress(FileNotFoundError):
                 # A payload without a valid key becomes a task, which a later pop() quarantines.
-                # No key is encoded as "?", so no task with a valid key has this name in the states.
+                # In the states, "?" stands for the missing key: no valid key is encoded as "?".
                 name = self._key_in(buffered) or "?"
                 path, before = states[name]
                 if _id_of(buffered) < max(_id_of(path), _id_of(before)):
@@ -6983,7 +6984,8 @@ _NETWORK_TYPES = {  # f_type of statfs(2), and the name that check() shows
     **{0x01161970: "GFS2", 0x7461636F: "OCFS2", 0x47504653: "GPFS", 0x5346414F: "AFS"},
     **{0x19830326: "BeeGFS"},
 }
-_LOOKS = 4  # attempts to look at a file that may have been replaced; up to three were needed
+# The attempts to look at a file that may have been replaced. More than three were never needed.
+_LOOKS = 4
 
 # A listed name that leads to no file is a phantom after _LISTED_LOOKS looks. The pauses between
 # these looks take about _STALE_S seconds in all.
@@ -7530,8 +7532,8 @@ def _writable(fd: int) -> None:
     """Wait until a descriptor can be written to, for at most 50 ms."""
     import select
 
-    # select.poll() may be missing: see _readable(). But select.select() raises ValueError for a
-    # descriptor of 1024 or more. In this case the caller tries again at once.
+    # If select.poll() is missing (see _readable()), select.select() is used. If that raises
+    # ValueError, for a descriptor of 1024 or more, the caller tries again at once.
     with suppress(ValueError):
         if hasattr(select, "poll"):
             poll = select.poll()
@@ -7971,8 +7973,8 @@ class _Process:
         process.
     is_over: True when the job is over, see end_job(). Usually it is over when CMD has ended, even
         if background programs of the job still run. But if CMD failed and this worker was told
-        to stop, or if this worker ended the job, the job is over only when its last process has
-        ended (_CommandPool._follow).
+        to stop, or if this worker had to terminate the job (_end_now), the job is over only when
+        its last process has ended (_CommandPool._follow).
     woken: set when the process has ended, and when a relay of its output has ended.
     """
 

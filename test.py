@@ -8865,7 +8865,7 @@ class CommandLine(QueueCase):
 
         A command of femtoqueue runs in this process if it needs no shell and is not `work`. A
         command of femtoqueue in $(...) also runs in this process, and the output becomes a part of
-        the command around the $(...). """
+        the command around the $(...)."""
         part = r"\$\((femtoqueue [^()]*)\)"
         command = re.sub(part, lambda it: self.output_of(*shlex.split(it[1])[1:]).strip(), command)
         words = shlex.split(command)
