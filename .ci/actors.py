@@ -1,9 +1,9 @@
 """Actors: the processes of storm.py, hosts.py and nfs.py, which use a queue and log their calls.
 
 An actor writes a line before each call, and a line with the result after the call. A line has the
-time, the actor's name, a word and values. All times are on the clock of the proof: hosts have its
-monotonic clock, or know the offset of theirs. verdict.py reads the log and checks that the queue
-kept its promises.
+time, the actor's name, a word and values. All times are on the clock of the proof. A host has the
+same monotonic clock as the proof, or knows the offset between the two clocks. verdict.py reads the
+log and checks that the queue kept its promises.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class Actor(Noter):
     def log_claims(self) -> None:
         """Make the queue record each claim in self.claims, even if the task is not delivered.
 
-        pop() writes these claims to the log. Replaces the method claim() of the queue's lease
+        Actor.pop() writes these claims to the log. Replaces the method claim() of the queue's lease
         directory by a wrapper that records the task.
         """
         self.claims: list[tuple[str, float]] = []  # of the current pop(): id, time before the claim

@@ -10,7 +10,8 @@ proofs that must catch the fault in their --self-check follow. Each proof has an
     faults.py            the system calls at which errors are injected, or SIGKILL
     fuzz.py              the kind of seeds
     power_loss.py        the file system
-    hosts.py, nfs.py     the part, the phase
+    hosts.py             the part
+    nfs.py               the phase
     storm.py             none
 
 An argument may be followed by "~" and a pattern that the proof's failure message must match. When
@@ -353,13 +354,13 @@ the interpreter exits even if a thread holds the worker's lock | InterruptedDeli
 the interpreter exits even if a thread is opening a lock | InterruptedDelivery hangs
 -    if sys.is_finalizing() or thread in
 +    if thread in
-close() leaves the leases of a worker with the same node_id alone | Model
+close() does not touch the leases of another worker with the same node_id | Model
 -            if is_alone is None or (is_alone and lock.is_at_path()):
 +            if is_alone in (None, True):
 a dead worker's tasks come back at once | Model
 -            if lock.try_exclusive() and lock.is_at_path():
 +            if not lock.try_exclusive():
-a lease that can't be moved does not keep other leases from being ended | Liveness
+if a lease can't be moved, other leases still end | Liveness
 -            try:
 -                _for_each(self._worker.reclaim, [*self._lease_dir.orphans])
 -            finally:
@@ -377,10 +378,10 @@ a process that can't see the boot id does not take another host's clock for its 
 clock files of earlier boots do not pile up | Ordering
 -                    self._remove_others()
 +                    pass
-the clock file of a living worker comes back | Ordering
+a clock file that was removed while its worker lives is made again | Ordering
 -        self._clock.restore()
 +        pass
-keys are found where a client of another mount pushed them | TwoMounts
+the task of a key is found even if a client on another kind of mount pushed the task | TwoMounts
 -        if not self._files.has_other_mounts():
 +        if True:
 tickets of two kinds of mount have one order | TwoMounts
@@ -388,7 +389,7 @@ tickets of two kinds of mount have one order | TwoMounts
 -            self._numbers
 +        if False:
 +            self._numbers
-join() waits for a tick of whole seconds | Lifecycle
+join() waits for a longer tick on a file system whose times have whole seconds | Lifecycle
 -(_COARSE_TICK_S if is_coarse else _TICK_S, 0)
 +(_TICK_S, 0)
 an empty scheduled/ that was large is replaced | Shrinking
@@ -397,7 +398,7 @@ an empty scheduled/ that was large is replaced | Shrinking
 register() takes another ticket if flock() fails for a removed file | SharedTickets
 -(*_MISSING_ERRNOS, errno.EEXIST, errno.ENOTSUP)
 +(*_MISSING_ERRNOS, errno.EEXIST)
-a worker that is killed while a job ends leaves nothing of the job | CommandLine
+if a worker is killed while a job ends, no process of the job is left | CommandLine
 -            is_stopped = self._ended_by_stop(status, task)
 +            self._processes.end_job(process)
 +            is_stopped = self._ended_by_stop(status, task)
@@ -499,7 +500,7 @@ a task in flight is found by its key | Model; hosts: key ~ found nothing
 a key's state that names another key's task is not trusted | Keyed; fuzz: contents
 -        if match and _tag_of(match[2]) == tag and match[4][-9:] in ("-", f"-{tag}"):
 +        if match:
-if_in_flight="reject" raises | Model
+a push with if_in_flight="reject" raises an error if the task of the key is leased | Model
 -            if is_leased and if_in_flight == "reject":
 +            if is_leased and if_in_flight == "refuse":
 done() promotes the payload that is buffered behind a task | Keyed; fuzz: lives; storm: ~ keys:
@@ -508,13 +509,13 @@ done() promotes the payload that is buffered behind a task | Keyed; fuzz: lives;
 a claim takes along the payload that is buffered behind a task | Keyed
 -        return _id_of(path) == _id_of(lease) and not buffered
 +        return _id_of(path) == _id_of(lease)
-a payload that is due later is not delivered now, whoever put its task back | KeyedInterrupted
+a buffered payload is not delivered before its due time, even after a move | KeyedInterrupted
 -        due_ns = _future_due_ns(buffered)
 +        due_ns = None
-a newer payload starts with attempt 1, whoever put its task back | InterruptedDelivery
+a buffered payload starts with attempt 1, even after an undone claim | InterruptedDelivery
 -        if due_ns is None and _attempts_of(lease) == 1:
 +        if due_ns is None:
-a schedule() that raised an error leaves the due time of the buffered payload | Keyed
+a schedule() that raised an error does not change the due time of the buffered payload | Keyed
 -                self._files.move(target, path)
 a payload that is due later and whose sync failed is not delivered now | KeyedByRename
 -            if self._files.exists(new_path):  # else the new
@@ -537,13 +538,13 @@ a housekeeping job pauses for longer than it took | Faults
 an error of a listing is raised in the coroutine that waits | Coroutines
 -                request.answer.set_exception(error)
 +                request.answer.set_result(task)
-a payload that no state names does not replace a younger one | Keyed
+a payload that is in no key state does not replace a younger payload | Keyed
 -                if _id_of(buffered) < max(_id_of(path), _id_of(before)):
 +                if not buffered:
 a keyed task that came back is saved in its key's state before its delivery | Keyed
 -        self._save(_tag_of(lease), states)
 +        _no_op(_tag_of(lease), states)
-after a promotion, the payload is the task of its key, not the task before it | Keyed
+after a promotion, the promoted payload is the key's task, not the older task | Keyed
 -        if behind and not buffered:
 +        if not behind and buffered:
 moving due tasks does not hold the lock for long | Lifecycle
@@ -552,7 +553,7 @@ moving due tasks does not hold the lock for long | Lifecycle
 the newer of two payloads behind a leased task is kept | Model
 -                    elif if_in_flight == "update" and not buffered:
 +                    elif if_in_flight == "update":
-a push of a key saves its state before the task | Durability hangs
+a push with a key saves the key's state before it puts the payload in place | Durability hangs
 -            self._save(_key_tag(name), states, sync=True)
 a second task of a key, put in place by hand, becomes a dead letter | Keyed
 -        if path and _id_of(path) != _id_of(lease):
@@ -560,7 +561,7 @@ a second task of a key, put in place by hand, becomes a dead letter | Keyed
 a record that a healed replica brings back does not become its key's task | Healed
 -                elif entry.id >= _id_of(path):
 +                else:
-a task does not become a dead letter because an older one came back | Healed
+if an older task of a key comes back, the newer task does not become a dead letter | Healed
 -        if other > ident:
 +        if path and other != ident:
 a younger task of a key waits while an older one runs | KeyedOnSharedFileSystem
@@ -597,7 +598,7 @@ close() ends a wait in another thread | Waiting hangs
 a wait notices that pending/ was replaced | WaitingWithInotify hangs
 -        if self._watch():
 +        if not self._watches:
-a wait lists a replaced pending/ after it began to watch it | WaitingWithInotify hangs
+a wait lists a replaced pending/ once more before it sleeps | WaitingWithInotify hangs
 -        return self._watches != before
 +        return False
 a `pop` that can't print the payload does not print the path of the lease | CommandLine
@@ -657,7 +658,7 @@ an exception that a signal handler raises while a lock is closed is not lost | F
 a payload scheduled behind a task moves with the task to the new time | Keyed
 -            self._files.put_in_place(buffered, target, must_exist=True)
 -            states[name] = target, ""
-a delivery that could not be ended is ended later if its key's lock was held | Keyed
+if a lease can't be reclaimed because its key's lock is held, the lease is reclaimed later | Keyed
 -            return  # RACE: another process holds the key's lock. The next reclaim tries again.
 a TicketQueue directory that is removed while it is opened is made again | Tickets
 -_despite_cleanup(open_dir, path)
@@ -668,7 +669,7 @@ a member whose ticket was removed gets no turn with another member's number | Ti
 a task whose payload does not fit in TMPDIR is not put back to the front | CommandLine
 -            self._queue.release(task, counted=False)
              with suppress(OSError):
-check(repair=True) leaves tasks in flight alone | Checking
+check(repair=True) does not touch tasks in flight | Checking
 -                if self._repair and entry.directory in _WAITING_DIRS:
 +                if self._repair and entry.directory:
 only its user can read a new queue | Faults
@@ -717,7 +718,7 @@ a task that a reclaim could not put back is not delivered | Races
 -            return  # RACE: another process holds the key's lock. The next reclaim tries again.
 +            self.lease_dir.undelivered[lease] = source or ""
 +            return
-a claim that could not be undone does not end as a delivery | InterruptedDelivery
+a claim that could not be undone does not count as a delivery | InterruptedDelivery
 -            name = lease.path.partition("/")[2]
 +            name = self.undelivered.pop(lease.path) and lease.path.partition("/")[2]
 a claim whose undo failed is put back uncounted later | Faults
@@ -733,7 +734,7 @@ a task found by a wait is put back uncounted if the caller does not get it | Int
 a task found by a coroutine goes back uncounted if the caller does not get it | InterruptedDelivery
 -            return self.hand_over(await asyncio.wrap_future(request.answer))
 +            return await asyncio.wrap_future(request.answer)
-a claim that is lost leaves another worker's claim of the same task alone | Races hangs
+a claim that is lost does not touch another worker's claim of the same task | Races hangs
 -        self.undelivered.pop(path, None)
 +        self.undelivered.clear()
 work() raises the error of a task that can't be ended | Work
@@ -786,19 +787,19 @@ a forked child holds none of its parent's tickets | Tickets
 a rename whose reply was lost counts as done | LostReply; nfs: replay ~ but:
 -            if before is None or not self._was_moved(before, source, target):
 +            if source:
-a file at the target of a rename may be another file | LostReply
+a rename whose reply was lost counts as done only if the same file is at the target | LostReply
 -and self.lstat(target).st_ino == before.st_ino
 +and before
-a file that left creating/ and is at its target has arrived | LostReply
+a young file that left creating/ has arrived, even if another worker has moved it on | LostReply
 -        is_ours = _state_of(source) == "creating"
 +        is_ours = False
-an old file in creating/ may have been swept | LostReply
+an old file that is gone from creating/ does not count as moved for this reason alone | LostReply
 -_wall_ns() < before.st_mtime_ns + _LEFTOVER_NS // 2
 +self.clock
 a host whose queue clock is ahead does not remove files that others write | LostReply
 -            return self._files.lstat(entry.path).st_ctime_ns < _wall_ns() - _LEFTOVER_NS
 +            return bool(self._files.lstat(entry.path))
-a task whose lease had ended may belong to another delivery | LostReply
+after the deadline, a rename of a lease that raised an error does not count as done | LostReply
 -        if not (self.is_fuse or (is_lease and _stamp_of(source) <= self.clock.now_ns())):
 +        if not self.is_fuse:
 a claim whose reply was lost is a delivery | LeaseDirectoryLost
@@ -813,7 +814,7 @@ a late worker is fenced although the name of its lease came back | Healed
 another worker's lease of a task fences a late worker | Healed
 -        if self._is_at(ours, f"done/{ident}") or max(leases, default=0) > _stamp_of(lease):
 +        if self._is_at(ours, f"done/{ident}"):
-a late worker that still has its task ends the delivery | Healed
+a late worker can end its delivery if no other worker got the task | Healed
 -        if self._is_at(ours, f"done/{ident}") or max(leases, default=0) > _stamp_of(lease):
 +        if ours.st_nlink > 1 or max(leases, default=0) > _stamp_of(lease):
 a sync of a file that another host moved is not an error | Healed

@@ -11,18 +11,19 @@ Each system call that names a path or a descriptor in the data directory is a po
 is played again for each point with each fault. The faults are the errnos that the system call may
 return (ENOSPC, EIO, EMFILE, EACCES, EINTR, ...), and SIGKILL at the entry of the call.
 
-An injection selects its call by number: the N-th call of its kind, in the data directory or not.
-(strace -P can select calls by path, but only by whole paths, not by a directory.) The clock and the
-random numbers are simulated, so that the N-th call is the same in each play of a life. The trace
-must show that the expected call was hit. By default a random sample of the injections is made,
-which has each combination of call, directory and fault. All injections (--sample 9999) take ten
-minutes.
+An injection selects a system call by its name and a number N. All calls with this name are counted,
+also those outside the data directory. (strace -P can select calls by path, but only by whole paths,
+not by a directory.) The clock and the random numbers are simulated, so that the N-th call is the
+same in each play of a life. The trace must show that the expected call was hit. By default a random
+sample of the injections is made, which has each combination of call, directory and fault. All
+injections (--sample 9999) take ten minutes.
 
 Proved for each injection:
-  - The step in which the system call failed raises the OSError with that errno. The same step
-    succeeds when it is repeated, or finds its work done. An error in a housekeeping job is raised
-    by the pop() that ran the job, or by a later pop().
-  - Or the error has no effect: each step returns what it may return without a fault. Only the order
+  - An injected error is raised, or it has no effect. If it is raised, the step in which the system
+    call failed raises the OSError with that errno. The same step is repeated, unless it is a push.
+    The repeated step succeeds, or finds its work done. An error in a housekeeping job is raised by
+    the pop() that ran the job, or by a later pop().
+  - If the error has no effect, each step returns what it may return without a fault. Only the order
     may differ: a pop() may return another task first.
   - No other exception is raised, nothing is written to standard error, and no call hangs.
   - Afterwards the same object (after SIGKILL: the next process) can push and drain.
@@ -32,9 +33,9 @@ Proved for each injection:
     in flight, and stats(), tasks() and peek() agree.
 
 Not proved: calls that fail half-way, for example a short write, or a rename that takes place and
-fails. strace skips the call at which it injects an error. So a close() that fails leaves the
-descriptor open, which Linux does not do. Races are not proved, because a life is one process, nor
-are two faults in one life.
+still returns an error. The reason is that strace skips the call at which it injects an error. For
+the same reason, a close() that fails leaves the descriptor open, which Linux does not do. Races are
+not proved, because a life is one process. Two faults in one life are not proved either.
 """
 
 from __future__ import annotations
@@ -379,7 +380,7 @@ def leave_leases(life: Life, own: str) -> None:
     life.pop()
     life.pop(f"k{own}")
     life.push(f"{own}-k2", f"k{own}")
-    life.push(f"{own}-k", "k")  # for the second worker: behind the lease of the first
+    life.push(f"{own}-k", "k")  # the second worker's payload gets behind the first one's lease
     life.pop("k")
 
 
@@ -388,7 +389,8 @@ def leave_leases(life: Life, own: str) -> None:
 
 @dataclasses.dataclass(eq=False)
 class Slot:
-    """A task. Its payload is one of `names`, and its state is one of `states`."""
+    """A task. Its payload is one of `names`. Its state is one of `states`: "live" (waiting or
+    leased), "done", "failed" or "gone" (the task does not exist)."""
 
     names: set[str]
     states: set[str] = dataclasses.field(default_factory=lambda: {"gone", "live"})
@@ -434,11 +436,11 @@ class Ledger:
             self._erred = note[1:-2] if word == "err" else []
 
     def end_leases(self, is_seen: bool = False) -> None:
-        """Note that all leases ended: they expired, or the process was killed.
+        """End the leases of all slots, because the leases expired or the process was killed.
 
         Each leased task comes back. A payload that is buffered behind a task then replaces the
-        task's payload.
-        With `is_seen` the life goes on, and may look at the queue before the tasks have come back.
+        task's payload. With `is_seen` the life goes on, and may look at the queue before the tasks
+        have come back.
         """
         for slot in [slot for slot in self.slots if slot.leased]:
             behind, slot.leased, slot.behind = slot.behind, "", None
@@ -632,7 +634,7 @@ class Job:
     number: int
     text: str  # the paths in the call, relative to the data directory
     step: int  # the number of the step of the life that makes the call
-    fault: str = ""  # the name of an errno, or SIGKILL
+    fault: str = ""  # the name of an errno, or SIGKILL; "" for a point, which has no fault yet
 
     @property
     def kind(self) -> str:
@@ -808,8 +810,8 @@ def inject(job: Job, work: str) -> str:
     where = f"inject={job.call}:{what}:when={job.number}"
     status = play_traced(stage, "-e", f"trace={job.call}", "-e", where)
     hit = check_hit(stage, job, status)
-    # On a full disk done() removes the task: done/ may have no room for it, or keys/ none for the
-    # key's state, which is written before the rename to done/.
+    # On a full disk, done/ may have no room for the task. Or keys/ may have no room for the key's
+    # state, which is written before the rename to done/. In both cases, done() removes the task.
     is_full = job.fault == "ENOSPC" and re.search("/(done|keys)/", job.text) is not None
     ledger = stage.ledger("gone") if is_full else stage.ledger()
     if job.fault == KILL:
@@ -829,8 +831,8 @@ def inject(job: Job, work: str) -> str:
 def how_it_surfaced(job: Job, notes: list[Note]) -> str:
     """Return "surfaced" if a step raised the injected error, "harmless" if no step raised an error.
 
-    Raises Violation if there was another error, or if another step raised the error. Only a pop()
-    may raise the error of an earlier step, because that step's housekeeping job failed.
+    Raises Violation if there was another error, or if another step raised the error. There is one
+    exception: if a housekeeping job failed in an earlier step, a later pop() may raise its error.
     """
     errors = [note for note in notes if note[0] == "err"]
     given = getattr(errno, job.fault)
@@ -906,7 +908,8 @@ WORK = ""
 
 @contextlib.contextmanager
 def work_dir() -> Iterator[None]:
-    """Make the directory WORK for the stages. It is in memory: no fault here concerns the disk."""
+    """Make the directory WORK for the stages. It is in memory: no disk is needed, because strace
+    makes the errors."""
     global WORK
     with tempfile.TemporaryDirectory(prefix="femtoqueue-faults-", dir=memory_dir()) as WORK:
         warm_up()

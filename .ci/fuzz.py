@@ -2,7 +2,8 @@
 
     python .ci/fuzz.py [--minutes N] [--seed S] [--only KIND ...] [--self-check]
 
-Three kinds of seeds take turns until the minutes are over:
+Here a seed also means the run that uses the seed. Three kinds of seeds take turns until the minutes
+are over:
   - `lives` is the class Fuzz of test.py. Several objects make random operations on a queue. After
     each operation the result must be the same as that of a model in memory.
   - `names` puts files with mutated names into every directory. A file whose name has a valid form
@@ -132,7 +133,7 @@ class Names:
         with open(os.path.join(self.path, "target"), "wb") as file:
             file.write(record(b"of a link"))
         if self.chance.random() < 0.3:
-            self.put_random(20)  # before there is a clock
+            self.put_random(20)  # before the queue makes the file clock-<boot>
         with mock.patch.object(femtoqueue, "time", self.clock):
             q = FemtoQueue(self.path, "n", timeout_stale_ms=5000)
             q.push(b"ours")
@@ -169,9 +170,9 @@ class Names:
     def drain(self, q: FemtoQueue, *states: str) -> int:
         """Pop tasks for 20 simulated minutes, then check what was delivered.
 
-        If a task was in one of `states`, and was due five minutes before the end, it must have been
-        delivered once. Returns the time five minutes before the end, on the queue clock in
-        nanoseconds.
+        Each task that was in one of `states` must have been delivered once. A task with a due time
+        or a deadline counts only if that time had passed five minutes before the end. Returns the
+        time five minutes before the end, on the queue clock in nanoseconds.
         """
         for _ in range(4):
             while task := q.pop():
@@ -207,7 +208,7 @@ class Names:
 class Contents:
     """A seed of `contents`: damaged files of tasks and of key states."""
 
-    KEYS = ("a", "b", "c", "größe %", "k3985819", "k4420602")
+    KEYS = ("a", "b", "c", "größe %", "k3985819", "k4420602")  # the last two have the same hash
 
     def __init__(self, path: str, seed: int) -> None:
         self.path, self.chance, self.clock = path, random.Random(seed), Clock(2e9, 1000)
@@ -283,10 +284,11 @@ class Contents:
         )
 
     def mislabelled(self, content: bytes) -> bytes:
-        """Return a whole record with a wrong header.
+        """Return the whole payload of a record under a wrong header.
 
-        Either the key is not the key of the id, or it is quoted in a way that femtoqueue never
-        uses. Or the checksum or the length is written in another form.
+        The header lacks the key of the id, has another key, or quotes a key in a way that
+        femtoqueue never uses. Or the header has no key, and its checksum or length is written in
+        another form.
         """
         payload = content.partition(b"\n")[2]
         if self.chance.random() < 0.3:
@@ -300,7 +302,8 @@ class Contents:
     def damage_key_state(self, path: str, others: list[str]) -> None:
         """Damage the state file of a key: random bytes, or the path of another task from `others`.
 
-        No task of another key with the same hash is chosen: femtoqueue cannot detect that.
+        If the state named a task of another key with the same hash, femtoqueue could not detect
+        that. So the other task always has another hash.
         """
         with open(path, "rb") as file:
             content = file.read()
@@ -336,7 +339,7 @@ class Contents:
         """Let two workers use the queue, for at least half a simulated hour."""
         workers = [FemtoQueue(self.path, node, timeout_stale_ms=30_000) for node in "mn"]
         pushing = self.chance.random() < 0.5
-        for key in self.KEYS if pushing else ():  # while the tasks that the key states name exist
+        for key in self.KEYS if pushing else ():  # now: the tasks named by key states still exist
             if self.chance.random() < 0.5:
                 self.push_newer(self.chance.choice(workers), key)
         for _ in range(120):

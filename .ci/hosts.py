@@ -17,13 +17,15 @@ host may write. Processes are killed all the time. Proved (see verdict.py):
   - Each task whose push() returned ends in done/ or failed/, once, with its own bytes.
   - No task is delivered during the lease of another delivery. A lease lasts until its deadline,
     until the task is settled, or until its worker dies.
-  - If a worker's host was cut off and another worker got the task, done() and fail() raise
-    LeaseLost. A finished task is never delivered again (but see below).
-  - While the cluster is calm (nothing is cut off or killed, and all is healed), no call raises an
-    error, and no call takes longer than 40 s.
+  - If a worker's host was cut off, and another worker got the first worker's task, done() and
+    fail() of the first worker raise LeaseLost. A finished task is never delivered again (but see
+    below).
+  - While the cluster is calm (no host is cut off, no brick is killed, and all is healed), no call
+    raises an error, and no call takes longer than 40 s.
   - Each worker claims the tasks of a producer in the order of their pushes.
-  - For one key in one storm, and for fifty keys in the next, the promises hold that "Keys and
-    tickets" lists below. But peek() and take() may miss the task of a worker that was killed.
+  - The tasks with a key have one key in one storm, and fifty keys in the next. The promises below,
+    under "Keys and tickets", hold for these keys. But peek() and take() may miss the task of a
+    worker that was killed.
   - Turns do not overlap. After each storm each host gets a turn. While a host is cut off, its
     ticket may be passed over.
   - All mounts and, after healing, all bricks show the same files. There are two exceptions. Gluster
@@ -32,8 +34,8 @@ host may write. Processes are killed all the time. Proved (see verdict.py):
 
 What healing may do. After a replica was down or cut off, healing may bring back the old name of a
 file that was renamed meanwhile. The queue removes that name if the task has ended, and if Gluster
-shows that both names are the same file. In other cases the following may happen. While the cluster
-is not calm, it is counted and reported, and is no failure:
+shows that both names are the same file. In other cases the following events may happen. Such an
+event is counted and reported, and is no failure if it happens while the cluster is not calm:
 
   - A finished task is delivered once more, or two hosts claim one waiting task.
   - A worker ends a delivery without LeaseLost, although another worker has got the task since and
@@ -53,10 +55,10 @@ keys by contains(), peek() and take(). Proved:
     push that had returned when pop() or take() was called. The last delivery has the last payload.
     If pushes overlap in time, any of them may be the last.
   - failed/ holds only tasks that a worker gave to fail().
-  - After a push of a key has returned on any host, the key's task can be found until that payload,
-    or a newer one, is delivered and settled. contains() always finds the task. peek() may miss the
-    task while a push or a claim moves it. take() may miss the task while it is in flight. This
-    holds although a mount may show files as they were a second ago.
+  - After a push of a key has returned on any host, calls on all hosts find the key's task until
+    that payload, or a newer one, is delivered and settled: contains() always, peek() except while a
+    push or a claim moves the task, and take() except while the task is in flight. They find it
+    although a mount may show files as they were a second ago.
   - No call raises an error, and no lease is lost before its deadline.
   - Turns of two members on each host do not overlap, and come in the order of their tickets.
 
@@ -65,13 +67,14 @@ A queue on another file system that hosts share needs the following:
   - If two hosts rename() one name, exactly one succeeds.
   - O_EXCL creates a name once.
   - flock() excludes other hosts, and a lock ends when its host dies.
-  - A name that a call has made is found by the next call on any host, at once or within a second.
+  - A name that one host has made is found on every host, at once or after at most a second.
 
 To try another file system, mount it where this program mounts the volume, and run the parts one by
 one.
 
 --only runs one part: calm; key, keys or many (one key, ten keys, fifty keys); tickets; storms, or a
-single storm: brick, cut or quorum. With --self-check, --only chooses the faults that name a part.
+single storm: brick, cut or quorum. With --self-check, --only tries only the faults of broken.py
+that name this part or storm.
 
 The hosts are namespaces without names, which end with this program, however the program ends.
 Processes, mounts, bricks and the state of glusterd end with them. The machine's own glusterd is
@@ -126,8 +129,9 @@ signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 print("ready", flush=True)
 sys.stdin.read()
 """
-# A host that does not answer for 10 s counts as cut off, so a busy machine must answer faster. With
-# the defaults, 42 s and 10 minutes, a host that is cut off would be noticed later.
+# A host that does not answer for 10 s counts as cut off. So a host must answer within 10 s, even if
+# this machine is busy. With the default of both timeouts, 42 s, a host that is cut off would be
+# noticed later. With the default of heal-timeout, 10 minutes, healing would begin later.
 OPTIONS = {
     "network.ping-timeout": "10",
     "server.tcp-user-timeout": "10",
@@ -139,7 +143,7 @@ OPTIONS = {
 }
 HEAL_S = 240.0  # 54 s were seen, on a busy machine
 KEYS = {"key": 1, "keys": 10, "many": 50}
-STORMS = ("brick", "cut", "quorum")  # in this order: see episodes()
+STORMS = ("brick", "cut", "quorum")  # the first, second and third; episodes() has their faults
 PARTS = ("calm", *KEYS, "tickets", "storms")
 KEYS_S = 10.0  # how long each of the parts key, keys, many and tickets takes
 STORM_STALE_S = 10.0  # stale_s of a TicketQueue in a storm
@@ -379,7 +383,8 @@ class Stage(Noter):
             raise Unable("this machine is too busy: a brick did not answer, without a fault")
 
     def make_fault(self, episode: Episode) -> None:
-        """Begin the fault of a storm: first let the `hold` actor get a task, if there is one."""
+        """Begin the fault of a storm. If the episode has a holder, first start a `hold` actor there
+        and wait until it has got a task."""
         if episode.holder:
             self.start(episode.holder, "hold")
             self.wait_for("got", "hold")

@@ -113,8 +113,9 @@ def used_from_below() -> list[str]:
 def parts_of(node: ast.AST) -> Iterator[Any]:
     """Yield the nodes of a syntax tree, except two kinds.
 
-    Annotations are left out, because they name types of the caller's arguments. _Worker.__init__ is
-    left out, because it makes the worker's parts, whose classes are in all rooms.
+    Annotations are left out: they name the types of objects, and a room may be given an object of a
+    class of a later room. _Worker.__init__ is left out, because it makes the worker's parts, whose
+    classes are in all rooms.
     """
     yield node
     for field, value in ast.iter_fields(node):
@@ -166,8 +167,8 @@ def longest_class() -> tuple[int, str]:
 def calls_of_own_name() -> list[str]:
     """Return the calls of a method that has the same name as the calling function.
 
-    Methods of os and of a base class are allowed. The rule: in all functions that a task passes
-    through, a name means one function.
+    Such a call breaks a rule: among the functions that a task passes through one after another,
+    each name stands for one function only. Calls of os and of a base class are allowed.
     """
     found = []
     for function in ast.walk(TREE):
@@ -241,8 +242,8 @@ def links_that_lead_nowhere() -> list[str]:
 
 
 def wrong_names_in_the_diagram() -> list[str]:
-    """Return the names in the README's diagrams that are not states, or not methods of
-    FemtoQueue; and the states that the diagrams lack."""
+    """Return what is wrong in the README's diagrams: arrows from or to a name that is no state,
+    states that are missing, and arrows whose first word is not a method of FemtoQueue."""
     diagrams = re.findall(r"(?ms)^```mermaid\n(.*?)^```", section("How it works"))
     edges = re.findall(r"(?m)^    (\S+) --> (\S+): (\w+)", "".join(diagrams))
     states = {name for edge in edges for name in edge[:2]}
@@ -252,7 +253,8 @@ def wrong_names_in_the_diagram() -> list[str]:
 
 
 def call_of(name: str, function: Callable[..., Any]) -> str:
-    """Return how a method is called, with its parameters and their defaults, as the tables do."""
+    """Return how a method is called, with its parameters and their defaults, in the form that the
+    tables of the README's reference use."""
     parameters = inspect.signature(function).parameters.values()
     plain = [it.replace(annotation=inspect.Parameter.empty) for it in parameters]
     text = str(inspect.Signature([it for it in plain if it.name != "self"]))

@@ -6,8 +6,9 @@ in memory. All packets between machines go through this program (Network), and n
 machine ends with this program, however the program ends, and leaves no file behind.
 
 The first process in a machine is a Guest. It takes orders from this program, sets the date and
-starts processes. These processes write their log to a port. When the write() of a line returns,
-this program has the line. So a power cut, which is a SIGKILL of QEMU, loses no line of the log.
+starts processes. These processes write their log to a virtual serial port, which leads to this
+program. When the write() of a line returns, this program has the line. So a power cut, which is a
+SIGKILL of QEMU, loses no line of the log.
 Data that the machine had not yet written to its disk is lost, and the disk keeps the rest.
 
 A session is a process in a machine that evaluates lines of Python, as an interactive interpreter
@@ -50,8 +51,9 @@ UNNEEDED = shutil.ignore_patterns(  # parts of Python's library that no machine 
 MEMORY_MB = 384
 # How long a boot and a call may take. Three machines share two cores with other work.
 BOOT_S, CALL_S = 120.0, 120.0
-# clocksource=hpet and no_timer_check: if this computer is busy, then at boot other clocks are
-# calibrated wrongly, and the check of the timer fails.
+# Two options are needed because this computer may be busy during a boot. clocksource=hpet: clocks
+# other than the HPET would be calibrated wrongly. no_timer_check: the check of the timer would
+# fail.
 BOOT = "console=ttyS0 quiet panic=-1 clocksource=hpet no_timer_check mitigations=off apparmor=0"
 INIT = """#!/bin/busybox sh
 /bin/busybox mkdir -p /proc /sys /dev /run /tmp /sbin /usr/bin /usr/sbin
@@ -213,7 +215,8 @@ class Call:
         self.machine.ask("kill", process=self.number)
 
     def evaluate(self, code: str) -> Call:
-        """Let this session evaluate an expression or execute a statement; return the new call."""
+        """If this call started a session: let the session evaluate an expression or execute a
+        statement, and return the new call."""
         return self.machine.ask("evaluate", session=self.number, code=code)
 
 
@@ -256,8 +259,9 @@ class Machine:
         self.is_on = True
 
     def wait_until_up(self, behind_s: float) -> None:
-        """Wait until the machine is up. Then tell the machine the offset of its monotonic clock
-        from this program's, and set the machine's date to `behind_s` before the date here."""
+        """Wait until the machine is up. Then tell the machine the number of seconds by which its
+        monotonic clock is behind that of this program, and set the machine's date to `behind_s`
+        before the date here."""
         try:
             self.calls[0].answer(BOOT_S)
         except subprocess.TimeoutExpired:
@@ -370,7 +374,7 @@ class Guest:
         )
         self.children: dict[int, tuple[int, int]] = {}  # by pid: the call's number, the output's fd
         self.pipes: dict[int, int] = {}  # by a session's number: the pipe to its process
-        self.offset_s = 0.0  # this machine's monotonic clock plus offset_s is the program's
+        self.offset_s = 0.0  # this machine's monotonic clock plus offset_s is the proof's clock
         self.names = names  # the global names of the sessions
 
     def serve(self) -> None:

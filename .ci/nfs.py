@@ -7,25 +7,26 @@ busybox-static; installs them if they are missing. Downloads nfs-kernel-server a
 so that no server starts on this machine. Takes five minutes without KVM; --full takes half an hour.
 
 There are three machines (machines.py) with Debian's kernel. The server exports its ext4 disk with
-the option sync. Two clients mount the disk with default options (hard). The server's leases and its
-grace time are 10 s. The processes in the machines are actors (actors.py). They write their log to a
-port, so that a power cut loses no line of it. The log is checked as in hosts.py. The phases:
+the option sync. Two clients mount the disk with default options (hard). The leases of NFS and the
+server's grace time last 10 s. The processes in the machines are actors (actors.py). They write
+their log to a serial port, so that a power cut loses no line of the log. The log is checked as in
+hosts.py. The phases:
 
-  - basic: A client sees what the other client does by schedule(), the fence, processing(), waiting
-    and a pause. The phases keys, storm and replay cover the other methods.
+  - basic: A client sees what the other client does. The phase covers schedule(), the fence,
+    processing(), waiting and a pause. The phases keys, storm and replay cover the other methods.
   - calm: Both clients push tasks, and then drain them in order, each task once.
   - keys: As in hosts.py, for one key and for ten. Meanwhile the queue is listed on the server's own
     disk.
-  - storm: On both clients run producers and workers of tasks with and without a key, and members of
-    a TicketQueue, which are killed all the time. The power of a client is cut and comes back. The
-    power of the server is cut twice. A client is cut off for longer than the server keeps its
-    locks. Proved is what hosts.py proves in storms, and more. No call raises an OSError, because
-    hard mounts wait. (A ticket may be passed over, which raises a FemtoQueueError.) No payload is
-    delivered if its push raised an error. No worker gets LeaseLost before the deadline of its
-    lease, or from a call that settled the task. Both clients see the files that are on the server's
-    disk. A client that is cut off, or that comes back after the grace time, loses its locks without
-    being told. Then a key may have two tasks. One of the two tasks becomes a dead letter, which is
-    reported and is no failure.
+  - storm: Both clients run producers and workers of tasks with and without a key, and members of a
+    TicketQueue. Processes are killed all the time. The power of a client is cut and comes back. The
+    power of the server is cut twice. A client is cut off for longer than the server keeps the
+    client's locks. The phase proves what hosts.py proves in storms, and more. No call raises an
+    OSError, because hard mounts wait. (A ticket may be passed over, which raises a
+    FemtoQueueError.) No payload is delivered if its push raised an error. No worker gets LeaseLost
+    before the deadline of its lease, or from a call that settled the task. Both clients see the
+    files that are on the server's disk. A client loses its locks, without being told, if it is cut
+    off, or if it reaches a rebooted server too late, after the grace time. Then a key may have two
+    tasks. One of the two tasks becomes a dead letter, which is reported and is no failure.
   - replay: The server carries out one request, and its power is cut before the client gets the
     reply. The client sends the request again. The server has forgotten the first request and
     answers that the file does not exist. Each call must return as if nothing had happened.
@@ -76,7 +77,7 @@ TOOLS = (machines.QEMU, "busybox", "modprobe", "mkfs.ext4", *CLIENT_TOOLS)
 SERVER, CLIENTS = 9, (1, 2)
 DISK_BYTES = 1 << 30
 GRACE_S = 10  # the server's grace time, and the length of its leases
-KEYS_S = 25.0  # a call takes a hundred times as long here as on a real machine
+KEYS_S = 25.0  # of the phase keys: long, as a call takes 100 times as long as on a real machine
 HOME = "/femtoqueue"  # the directory of the project in a machine
 TEXTS = {
     "/etc/exports": f"{BRICK} 10.77.0.0/24(rw,sync,no_root_squash,no_subtree_check)\n",
@@ -180,7 +181,7 @@ class Lab:
     def keep_statd(self, number: int) -> None:
         """Save the files of a client's rpc.statd, for the next boot.
 
-        Other clients have these files on a disk, but a client here has no disk. After a reboot
+        A real client has these files on its disk, but a client here has no disk. After a reboot
         rpc.statd reads the files and tells the NFS 3 server to drop the locks of this client.
         """
         if self.version == "3":
@@ -199,7 +200,7 @@ class Lab:
             os.close(fd)
 
     def count_lost_bricks(self) -> int:
-        """Return 0: there are no bricks. See hosts.Cluster."""
+        """Return 0: only GlusterFS reports lost bricks. See hosts.Cluster."""
         return 0
 
     wait_until = hosts.Cluster.wait_until
@@ -222,7 +223,7 @@ class Trap:
         if source == SERVER:
             answer = tcp_payload(frame)
             if self.xid and answer[4:12] == self.xid + b"\0\0\0\1":
-                if any(answer[28:32]):  # an error: the server tells the client to retry later
+                if any(answer[28:32]):  # an error, "retry later": wait for the next call
                     self.xid = b""
                 else:
                     self.caught.set()
@@ -266,9 +267,10 @@ class Parts:
 def nfs_call(payload: bytes) -> str:
     """Return "rename <old> <new>" or "remove <name>" if a segment begins with such a call, else "".
 
-    A call consists of length, xid, 0, 2, program 100003, version, procedure, credentials and
-    verifier (RFC 5531). In version 3, a file handle and a name follow, twice for a rename (RFC
-    1813). In version 4, a sequence of operations follows, each with its arguments (RFC 8881).
+    A call consists of length, xid, 0 (a call), 2 (the version of RPC), program 100003
+    (NFS), version of NFS, procedure, credentials and verifier (RFC 5531). In version 3, a file
+    handle and a name follow, twice for a rename (RFC 1813). In version 4, a sequence of operations
+    follows, each with its arguments (RFC 8881).
     """
     if payload[8:20] != struct.pack(">III", 0, 2, 100003):
         return ""
@@ -316,7 +318,8 @@ class Guest(machines.Guest):
 # Scripts. A line is a call on client a or b; after "=>" stands the repr() of the result, or the
 # name of the exception that the call must raise. `a&` begins a call and does not wait; `a=` waits
 # for it. `cut <pattern>` applies to the next call: when the server has carried out the request that
-# matches the pattern, its reply is dropped, and the server's power is cut.
+# matches the pattern, its reply is dropped, and the server's power is cut. After `# ` stands a
+# title. In REPLAYS each title begins a script, and `## ` begins a group of scripts (see replays()).
 
 BASIC = r"""
 # a time
@@ -536,7 +539,7 @@ class Stage(hosts.Stage):
     cluster: Any  # a Lab
     bricks = (SERVER,)
     no_errors = True
-    tail_s = GRACE_S + 5.0  # the server grants no new lock during its grace time
+    tail_s = GRACE_S + 5.0  # longer than the grace time, in which the server grants no new lock
 
     def __init__(self, lab: Lab, seed: int, phase: str) -> None:
         log = f"/proc/self/fd/{machines.memory_file(phase)}"
@@ -557,7 +560,8 @@ class Stage(hosts.Stage):
 
     def cut_power(self, number: int) -> None:
         """Cut the power of a client, on which actors run."""
-        self.cluster.keep_statd(number)  # takes a while, so before the log says "killed"
+        # This takes a while, in which the actors go on. So it comes before the "killed" in the log.
+        self.cluster.keep_statd(number)
         for name, (host, actor, _) in list(self.running.items()):
             if host.number == number:
                 self.note("killed", name)
@@ -586,7 +590,8 @@ class Stage(hosts.Stage):
     def note_lost_locks(self, number: int) -> None:
         """Ask the kernel of a client whether the client has lost its locks, and log that.
 
-        A client loses its locks if it was cut off, or came back after the server's grace time.
+        A client loses its locks if it was cut off, or if it reached a rebooted server too late,
+        after the grace time.
         """
         found = "dmesg | grep -c 'lost .* locks' || true"
         count = int(self.cluster.machines[number].run("sh", "-c", found))

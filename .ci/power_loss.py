@@ -52,8 +52,8 @@ from femtoqueue import FemtoQueue
 from test import on_boot
 
 FICLONE = 0x40049409
-# Size in MiB, command to make it, mount options. With commit=3600 the kernel writes only what
-# fsync() asks for.
+# Size in MiB, command to make it, mount options. With commit=3600 the kernel commits the journal
+# during a life only if fsync() asks for this.
 FILE_SYSTEMS = {
     "ext4": (64, "mkfs.ext4 -q -F", "commit=3600"),
     "xfs": (320, "mkfs.xfs -q -f", "nouuid"),
@@ -81,8 +81,8 @@ def clone(source: str, target: str) -> None:
 
 
 class Work:
-    """The life on the file system whose power is cut. When the life pushes a payload of a key, no
-    task of that key is in flight."""
+    """The life on the file system whose power is cut. The life settles each task before it makes
+    the next step. So no task is in flight when the life pushes a payload of a key."""
 
     def __init__(self, path: str, seed: int, sync: bool) -> None:
         self.path, self.seed, self.sync = path, seed, sync
@@ -122,7 +122,8 @@ class Work:
         with on_boot("the next boot"), faults.made_up("next") as clock:
             clock.advance(faults.AN_HOUR_S + faults.LATER_S)
             q = self.make("n1")
-            found = faults.found_in(q)  # a push_many() that was under way may leave torn tasks
+            # A push_many() that was under way may leave torn tasks. found_in() leaves them out.
+            found = faults.found_in(q)
             if self.sync:
                 ledger = self.agreeing(notes, certain, found)
             else:

@@ -17,8 +17,9 @@ program disturbs the processes:
 Each process writes a line to the log before and after each call: see actors.py and verdict.py.
 After the storm, workers drain the queue undisturbed. Then this must hold:
 
-    found      Each acknowledged task is in done/ or failed/, once, with its bytes. No other task is
-               there: none that was never pushed, and none whose push() raised an error.
+    found      Each acknowledged task is in done/ or failed/, once, with its bytes. If a process was
+               killed in push(), its task may be there, too. A task is not there if nobody pushed
+               it, or if its push() raised an error.
     settled    Each task ends once. A task whose done() or fail() returned is in done/ or failed/
                and was not delivered again. No worker got LeaseLost before its deadline.
     held       During a lease no other worker had the same task, or another task of its key.
@@ -128,12 +129,12 @@ class Role(Actor):
     calm: bool = False
 
     def run(self, fd: int) -> None:
-        self.held_jobs = threading.Event()
-        signal.signal(signal.SIGTERM, lambda *_: self.held_jobs.set())
+        self.stopping = threading.Event()
+        signal.signal(signal.SIGTERM, lambda *_: self.stopping.set())
         super().run(fd)
 
     def is_over(self) -> bool:
-        return self.held_jobs.is_set()
+        return self.stopping.is_set()
 
     def step(self) -> float | None:
         began_s = self.now_s()
@@ -147,8 +148,9 @@ class Role(Actor):
         """Log the error of a full disk or a key in flight, and pause. Raise any other OSError."""
         if isinstance(error, OSError) and error.errno != errno.ENOSPC:
             raise error
-        # A synced push that raises ENOSPC removes its task again, unless a worker has claimed the
-        # task meanwhile. Logged as "kept", the payload does not count as refused.
+        # A synced push that raises ENOSPC removes its task again. But if a worker has claimed the
+        # task meanwhile, the task stays. So this error is logged as an error of the call "kept":
+        # verdict.py counts a payload as refused only after an error of the call "push".
         call = "kept" if what == "push" and self.sync else what
         self.note("error", call, which, began_s, getattr(error, "errno", 0), what)
         time.sleep(0.02 if what == "push" else 0.05)
@@ -197,8 +199,8 @@ class Role(Actor):
 
     def work(self) -> float:
         """Call work(), which returns after SIGTERM or SIGINT; then end."""
-        self.q.work(self.handle, concurrency=self.chance.choice((1, 3)), stop=self.held_jobs)
-        self.held_jobs.set()
+        self.q.work(self.handle, concurrency=self.chance.choice((1, 3)), stop=self.stopping)
+        self.stopping.set()
         return 0
 
     def handle(self, task: FemtoTask) -> None:
@@ -280,7 +282,7 @@ def run_process(storm: Storm, name: str, slot: int) -> None:
 
 @dataclass
 class Process:
-    """A process of the storm that has not been waited for."""
+    """A process of the storm that os.waitpid() has not returned yet."""
 
     pid: int
     name: str
@@ -341,7 +343,8 @@ class Storm(Noter):
         except KeyboardInterrupt:
             pass
         except BaseException as error:
-            if getattr(error, "errno", None) != errno.ENOSPC:  # the disk is full at the start
+            # ENOSPC is no crash: the disk was full when the process started.
+            if getattr(error, "errno", None) != errno.ENOSPC:
                 self.note("crashed", ascii(traceback.format_exc()))
         finally:
             os._exit(0)
@@ -370,8 +373,8 @@ class Storm(Noter):
     # Disturbances
 
     def victim(self) -> Process:
-        """Return a random process. The command line is chosen less often, because it needs longer
-        to start than other processes live."""
+        """Return a random process. The start of a command line takes longer than the usual life of
+        the other processes. So command lines are chosen less often."""
         process = self.chance.choice(self.processes)
         if SLOTS[process.slot] == "command" and self.chance.random() < 0.7:
             return self.chance.choice(self.processes)
@@ -555,8 +558,9 @@ def role_of(actor: str) -> str:
 class History(verdict.Events):
     """The events of the log, with the disturbances of the storm.
 
-    For a delivery by work() or the command line, the log does not say when pop() began. The lease
-    is assumed to last for LEASE_S from an estimated time on.
+    For a delivery by work() or the command line, the log does not say when pop() began. read_got()
+    estimates this time: 1 or 3 s before the line in the log, or earlier if the process was stopped.
+    The lease is assumed to last for LEASE_S from then on.
     """
 
     skew_s = 0.0
@@ -629,7 +633,8 @@ class History(verdict.Events):
 
     def is_excused_pair(self, first: Delivery, second: Delivery) -> bool:
         """Return whether the second delivery was logged only after its own lease had ended, or
-        after its worker had died. A CMD may start after its worker was killed."""
+        after its worker had died. For the command line, the CMD logs the delivery, and the CMD may
+        start after its worker was killed."""
         return second.got_s >= self.held_until_s(second)
 
     def read_wall(self, at: float, _: str, wall_s: float) -> None:
@@ -656,8 +661,8 @@ class History(verdict.Events):
             self.interrupts.append(at)
 
     def awake_since(self, who: str, from_s: float, to_s: float) -> float:
-        """Return `from_s`; or, if the process was stopped between the two times, the begin of the
-        stop less SLACK_S, if that is earlier."""
+        """Return `from_s` if the process was not stopped between the two times. If it was stopped,
+        return the earlier of two times: `from_s`, and SLACK_S before the begin of the stop."""
         spans = [stop for stop in self.stops[who] if stop[0] < to_s and stop[1] > from_s]
         return min([from_s, *(stop[0] - SLACK_S for stop in spans)])
 
@@ -734,7 +739,8 @@ def check_due(history: History) -> Iterator[str]:
     pushes = [it for it in history.tried.values() if it.key == "-" and it.due_s is not None]
     timed = [(it.ident, it.began_s, it.due_s or 0) for it in pushes if it.ident]
     for ident, from_s, due_s in (*timed, *history.released):
-        # The process that moved the task to pending/ may have read the clock and then been stopped.
+        # The process that moved the task to pending/ may have read the clock 0.2 s before `from_s`,
+        # or earlier if it was then stopped. So what the clock showed since then counts, too.
         awake_s = [history.awake_since(who, from_s - 0.2, from_s) for who in history.stops]
         since_s = min([from_s - 0.2, *awake_s])
         for it in history.deliveries[ident]:
@@ -775,8 +781,8 @@ def check_found(
             if name in found or task.id in states:
                 yield f"{name} is there twice, as {task.id} and {found.get(name)}"
             found[name], states[task.id] = task.id, state
-            # A task without a reason is right: the worker was killed before it wrote the reason,
-            # or the disk was full.
+            # A dead letter without a reason is allowed: the worker may have been killed before it
+            # wrote the reason, or the disk was full.
             if task.error and not any(reason in task.error for reason in REASONS):
                 yield f"{task.id} failed: {task.error}"
     for name in found:

@@ -1,9 +1,9 @@
 """Read the log of the actors of storm.py, hosts.py and nfs.py, and check it against the promises.
 
 Events reads the log: the deliveries, pushes, look-ups and turns. Its methods tell until when a
-worker surely held a lease, and when the cluster was calm. They also tell which faults the file
-system may have caused: such faults are counted in `excused`, and are no failure. The functions
-below Events yield the other faults.
+worker surely held a lease, and when the cluster was calm. They also tell for which broken promises
+the file system may be the reason: these are counted in `excused`, and are no failure. The functions
+below Events yield the other broken promises.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LEASE_MS = 5000  # timeout_stale_ms of all workers
 SKEW_S = 0.1  # the largest difference between the clocks of two hosts
 # The longest time that a call may take while the cluster is calm. In nfs.py, calls of 23 s were
 # seen: eight processes on emulated processors wait for the lock of one key. When a process unlocks
-# the key, waiting processes on the same host notice that first.
+# the key, waiting processes on the same host notice that first. So the other host may wait long.
 LONGEST_CALL_S = 40.0
 LOOK_UPS = ("contains", "peek", "take")
 
@@ -37,8 +37,8 @@ LOOK_UPS = ("contains", "peek", "take")
 
 @dataclass
 class Delivery:
-    """A lease of a task. It began at got_s, when pop() returned; see Events.held_until_s() for its
-    end."""
+    """A lease of a task. pop() was called at began_s and returned at got_s. The lease counts from
+    got_s on; see Events.held_until_s() for its end."""
 
     actor: str
     id: str
@@ -238,8 +238,8 @@ class Events:
         """Return whether GlusterFS may be the reason that a worker ended the delivery `first` after
         another delivery, `second`, had begun.
 
-        The cluster was not calm, so that the name of the worker's lease could come back. And the
-        delivery `second` was over, but not by done().
+        Then the cluster was not calm, so that the name of the worker's lease could come back. And
+        before the worker ended `first`, the delivery `second` was over, but not by done().
         """
         is_over = min(second.ended_s, self.gone_s(second.actor)) < first.called_s
         is_calm = self.is_calm(second.began_s, first.called_s)
@@ -284,7 +284,8 @@ class Events:
         return self.tried[it.name].ended_s < by.began_s
 
     def must_be_seen(self, push: Push) -> bool:
-        """Return whether an acknowledged payload of a key, or a newer one, must be delivered."""
+        """Return whether an acknowledged payload of a key, or a newer one, must be delivered. This
+        is always so here; in storm.py there is an exception."""
         return True
 
     def is_split(self, old: Delivery, new: Delivery) -> bool:
@@ -384,8 +385,8 @@ def not_fenced(events: Events) -> Iterator[str]:
     """Yield each call that settled a task after another delivery had begun, and each delivery of a
     task after a done() or fail() of the task.
 
-    Events.may_end_late() tells which of these calls are excused. Such a delivery is excused on
-    GlusterFS, unless all earlier deliveries of the task ended while the cluster was calm.
+    Events.may_end_late() tells which of the calls are excused. A delivery after done() or fail() is
+    excused on GlusterFS if the cluster was not calm during an earlier delivery of the task.
     """
     for ident, deliveries in events.deliveries.items():
         for first, second in itertools.combinations(deliveries, 2):
@@ -667,8 +668,8 @@ def lost_early(events: Events) -> Iterator[str]:
 
 def not_refused(events: Events) -> Iterator[str]:
     """Yield the calls of done() by `hold` actors that took effect though other actors had got the
-    task. The host of a `hold` actor was cut off. If the actor's call hung so long that no other
-    actor got the task, a late done() is right."""
+    task. The host of a `hold` actor was cut off. If no other actor got the task, for example
+    because a call hung, a late done() is right."""
     for it in events.all_deliveries():
         if it.actor.startswith("hold"):
             others = [d for d in events.deliveries[it.id] if it.got_s < d.got_s < it.ended_s]
@@ -721,8 +722,9 @@ def judge(
 ) -> None:
     """Check the log, the files that are left, and the reasons of dead letters.
 
-    `found` adds what is wrong by other checks, by broken promise. With `no_errors`, no call may
-    raise an OSError, even while the cluster is not calm. Raises Violation if a promise is broken.
+    `found` has the results of other checks: what is wrong, by broken promise. With `no_errors`, no
+    call may raise an OSError, even while the cluster is not calm. Raises Violation if a promise is
+    broken.
     """
     report(events)
     faults = {
