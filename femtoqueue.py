@@ -1856,20 +1856,21 @@ class _Files:
         push() has not returned. Its record is whole, unless power is lost, too (room 4)."""
         payload = data if type(data) is bytes else _as_bytes(data)
         header = _header(payload)
-        source, sync_dir = f"creating/{new_name}", False
+        source, sync_dir, is_in_place = f"creating/{new_name}", False, False
         if sync is None:
             sync = sync_dir = self.is_durable
         fd = os.open(self.root + source, _CREATE_FLAGS, 0o666)
         try:
             try:
                 _write_record(fd, header, payload)
-                if sync and self.syncs_after_rename:
-                    self.put_in_place(source, path)
                 if sync:
+                    if self.syncs_after_rename:
+                        self.put_in_place(source, path)
+                        is_in_place = True
                     os.fsync(fd)
             finally:
                 os.close(fd)
-            if not (sync and self.syncs_after_rename):
+            if not is_in_place:
                 self.put_in_place(source, path)
             if sync_dir:
                 self.sync_dir(os.path.dirname(path))

@@ -34,7 +34,7 @@ import test
 
 LIMITS = {
     "tokens of code": 42_688,
-    "lines of code": 4_751,
+    "lines of code": 4_752,
 }
 DOORS = {  # names of annexes that rooms above them may use
     *("_Inspector", "_Processing", "_WorkerPool", "_open_files"),
