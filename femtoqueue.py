@@ -1305,14 +1305,13 @@ def _finish_read(fd: int, head: bytes, ident: str) -> _Record:
 #   lock for ever. These calls wait for the lock: push() and schedule() with such a key, contains(),
 #   and peek() by key. These wait for it, too, if the task has such a key: take(), done(), fail(),
 #   release(), extend(), checkpoint(), retry(), the beginning and the end of processing(), and the
-#   quarantine by check(repair=True). If close() or a cancellation ends a wait that has just found
-#   such a task, the task is put back. This step needs the lock, too, and blocks until it is free.
-#   A pop() claims such a task without the lock, but then waits for the lock if the task becomes a
-#   dead letter, if a newer payload is behind the task, or if keys/<hash> does not name the task.
-#   (On file systems of several hosts, each pop() of such a task waits.)
-#   Housekeeping jobs, take_async() and the thread that renews leases only try to take the lock
-#   (wait=False). A thread that holds such a lock takes no second one, unless a signal handler of
-#   the program uses the queue.
+#   quarantine by check(repair=True). If close() ends a wait that has just found such a task, the
+#   thread waits for the lock, and puts the task back. A pop() claims such a task without the lock,
+#   but then waits for the lock if the task becomes a dead letter, if a newer payload is behind the
+#   task, or if keys/<hash> does not name the task. (On file systems of several hosts, each pop() of
+#   such a task waits.) Housekeeping jobs, coroutines and the thread that renews leases only try to
+#   take the lock (wait=False). A thread that holds such a lock takes no second one, unless a signal
+#   handler of the program uses the queue.
 # - _Worker.lock (10) is held while a task is claimed, renewed, settled or reclaimed, and while a
 #   job runs. _LeaseDir, _Backlog, _Housekeeper and _LeaseRenewer have this same lock under the name
 #   `_lock`. A thread that holds this lock may try to take locks/NN, but does not wait for it. The
@@ -5609,30 +5608,34 @@ class _Waits:
                 self._lease_dir.give_up()
         return None
 
-    def hand_over(self, found: _Found | None) -> _Found | None:
+    def hand_over(self, found: _Found | None, wait: bool = True) -> _Found | None:
         """Return what a look found. This is the last step before the caller of the wait gets the
         result. If the result is a task, the delivery to the caller begins here.
 
         Returns None if a reclaim came first: that of close() in another thread, or that of a job
         after the deadline. If the reclaim could not move the task, for example because the lock of
-        the task's key was busy, this method puts the task back."""
+        the task's key was busy, this method puts the task back. wait: as in _give_back()."""
         if isinstance(found, FemtoTask) and not self._lease_dir.undelivered.pop(found.path, ""):
-            self._give_back(found)
+            self._give_back(found, wait)
             return None
         return found
 
-    def _give_back(self, found: object) -> None:
+    def _give_back(self, found: object, wait: bool = True) -> None:
         """Put a task back, uncounted, because the wait that found the task has ended. If the task
-        cannot be put back now, the reclaim job puts the task back later."""
+        cannot be put back now, the reclaim job puts the task back later.
+
+        wait: wait for the lock of the task's key. A coroutine does not wait, because another
+        process may be stopped while it holds the lock: the event loop would stand still."""
         # In a forked child the task belongs to the parent: do nothing.
         if not isinstance(found, FemtoTask) or os.getpid() != self._pid:
             return
         self._lease_dir.orphans.setdefault(found.path, _lease_of(found).source)
         try:
-            with self._worker.keys.lock_of(found.id), self._worker.lock:
+            with self._worker.keys.lock_of(found.id, wait), self._worker.lock:
                 self._worker.reclaim(found.path)
         except OSError as error:
             _log().warning("task %s is given back later: %s", found.id, error)
+            self._worker.house.reclaiming.sooner(_LOOK_INTERVAL_S)
 
     @contextmanager
     def _watcher(self, close_count: int) -> Iterator[_Watcher]:
@@ -5690,12 +5693,12 @@ class _Waits:
                 else:
                     threading.Thread(target=self._serve, daemon=True).start()
                     self._is_serving = True
-            return self.hand_over(await asyncio.wrap_future(request.answer))
+            return self.hand_over(await asyncio.wrap_future(request.answer), wait=False)
         except BaseException:  # the coroutine was cancelled, or the answer is an exception
             # RACE: the thread sets a task as the answer before the cancel() of the answer here.
             # Then put that task back.
             if not request.answer.cancel() and request.answer.exception() is None:
-                self._give_back(request.answer.result())
+                self._give_back(request.answer.result(), wait=False)
             raise
         finally:
             timer.cancel()

@@ -7542,12 +7542,10 @@ class Coroutines(QueueCase, unittest.IsolatedAsyncioTestCase):
         attempts = {task.attempts for task in iter(other.pop, None)}
         self.assertEqual(attempts, {1}, "a delivery to a cancelled wait was counted")
 
-    @FORK
-    async def test_forked_child_does_not_give_back_the_task_of_its_parents_wait(self) -> None:
-        # RACE: the process forks when a task was found for a wait, but not yet returned. The child
-        # cancels its copy of the wait when the child ends. The parent keeps the lease.
-        q, answered, loop = self.queue(), threading.Event(), asyncio.get_running_loop()
-        q.push(b"x")
+    async def answered(self, wait: Any) -> asyncio.Future[Any]:
+        """Start a wait for a task that is there. Return the future of the wait when the task was
+        found, but not yet returned."""
+        answered, loop = threading.Event(), asyncio.get_running_loop()
         tell = loop.call_soon_threadsafe
 
         def told(*args: Any) -> Any:
@@ -7555,9 +7553,35 @@ class Coroutines(QueueCase, unittest.IsolatedAsyncioTestCase):
             return tell(*args)
 
         with mock.patch.object(loop, "call_soon_threadsafe", told):
-            waiter = asyncio.ensure_future(q.pop_async())
+            waiter: asyncio.Future[Any] = asyncio.ensure_future(wait)
             await asyncio.sleep(0)
             answered.wait(PATIENCE_S)  # the loop does not run meanwhile
+        return waiter
+
+    async def test_cancelled_wait_does_not_block_the_loop_while_the_key_is_locked(self) -> None:
+        """If a wait is cancelled just after its task was found, and another process holds the lock
+        of the key, the event loop runs on, and the task goes back later, uncounted."""
+        q = self.queue(timeout_stale_ms=None)
+        q.push(b"x", key="k")
+        waiter = await self.answered(q.take_async("k"))
+        locked = self.locked("k")
+        unlocking = threading.Timer(PATIENCE_S, locked.close)
+        unlocking.start()
+        waiter.cancel()
+        await asyncio.wait([waiter])
+        self.assertEqual((waiter.cancelled(), locked.closed), (True, False))
+        unlocking.cancel()
+        locked.close()
+        task = await asyncio.to_thread(popped, q, PATIENCE_S)
+        self.assertEqual((task.data, task.attempts), (b"x", 1))
+
+    @FORK
+    async def test_forked_child_does_not_give_back_the_task_of_its_parents_wait(self) -> None:
+        # RACE: the process forks when a task was found for a wait, but not yet returned. The child
+        # cancels its copy of the wait when the child ends. The parent keeps the lease.
+        q = self.queue()
+        q.push(b"x")
+        waiter = await self.answered(q.pop_async())
         pid = os.fork()
         if pid == 0:
             waiter.cancel()

@@ -732,8 +732,11 @@ a task found by a wait is put back uncounted if the caller does not get it | Int
 +        if self.hand_over(found) is not None or time.monotonic() >= end_s:
 +            return found
 a task found by a coroutine goes back uncounted if the caller does not get it | InterruptedDelivery
--            return self.hand_over(await asyncio.wrap_future(request.answer))
+-            return self.hand_over(await asyncio.wrap_future(request.answer), wait=False)
 +            return await asyncio.wrap_future(request.answer)
+a cancelled coroutine does not wait for the lock of a key | Coroutines hangs
+-            with self._worker.keys.lock_of(found.id, wait), self._worker.lock:
++            with self._worker.keys.lock_of(found.id), self._worker.lock:
 a claim that is lost does not touch another worker's claim of the same task | Races hangs
 -        self.undelivered.pop(path, None)
 +        self.undelivered.clear()
