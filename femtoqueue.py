@@ -3271,8 +3271,8 @@ class _Job:
     # All times are of the monotonic clock. The job runs next at _next_s, or at _sooner_s if
     # sooner() asked for an earlier run. rest_end_s is the end of the pause after a long run.
     # sooner() does not look at rest_end_s, and may end this pause early. A caller that may ask for
-    # a run again and again, for the same reason, should look at rest_end_s first, or call sooner()
-    # with a pause. Otherwise, the job would run all the time.
+    # a run again and again, for the same reason, should look at rest_end_s first, or pass
+    # sooner() more than 0 seconds. Otherwise, the job would run all the time.
     _next_s = _sooner_s = 0.0
     rest_end_s = 0.0
     error: OSError | None = None
@@ -4518,8 +4518,8 @@ class FemtoQueue:
             path = self._worker.keys.path_of(_encode_key(key))
             entry = _parse(*path.split("/")) if path else None
         else:
-            # A task that moves during the search usually moves to a state that is searched later,
-            # because this is the usual order of the moves. So the search finds the task there.
+            # The states are searched in the order in which a task usually moves. So the search
+            # usually finds a task that moves meanwhile, in a state that is searched later.
             entry = self._files.find_id(_check_id(id), "keys", *_LIVE, *_ENDED)
         return entry and self._read_entry(entry)
 
@@ -7848,9 +7848,9 @@ def _shell_words(names: Iterable[str]) -> list[str]:
     on to CMD. `names` are the names of these variables.
 
     /bin/sh may be dash, which drops a variable whose name has other characters than ASCII letters,
-    digits and "_". Examples are "a.b", and "BASH_FUNC_f%%", a function that bash has exported. For
-    such names, use bash, which passes the variables on. With -p, bash neither runs $BASH_ENV nor
-    defines such functions. If bash is not installed, use /bin/sh all the same."""
+    digits and "_". Examples are "a.b", and "BASH_FUNC_f%%", in which bash exports a function
+    f. For such names, use bash, which passes the variables on. With -p, bash neither runs $BASH_ENV
+    nor defines the exported functions. If bash is not installed, use /bin/sh all the same."""
     import shutil
 
     bash = None
@@ -8143,9 +8143,9 @@ def _job_processes(leaders: Iterable[int], known: Iterable[_JobProcess] = ()) ->
         if member.pid in leaders or session in leaders or member in known:
             found.add(member)
     # This worker may itself be a process of another worker's job, and have the variables of that
-    # job. If, for example, this worker works on a copy of the other worker's queue, a leader that
-    # this worker started may have the same variables. This worker must not count as a daemon of its
-    # own job, so the variables of this worker are subtracted.
+    # job. A leader that this worker started may have the same variables, for example if this
+    # worker works on a copy of the other worker's queue. This worker must not count as a daemon of
+    # that leader's job, so the variables of this worker are subtracted.
     tries = {*map(_task_variables, leaders)} - {frozenset(), _task_variables(os.getpid())}
     if tries and not known:
         every = itertools.chain.from_iterable(children.values())
@@ -9019,7 +9019,7 @@ def _fields(row: dict[str, Any]) -> list[str]:
 @_command(
     _argument("payloads PAYLOAD", "a task", nargs="*", default=()),
     _argument("--lines", "push each line of standard input"),
-    _argument("-0 --null", "push each piece of standard input between zero bytes"),
+    _argument("-0 --null", "push each piece of standard input, split at zero bytes"),
     _argument("--delay TIME", "the task is due after TIME, not at once", "when"),
     _argument("--at WHEN", f"due at {_TIMES}", "when"),
     _argument("--key KEY", "replace the payload of this key's task, if one waits"),
