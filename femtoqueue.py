@@ -3382,8 +3382,8 @@ class _Housekeeper:
             return bool(jobs)
 
     def _date_was_set(self) -> bool:
-        """Return whether the wall clock was set since the last call. Then other tasks may be due
-        now."""
+        """Return whether the wall clock was set since the last call. If so, tasks may be due
+        now that were not due before."""
         before_s, self._date_s = self._date_s, time.time() - time.monotonic()
         return abs(self._date_s - before_s) > _STEP_S
 
@@ -4302,9 +4302,10 @@ class FemtoQueue:
         OSError of pop() or of the end of a delivery also ends the loop, and is raised when the
         running handlers have finished. If a signal came, too, the OSError is only logged.
 
-        Trouble with a single task (see pop()) is logged, and work() takes the next task. An error
-        of this kind is raised only if every attempt to take a task has met such trouble for more
-        than 30 seconds, and no handler is running.
+        But if pop() met trouble with a single task (the error has a `task_id`, see pop()), the
+        error is only logged, and work() takes the next task. Such an error is raised only if every
+        attempt to take a task has failed in this way for more than 30 seconds, and no handler is
+        running.
 
         On disk: each task is where done(), fail() or release() put it.
         """
@@ -5944,8 +5945,8 @@ class _LeaseRenewer:
                 self._worker.renew(task, wait=False)
                 return
             except LeaseLost:
-                # The end of the block will raise LeaseLost, so do not log it here. Or RACE: the
-                # block itself has just ended the delivery. Then nothing is wrong.
+                # Do not log this. Usually the end of the block will raise LeaseLost. Or RACE: the
+                # block itself has just ended the delivery, and nothing is wrong.
                 self.remove(task)
                 return
             except BlockingIOError:
@@ -7979,7 +7980,7 @@ class _Process:
         if background programs of the job still run. But if CMD failed and this worker was told
         to stop, or if this worker had to terminate the job (_end_now), the job is over only when
         its last process has ended (_CommandPool._follow).
-    woken: set when the process has ended, and when a relay of its output has ended.
+    woken: set when either the process or a relay of its output has ended.
     """
 
     def __init__(self, popen: Any) -> None:
