@@ -5625,8 +5625,9 @@ class _Waits:
         """Put a task back, uncounted, because the wait that found the task has ended. If the task
         cannot be put back now, the reclaim job puts the task back later.
 
-        wait: wait for the lock of the task's key. A coroutine does not wait, because another
-        process may be stopped while it holds the lock: the event loop would stand still."""
+        wait: wait for the lock of the task's key. A coroutine passes False, because another process
+        may be stopped while it holds the lock, and the event loop would stand still. If the lock is
+        not free, a thread of its own waits."""
         # In a forked child the task belongs to the parent: do nothing.
         if not isinstance(found, FemtoTask) or os.getpid() != self._pid:
             return
@@ -5635,8 +5636,10 @@ class _Waits:
             with self._worker.keys.lock_of(found.id, wait), self._worker.lock:
                 self._worker.reclaim(found.path)
         except OSError as error:
-            _log().warning("task %s is given back later: %s", found.id, error)
-            self._worker.house.reclaiming.sooner(_LOOK_INTERVAL_S)
+            if isinstance(error, BlockingIOError) and not wait:
+                threading.Thread(target=self._give_back, args=(found,), daemon=True).start()
+            else:
+                _log().warning("task %s is given back later: %s", found.id, error)
 
     @contextmanager
     def _watcher(self, close_count: int) -> Iterator[_Watcher]:
@@ -7226,8 +7229,9 @@ class _SharedFiles(_Files):
         if _stamp_of(lease) > self.clock.now_ns():
             return
         ours, ident = self.lstat(lease), _id_of(lease)
-        leases = (it.stamp_ns for it in self.find("inflight") if it.id == ident)
-        if self._is_at(ours, f"done/{ident}") or max(leases, default=0) > _stamp_of(lease):
+        # In this order, the task is not missed if the other worker finishes it meanwhile.
+        stamps = [it.stamp_ns for it in self.find("inflight") if it.id == ident]
+        if max(stamps, default=0) > _stamp_of(lease) or self._is_at(ours, f"done/{ident}"):
             raise _os_error(errno.ENOENT, self.root + lease)
 
     def _is_at(self, ours: os.stat_result, path: str) -> bool:

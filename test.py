@@ -7560,8 +7560,8 @@ class Coroutines(QueueCase, unittest.IsolatedAsyncioTestCase):
 
     async def test_cancelled_wait_does_not_block_the_loop_while_the_key_is_locked(self) -> None:
         """If a wait is cancelled just after its task was found, and another process holds the lock
-        of the key, the event loop runs on, and the task goes back later, uncounted."""
-        q = self.queue(timeout_stale_ms=None)
+        of the key, the event loop runs on. When the lock is free, the task goes back, uncounted."""
+        q, other = self.queue(timeout_stale_ms=None), self.queue("n2", timeout_stale_ms=None)
         q.push(b"x", key="k")
         waiter = await self.answered(q.take_async("k"))
         locked = self.locked("k")
@@ -7572,7 +7572,7 @@ class Coroutines(QueueCase, unittest.IsolatedAsyncioTestCase):
         self.assertEqual((waiter.cancelled(), locked.closed), (True, False))
         unlocking.cancel()
         locked.close()
-        task = await asyncio.to_thread(popped, q, PATIENCE_S)
+        task = await asyncio.to_thread(popped, other, PATIENCE_S)
         self.assertEqual((task.data, task.attempts), (b"x", 1))
 
     @FORK

@@ -815,11 +815,11 @@ a late worker is fenced although the name of its lease came back | Healed
 -        if _stamp_of(lease) > self.clock.now_ns():
 +        if True:
 another worker's lease of a task fences a late worker | Healed
--        if self._is_at(ours, f"done/{ident}") or max(leases, default=0) > _stamp_of(lease):
+-        if max(stamps, default=0) > _stamp_of(lease) or self._is_at(ours, f"done/{ident}"):
 +        if self._is_at(ours, f"done/{ident}"):
 a late worker can end its delivery if no other worker got the task | Healed
--        if self._is_at(ours, f"done/{ident}") or max(leases, default=0) > _stamp_of(lease):
-+        if ours.st_nlink > 1 or max(leases, default=0) > _stamp_of(lease):
+-        if max(stamps, default=0) > _stamp_of(lease) or self._is_at(ours, f"done/{ident}"):
++        if max(stamps, default=0) > _stamp_of(lease) or ours.st_nlink > 1:
 a sync of a file that another host moved is not an error | Healed
 -    sync_file = _afresh(_Files.sync_file)
 +    _sync = _afresh(_Files.sync_file)
