@@ -7236,9 +7236,7 @@ class _SharedFiles(_Files):
 
     def _is_at(self, ours: os.stat_result, path: str) -> bool:
         """Return whether a file is also at `path`. `ours`: what lstat() returned for the file."""
-        with suppress(FileNotFoundError):
-            return os.path.samestat(ours, self.lstat(path))
-        return False
+        return self.exists(path) and os.path.samestat(ours, self.lstat(path))
 
     # Moving
 
@@ -7306,7 +7304,7 @@ class _SharedFiles(_Files):
         is_ours = _state_of(source) == "creating"
         if not target or (is_ours and _wall_ns() < before.st_mtime_ns + _LEFTOVER_NS // 2):
             return True
-        return self.exists(target) and self.lstat(target).st_ino == before.st_ino
+        return self._is_at(before, target)
 
     def shrink(self, directory: str, new_name: str) -> None:
         """Do nothing. If the directory were replaced, other hosts might look into the old one for a

@@ -2301,9 +2301,9 @@ class LostReply(QueueCase):
 
     def test_missing_file_is_an_error_on_glusterfs(self) -> None:
         """On GlusterFS, a rename that reports a missing file has failed."""
-        # GlusterFS never sends a request twice, so the error is true: another host was faster. What
-        # the disk shows does not count: after a network failure, a replica may show the failed
-        # rename as carried out.
+        # GlusterFS never sends a request twice, so the error is true: another host was faster.
+        # The files on the disk do not count: after a network failure, a replica may show the
+        # failed rename as carried out.
         self.patched(on_file_system(FUSE))
         q = self.queue()
         with self.lost_reply(), self.assertRaises(FileNotFoundError):
@@ -3643,9 +3643,9 @@ class TwoMounts(QueueCase):
         """If a client has its turn with a number, a local process that drew the same number has no
         turn."""
         # RACE: the local process draws a number. Then a client opens the line, draws the same
-        # number and has its turn. Of two tickets with the same number, the ticket whose boot sorts
-        # first is the head. That may be the local ticket, so several boots are tried. The local
-        # process must draw again. Otherwise it could have a turn beside the client.
+        # number and has its turn. If two tickets have the same number, the ticket whose boot
+        # sorts first is the head. That may be the local ticket, so several boots are tried. The
+        # local process must draw again. Otherwise it could have a turn beside the client.
         for number in range(8):
             line, boot = self.file(f"line{number}"), f"boot {number}"
             self.assertEqual(self.turns_of_client_and_local(line, boot), (True, False))
@@ -3757,8 +3757,8 @@ def is_look_at_task(name: str, args: tuple[Any, ...]) -> bool:
 Say = Callable[[str], None]
 # A function that runs a scenario in a new queue in self.path, with a hook for its system calls.
 RunScenario = Callable[[Hook, Say], object]
-# What is left when a Life (the next class) was interrupted: a text that says how, a queue object
-# that goes on with the queue, and the lines that the life has passed to say().
+# The outcome of an interrupted Life (the next class): a text that says how it was interrupted, a
+# queue object that goes on with the queue, and the lines that the life has passed to say().
 Ending = tuple[str, FemtoQueue, list[str]]
 
 

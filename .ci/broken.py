@@ -42,7 +42,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from proof import PROGRAM, PROJECT, Unable, Violation, docstring_parser, read, say
@@ -107,12 +107,11 @@ def must_catch(
     if not rows:
         raise Violation("no fault names this proof")
     with copies() as directory:
-        env = {**os.environ, "TMPDIR": directory}
         for fault, need, said in rows:
             project, text = fault.copy(directory), ""
             for number in range(seed, seed + tries):
                 words = f".ci/{PROGRAM}.py", "--seed", f"{number}", *options(need)
-                status, text = run_copy(project, *words, env=env)
+                status, text = run_copy(project, *words)
                 if status == 3:
                     raise Unable(text)
                 _, failed, failure = text.rpartition(f"{PROGRAM}: FAILED")
@@ -791,8 +790,8 @@ a rename whose reply was lost counts as done | LostReply; nfs: replay ~ but:
 -            if before is None or not self._was_moved(before, source, target):
 +            if source:
 a rename whose reply was lost counts as done only if the same file is at the target | LostReply
--and self.lstat(target).st_ino == before.st_ino
-+and before
+-        return self._is_at(before, target)
++        return self.exists(target)
 a young file that left creating/ has arrived, even if another worker has moved it on | LostReply
 -        is_ours = _state_of(source) == "creating"
 +        is_ours = False
@@ -900,9 +899,7 @@ def first_failure(project: str, limit_s: float, *tests: str) -> str:
     Returns the name of the test that failed, HANG if test.py did not end in time, "" if no test
     failed.
     """
-    # A killed test leaves its files in the directory of the copies, which is removed at the end.
-    env = {**os.environ, "TMPDIR": os.path.dirname(project)}
-    status, output = run_copy(project, "test.py", "-f", *tests, limit_s=limit_s, env=env)
+    status, output = run_copy(project, "test.py", "-f", *tests, limit_s=limit_s)
     if status is None:
         return HANG
     if found := re.search(r"^(?:FAIL|ERROR): (\w+) \(\w+\.(\w+)", output, re.MULTILINE):
@@ -912,20 +909,16 @@ def first_failure(project: str, limit_s: float, *tests: str) -> str:
     return ""
 
 
-def run_copy(
-    project: str,
-    *words: str,
-    limit_s: float | None = None,
-    env: Mapping[str, str] | None = None,
-) -> tuple[int | None, str]:
-    """Run a Python program in a copy of the project.
+def run_copy(project: str, *words: str, limit_s: float | None = None) -> tuple[int | None, str]:
+    """Run a Python program in a copy of the project. Its temporary files are beside the copy. If
+    the program is killed, they are removed with the copies.
 
     Returns the exit status and the output; or None and "" if the program ran longer than `limit_s`.
     """
     with subprocess.Popen(
         [sys.executable, "-B", *words],
         cwd=project,
-        env=env,
+        env={**os.environ, "TMPDIR": os.path.dirname(project)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         start_new_session=True,
