@@ -8,180 +8,83 @@
         print(task.id, task.data)           # the work; then:
         q.done(task)                        # or q.fail(task, "why"), q.release(task)
 
-A queue is a directory, and a task is a file. The directory of the file is the task's state:
+A queue is a directory, and a task is a file. The directory of the file is the task's state, and one
+rename() is every change of state:
+
+    push ------------> pending/ ---- pop ----> inflight-<node>/ ---- done ----> done/
+                        ^  ^  ^                     |     |
+    schedule            |  |  +-- release, end -----+     +--------- fail ----> failed/
+       |                |  |      of the lease                                    |
+       +-> scheduled/ --+  +------------------------ retry ----------------------+
+              when due
 
     data_dir/
-      creating/           files being written; not tasks; removed after an hour (room 11)
+      creating/           files being written; not tasks; removed after an hour
       pending/            waiting             <id>  or  <order>~<attempts>~<id>
       scheduled/          waiting for a time  <due>~<attempts>~<id>
       inflight-<node>/    leased to a worker  <deadline>~<attempts>~<boot>~<id>
       done/  failed/      ended               <id>; the reason is in failed/<id>.error
-      keys/               key states          <hash>; see room 13
-                          buffered payloads   <id>  or  <due>~0~<id>
+      keys/               a link for each key <hash>, to the key's task: see Keys
+                          newer payloads      <id>  or  <due>~0~<id>  or  update~<id>
       locks/              locks of keys       <last two digits of the hash>; never removed
       checkpoints/        saved progress      <id>
-      spare/              empty; on a full disk, a worker renames it to inflight-<node>/
       clock-<boot>        the anchor of the queue clock for one boot
       PAUSED              while this file exists, workers take no tasks (`touch` makes it)
-      SHARED              the directory was used over a network file system or FUSE, see room 20
 
 An id is <order>-<tag>. <order> has 20 digits: the time of the push on the queue clock, in
-nanoseconds. <tag> has 8 hex digits. For a task without a key, the tag is the random tag of the
-queue object that pushed the task. A random tag begins with 0 to 7. For a task with a key, the tag
-is the hash of the key. A hash begins with 8 to f. The field <boot> has 8 hex digits, and usually
-names one boot of a kernel and one mount. The <boot> 00000000 marks a detached lease. Every name of
-a task begins with a number of 20 digits: an order, a due time or a deadline. So the names of a
-directory, when sorted, are in the order of these numbers. A task's file begins with one line:
-`FQ1 <crc32> <length>`, and the key if the task has a key. The payload follows as given.
+nanoseconds. <tag> has 16 hex digits. For a task without a key, it is the random tag of the queue
+object that pushed the task, and begins with 0 to 7. For a task with a key, it is the hash of the
+key, and begins with 8 to f. <boot> has 8 hex digits, and stands for one boot of a kernel and one
+mount. 00000000 marks a detached lease. Every name of a task begins with a number of 20 digits: an
+order, a due time or a deadline. So the sorted names of a directory are in the order of these
+numbers. A record, the file of a task, begins with one line: `FQ1 <crc32> <length>`, and the key if
+the task has one. The payload follows as given.
 
-Each step takes effect by one system call, the one in the last column:
-
-    step       room and method                from              to                       by
-    publish    6  _Files.publish              creating/<id>     pending/, scheduled/     rename
-    due        10 _Worker.enqueue_scheduled   scheduled/        pending/<now>~<n>~<id>   rename
-    claim      9  _LeaseDir.claim             where it waits    inflight-<node>/         rename
-    undo       9  _LeaseDir.undo_claim        inflight-<node>/  usually where it waited  rename
-    finish     10 _Worker.finish              inflight-<node>/  done/<id>                rename
-                  without keep_done           inflight-<node>/  (removed)                unlink
-    fail       10 _Worker.end_failed          inflight-<node>/  failed/<id>              rename
-    release    10 _Worker.requeue             inflight-<node>/  pending/ or scheduled/   rename
-    extend     10 _Worker.renew               inflight-<node>/  the same, a new deadline rename
-    reclaim    10 _Worker.reclaim             inflight-<node>/  pending/<order>~<n>~<id> rename
-    quarantine 10 _Worker.quarantine          leased or waiting failed/<id>              rename
-    retry      10 _Worker.requeue_failed      failed/<id>       pending/<now>~0~<id>     rename
-    purge      12 FemtoQueue.purge            done/, failed/    (removed)                unlink
-               11 _Housekeeper._purge_done    done/             (removed)                unlink
-    replace    14 _Keys.put, _Files.swap      creating/<id>     the task's own path      renameat2
-    buffer     14 _Keys.put                   creating/<id>     keys/<id>                rename
-    take along 14 _KeyedTasks._take_along     keys/<id>         the path of the lease    rename
-    promote    14 _KeyedTasks.move_keyed      keys/<id>         pending/, scheduled/     rename
-    save       16 _save_checkpoint            creating/         checkpoints/<id>         rename
-
-A task with the new order <now> goes to the back of the queue. A task with the <order> of its id
-returns to the place of its push. <n> is the number of attempts so far. If a worker reclaims one of
-its own leases, and no caller got the task, the task usually returns to where it waited. After fail
-and quarantine, a second rename puts the reason into failed/<id>.error. Where names can't be
-exchanged (NFS, FUSE, not Linux), replace uses rename, or the payload is buffered.
-
-The terms of this file:
-
-    Task              A payload with an id, stored as one file, the record.
-    Payload           The bytes that the caller pushed.
-    Id                The identifier of a task. It stays the same through retries and delays.
-    Key               A text that a caller may give to a task. At most one task of a key waits or
-                      is leased at a time. A task with a key moves under the key's lock
-                      (move_keyed), except in a claim by pop(), and when a claim is undone.
-    Worker            A queue object in one process, with its lease directory inflight-<node>/.
-    Claim             To rename a waiting task into the worker's lease directory.
-    Lease             The file of a claimed task, and the right to work on the task. The lease lasts
-                      until the file is moved out of inflight-<node>/ or removed, usually because
-                      the task is settled or reclaimed.
-    Queue clock       The monotonic clock plus a fixed number, the anchor. Usually all processes of
-                      one boot have the same anchor (room 7).
-    Deadline          The time on the queue clock after which any worker may reclaim the task. A
-                      renewal moves the deadline.
-    Detached lease    A lease that a queue object with detached=True took. The lease outlives the
-                      object and its process. If the task is not settled, usually only the deadline
-                      ends the lease (room 11).
-    Delivery          The handing out of a task under one lease. A delivery counts as an attempt,
-                      unless the task is given back uncounted.
-    Fence             The path of the lease. Each call that settles a task or renews a lease renames
-                      or removes this path (_Worker.move_leased). If the path is gone, the call
-                      raises LeaseLost and changes nothing.
-    Settle            To end a delivery by done(), fail() or release().
-    Reclaim           To take a task back from a worker that died, missed the deadline or was
-                      closed.
-    Orphan            A lease that no caller holds and that is still to be taken back. A worker
-                      lists orphans in memory, and its next reclaim job moves their tasks.
-    Dead letter       A task in failed/. fail() and a quarantine put tasks there. A task also goes
-                      there after max_attempts deliveries: see _Processing._end (room 16) and
-                      _Worker._deliver (room 10).
-    Quarantine        To make a dead letter of a task that can't be delivered, for example because
-                      its record is corrupt. If the move to failed/ fails, a task that was just
-                      claimed usually goes to the back of pending/ instead.
-    Buffered payload  A newer payload of a key, kept in keys/ behind the task of the key.
-    Housekeeping job  Periodic work that pop() and take() do beside taking a task, such as
-                      reclaiming leases.
-    Foreign           A file whose name has none of the forms that its directory allows (room 2).
-                      The queue never delivers, moves or removes a foreign file.
-
-If two workers rename the same task, one rename succeeds. The other worker gets ENOENT and takes the
-next task. A living worker that takes tasks holds a shared flock on its inflight-<node>/, and the
-kernel drops the flock when the process ends. Another process that gets the exclusive flock
-therefore knows that the worker is dead. There is no server. Only these public methods start
-threads: processing(), work(), the async methods and TicketQueue.turn(). The command `work` also
-forks a watchdog.
+If two workers rename the same task, one rename succeeds. The other worker gets ENOENT, and takes
+the next task. A worker that takes tasks holds a shared flock on its lease directory, which the
+kernel drops when the process ends. There is no server.
 
 Guaranteed: a task whose push() returned is delivered, if necessary again and again, until done() or
-fail() ends the task, or until the task becomes a dead letter otherwise. This holds even if any
-process is killed at any time. Tasks that are pushed on one host get their first delivery in the
-order of their push(). This order survives restarts, reboots and changes of the date. A corrupt task
-ends in failed/. With sync_after_write=True, a push, the end of a delivery, a retry or a checkpoint
-survives power loss once the call has returned.
+fail() ends the task, or until it becomes a dead letter otherwise. This holds even if any process is
+killed at any time. Tasks that are pushed on one host get their first delivery in the order of their
+push(). A corrupt task ends in failed/. With sync_after_write=True, a push, the end of a delivery, a
+retry or a checkpoint survives power loss once the call has returned.
 
 Not guaranteed: that a task runs only once. A task may run again if its worker died or missed the
-deadline, or (without sync) if power was lost after done(). So make handlers idempotent. If hosts
-share the queue, a network cut may also make a task run twice, or give a key two tasks. A process
-that is stopped (SIGSTOP) while it holds the lock of a key blocks calls for all keys that share the
-lock (1 key in 256). Among these calls are pushes, take() and the end of a task: see room 5. A
-process that is stopped while it holds the lock of a dead worker's directory blocks a restart under
-the node_id of the dead worker.
+deadline, or (without sync) if power was lost after done(). So make handlers idempotent.
 
-Assumed: data_dir is on one file system, whose rename() is atomic (POSIX). Hosts that share data_dir
-have wall clocks within a second of each other, the same timeout_stale_ms, and different node_ids. A
-worker takes back a lease of another host only after the deadline. Where there is no flock, every
-lease ends by its deadline only. Where there is no boot id (not Linux), only a worker that starts
-under the node_id of a dead worker sees that this worker died. Each process has its own queue clock
-there, so only the tasks of one process are certain to be in order.
+Assumed: data_dir is on one file system, whose rename() is atomic (POSIX). All who may write to
+data_dir are trusted with its tasks. Hosts that share data_dir have wall clocks within a second of
+each other, the same timeout_stale_ms, and different node_ids.
 
-Rooms: the parts of this file. Rooms 1 to 11 are the core, and room 12 is the public interface.
-Rooms 13 to 20 are annexes, and rooms 21 to 24 are the command line. A room uses functions and
-classes of the rooms above it. It reaches later rooms through the parts of the worker, such as
-worker.house (11). It uses a few names of later rooms, too, such as _open_files(): DOORS in
-.ci/lint.py lists these names.
+Terms that are not explained elsewhere:
 
-     1. System              constants and system calls that Python lacks
-     2. Names               of tasks, directories and keys
-     3. Errors and values   what the interface raises, returns and checks
-     4. Records             the header line and the payload; a torn file
-     5. File locks          flock, and fork
-     6. Files               the steps on files, and the order in which they are synced
-     7. Queue clock         orders and deadlines
-     8. Backlog             the batch of names in pending/
-     9. Lease directory     the claim of a task, and the lock that shows that the worker lives
-    10. Worker              each change of a task's state
-    11. Housekeeping        the jobs of pop(): listing, due tasks, dead workers
-    12. FemtoQueue          the public interface
-    13. Key states          where the task of each key is, under locks (used by room 14 only)
-    14. Keys                one task for each key, and payloads buffered behind it: worker.keys
-    15. Waiting             inotify, threads, coroutines: worker.waits
-    16. Processing          renewal of leases, checkpoints: processing(), checkpoint()
-    17. Worker pool         the loop of work()
-    18. Inspection          check()
-    19. Tickets             TicketQueue
-    20. Other file systems  NFS, GlusterFS and similar; systems without flock: _open_files()
-    21. Output and progress  standard streams, and the line that `work` shows: _Progress
-    22. Jobs                the processes of a command: _Processes, _Relay, _start_watchdog()
-    23. Command runner      a command for each task, for `femtoqueue work`: _CommandPool
-    24. Command line        `femtoqueue COMMAND`: main()
+    Anchor            The number that is added to the monotonic clock. The sum is the queue clock.
+    Batch             The oldest names of pending/, which a worker keeps in memory.
+    Claim             To rename a waiting task into the worker's lease directory.
+    Detached lease    A lease that outlives its process: only its deadline ends it.
+    Fence             The path of the lease. Each call that settles a task or renews a lease renames
+                      this path. If the path is gone, the call raises LeaseLost.
+    Foreign           A file whose name has none of the forms that its directory allows. The queue
+                      never delivers, moves or removes a foreign file.
+    Order             A time on the queue clock that gives a task its place in pending/.
+    Orphan            A lease that no caller holds. The worker's next reclaim takes it back.
+    Quarantine        To make a dead letter of a task that can't be delivered.
+    Settle            To end a delivery by done(), fail() or release().
 
-A room begins at a line like "# 9. Lease directory". Some subjects concern several rooms, and have
-one comment each, which tells the whole. To find this comment, search for "TOPIC:" and the words:
+The parts of this file, in their order. A part uses the parts above it. The names of later parts
+that it uses stand in .ci/lint.py.
 
-    a new state                     the places that it touches (room 2)
-    a new field                     in the name of a lease, or of a task that waits: the places (2)
-    a torn file                     from the read to failed/ (4)
-    fork()                          what a forked child has (5)
-    a full disk                     the calls that still work (6)
-    locks                           what each lock guards, and the order of the locks (5)
-    syncs                           what is synced before a call returns (6)
-    which clock                     is used for what, and what follows if the date is set (7)
-    close()                         while another thread waits for a task (10)
-    how a lease ends                without its holder, and how a dead worker is found (11)
-    the steps of a task with a key  and what is on disk if the process is killed after a step (14)
-    what differs                    on NFS, on GlusterFS, and where there is no flock (20)
-    what a signal                   to `work` does (23)
-    a new command                   the places that it touches (24)
+    core          System · Names · Errors and values · Records · File locks · Files · Queue clock ·
+                  Batch · Lease directory · Worker · Delivery · Maintenance
+    interface     FemtoQueue
+    on top        Keys · Waiting · Processing · Worker pool · Inspection · Tickets ·
+                  Other file systems
+    command line  Output and progress · Jobs · Command runner · Command line
+
+A subject that concerns several parts has one comment, which tells the whole. To find it, search for
+"TOPIC:" and the words: a torn file, fork(), locks, syncs, a full disk, which clock, how a lease
+ends, close(), one pop(), the steps of a task with a key, what differs, what a signal.
 """
 
 from __future__ import annotations
@@ -235,18 +138,10 @@ __all__ = [
 __version__ = "1.0.0"
 
 # ==================================================================================================
-# 1. System: system calls and constants that Python lacks, and small helpers for all rooms.
-#    Invariant: libc is loaded once. The times in names of files are times of time.time() or of the
-#    queue clock. Pauses and timeouts are measured with time.monotonic(). The functions time.time()
-#    and time.monotonic() are looked up in the module `time` at each call, because a program under
-#    test may replace them. A replaced clock may even stand still or go back.
+# 1. System: system calls and constants that Python lacks, open directories, and small helpers.
+#    Invariant: the functions time.time() and time.monotonic() are looked up in the module `time` at
+#    each call, because a program under test may replace them. A replaced clock may stand still.
 # ==================================================================================================
-
-# This name stands before all other private names. When the interpreter ends, it sets the private
-# names of a module to None, one by one, in the order of the file. If a finalizer finds that
-# _is_whole is None, other names may be None, too. So the finalizer does nothing then: the kernel
-# drops the locks at the end of the process.
-_is_whole = True
 
 # The values of f_type (statfs(2)) for which one syncfs(2) makes all tasks of a push_many() durable:
 # ext2 to ext4, xfs, btrfs, f2fs, tmpfs.
@@ -255,23 +150,31 @@ _SYNCFS_TYPES = frozenset({0xEF53, 0x58465342, 0x9123683E, 0xF2F52010, 0x0102199
 # one of the local types, so inotify reports every change.
 _OVERLAY_TYPE = 0x794C7630
 _LOCAL_TYPES = _SYNCFS_TYPES | {_OVERLAY_TYPE, 0x2FC12FC1, 0xCA451A4E, 0x858458F6}
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # arguments of renameat2(2)
 
 _OUT_OF_SPACE_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
-# Errors of a call that makes a file. The disk is full or read-only, or this user has no right to
-# write. EISDIR: a person made a directory with the name of the file.
-_NO_WRITE_ERRNOS = (*_OUT_OF_SPACE_ERRNOS, errno.EROFS, errno.EACCES, errno.EPERM, errno.EISDIR)
-# This process, or the system, has no descriptor or no memory left. The file itself is in order.
-_TRANSIENT_ERRNOS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+_REFUSED_ERRNOS = (errno.EACCES, errno.EPERM, errno.EROFS)
+# Errors of a call that makes a file. EISDIR: a person made a directory with the name of the file.
+_NO_WRITE_ERRNOS = (*_OUT_OF_SPACE_ERRNOS, *_REFUSED_ERRNOS, errno.EISDIR)
+# Errors that concern one file: another user's file in a sticky directory, an immutable file, a
+# directory or a link with the name of a task.
+_ONE_FILE_ERRNOS = (
+    *(errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ENOTEMPTY),
+    *(errno.ELOOP, errno.EBUSY),
+)
+# This process, or the system, has no descriptor or no memory left, or another process holds a lease
+# of the kernel on the file (F_SETLEASE). The file itself is in order.
+_TRANSIENT_ERRNOS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)
 # ESTALE: another host removed the file that our descriptor refers to (NFS, GlusterFS).
 _MISSING_ERRNOS = (errno.ENOENT, errno.ESTALE)
-_NO_EXCHANGE_ERRNOS = (errno.ENOSYS, errno.EINVAL, errno.EPERM, errno.EOPNOTSUPP)
 
 _CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
 # O_NOFOLLOW: a symbolic link is not a task. O_NONBLOCK: a FIFO in pending/ must not block pop().
 _NO_FOLLOW_OR_BLOCK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 _READ_FLAGS = os.O_RDONLY | _NO_FOLLOW_OR_BLOCK | getattr(os, "O_BINARY", 0)
-_DIR_FLAGS = _NO_FOLLOW_OR_BLOCK | getattr(os, "O_DIRECTORY", 0)
+_ROOT_FLAGS = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0)
+_DIR_FLAGS = _ROOT_FLAGS | _NO_FOLLOW_OR_BLOCK
+_HAS_DIR_FDS = os.open in os.supports_dir_fd  # not on Windows
+_FOREVER_S = float("inf")
 
 
 def _wall_ns() -> int:
@@ -279,12 +182,9 @@ def _wall_ns() -> int:
 
 
 def _latest_due_ns() -> int:
-    """Return the latest time that counts as due: one microsecond ahead of the wall clock.
-
-    For a task that is due now, a caller may pass time.time() * 1e6 to schedule(), which multiplies
-    this number of microseconds by 1000. A float that holds the present time is only exact to about
-    240 ns. So each multiplication rounds, and the due time may be slightly in the future."""
-    return int(time.time() * 1e9) + 1000
+    """Return the latest time that counts as due. A float of time.time() * 1e6 is only exact to
+    about 240 ns, so a microsecond is allowed for."""
+    return _wall_ns() + 1000
 
 
 def _monotonic_ns() -> int:
@@ -303,6 +203,11 @@ def _log() -> logging.Logger:
     return logging.getLogger("femtoqueue")
 
 
+@functools.lru_cache(maxsize=256)
+def _warn_once(text: str) -> None:
+    _log().warning("%s", text)
+
+
 @functools.lru_cache(maxsize=1)
 def _libc() -> Any:
     """Return the C library on Linux; None elsewhere, or if ctypes can't load it."""
@@ -319,8 +224,8 @@ def _os_error(code: int, path: str) -> OSError:
 
 
 def _call_libc(name: str, path: str, *args: object) -> None:
-    """Make a system call that returns 0 on success. Raises OSError for `path` if the call fails.
-    The errno is ENOSYS where the C library does not have the call."""
+    """Make a system call that returns 0 on success. Raises OSError for `path` if the call fails,
+    with ENOSYS where the C library does not have the call."""
     call = getattr(_libc(), name, None)
     if call is None:
         raise _os_error(errno.ENOSYS, path)
@@ -330,99 +235,128 @@ def _call_libc(name: str, path: str, *args: object) -> None:
         raise _os_error(ctypes.get_errno(), path)
 
 
-def _fs_type(path: str) -> int:
-    """Return the type of the file system at `path`: f_type of statfs(2), or 0 where _libc() is
-    None. Raises OSError if the call fails."""
+def _fs_type(directory: _OpenFile) -> int:
+    """Return the type of the file system of a directory: f_type of fstatfs(2), or 0 where _libc()
+    is None."""
     if _libc() is None:
         return 0
     import ctypes
 
     # struct statfs begins with f_type. 32 longs are enough for this struct on any machine.
     status = (ctypes.c_long * 32)()
-    _call_libc("statfs", path, os.fsencode(path), status)
+    _call_libc("fstatfs", directory.path, directory.fd, status)
     return status[0] & 0xFFFFFFFF
 
 
-def _exchange(first: str, second: str) -> None:
-    """Exchange the files at two absolute paths, by renameat2(2) with RENAME_EXCHANGE. Raises
-    OSError: ENOSYS where the call does not exist, EINVAL where the file system does not support
-    the flag, and the errors of rename()."""
-    places = _AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second)
-    _call_libc("renameat2", second, *places, _RENAME_EXCHANGE)
-
-
 def _read_boot_id() -> str | None:
-    """Return a text that identifies both this boot of this kernel and the time namespace. Return
-    None where this process can't read a boot id."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            boot_id = file.read().strip()
-    except OSError:
-        return None  # not Linux, or no /proc, or hidden by ProcSubset=pid of systemd
-    return boot_id + _time_namespace()
+    """Return a text that identifies this boot, or None where this process can't read one."""
+    path = "/proc/sys/kernel/random/boot_id"
+    # OSError: not Linux, or no /proc, or hidden by ProcSubset=pid of systemd.
+    with suppress(OSError), open(path, encoding="ascii") as file:
+        return file.read().strip()
+    return None
 
 
-def _time_namespace() -> str:
-    """Return the name of this process's time namespace (since Linux 5.6), or "". A time namespace
-    has its own monotonic clock."""
-    with suppress(OSError):
-        return os.readlink("/proc/self/ns/time")
-    return ""
+def _boot_tag(boot_id: str, directory: _OpenFile) -> str:
+    """Return 8 hex digits that stand for a boot id and for the file system of a directory. If both
+    are the same for two processes, these processes see each other's flocks."""
+    return f"{binascii.crc32(f'{boot_id} {directory.status().st_dev}'.encode()):08x}"
 
 
-def _boot_tag(boot_id: str, directory: str) -> str:
-    """Return 8 hex digits that stand for a boot id and for the file system that is mounted at a
-    directory. If both are the same for two processes, these processes see each other's flocks."""
-    return f"{binascii.crc32(f'{boot_id} {os.stat(directory).st_dev}'.encode()):08x}"
+class _OpenFile:
+    """The open file or directory `name`, in the directory `parent`. It is closed with the last
+    reference at the latest.
+
+    A call names a file in an open directory by `prefix + name` and `dir_fd=fd`. Where the system
+    has no such calls (Windows), fd is None, and prefix is the path of the directory."""
+
+    fd: int | None = None
+    prefix = ""
+
+    def __init__(self, parent: _OpenFile | None, name: str, flags: int = _DIR_FLAGS) -> None:
+        self.parent: _OpenFile | None = parent
+        self.name = name
+        self.path: str = os.path.join(parent.path, name) if parent else name
+        try:
+            if _HAS_DIR_FDS:
+                self.fd = self._open(flags)
+            else:
+                self.prefix = os.path.join(self.path, "")
+                os.stat(self.prefix)
+        except OSError as error:
+            error.filename = self.path
+            raise
+
+    def _open(self, flags: int) -> int:
+        if self.parent is None:
+            return os.open(self.name, flags)
+        return os.open(self.parent.prefix + self.name, flags, dir_fd=self.parent.fd)
+
+    def status(self) -> os.stat_result:
+        return os.stat(self.path if self.fd is None else self.fd)
+
+    def is_at_path(self) -> bool:
+        """Say whether this file is still the one of its name."""
+        with _ignore_missing():
+            if self.parent is None or self.fd is None:
+                return os.path.samestat(os.stat(self.path), self.status())
+            found = os.stat(self.name, dir_fd=self.parent.fd, follow_symlinks=False)
+            return os.path.samestat(found, os.fstat(self.fd))
+        return False
+
+    def close(self) -> None:
+        fd, self.fd = self.fd, None
+        if fd is not None:
+            os.close(fd)
+
+    def __del__(self) -> None:
+        with suppress(Exception):  # the interpreter ends, and has cleared what close() needs
+            self.close()
 
 
-def _follow_owner(fd: int, data_dir: str, extra_mode: int = 0) -> None:
-    """Give a new file or directory the owner, group and rights of data_dir, as far as this user may
-    change them. `extra_mode` has rights to add to those of data_dir.
+def _follow_owner(fd: int, data_dir: os.stat_result, mode: int) -> None:
+    """Give a file or directory that this process has just made a mode, and the owner and group of
+    data_dir as far as this user may set them. All users of the queue need the file.
 
-    All users of the queue need the new file. Without this function, a file that root makes by one
-    command would shut out the other users for good. A file of a user with another umask could do
-    the same.
-
-    `fd` refers to a file that this process has just made, or to a directory that was opened after
-    its mkdir(). The file is never changed by its path: root may work in a data_dir that belongs to
-    another user. The other user could meanwhile put a link to any file at the path."""
+    RACE: another user puts a directory of this user at the name, between mkdir() and open(). Only
+    an empty directory is changed, so no other directory with files gets a new owner."""
     with suppress(OSError, AttributeError):  # AttributeError: not POSIX
-        wanted, made = os.stat(data_dir), os.fstat(fd)
-        if made.st_uid != os.geteuid():
-            return  # RACE: another user replaced the new directory between mkdir() and open()
+        made = os.fstat(fd)
+        if made.st_uid != os.geteuid() or (stat.S_ISDIR(made.st_mode) and os.listdir(fd)):
+            return
         with suppress(OSError):  # this user is not a member of the group
-            os.fchown(fd, wanted.st_uid if os.geteuid() == 0 else -1, wanted.st_gid)
-        is_dir = stat.S_ISDIR(made.st_mode)
-        os.fchmod(fd, stat.S_IMODE(wanted.st_mode) & (0o7777 if is_dir else 0o666) | extra_mode)
+            os.fchown(fd, data_dir.st_uid if os.geteuid() == 0 else -1, data_dir.st_gid)
+        os.fchmod(fd, mode)
 
 
 def _make_dir(path: str, mode: int, sync: bool) -> None:
-    """Make a directory and its missing parents, unless the directory exists. With `sync`, sync the
-    parent of each directory that was made, so that the new directory survives power loss."""
+    """Make a directory and its missing parents, unless the directory exists. With `sync`, the new
+    directories survive power loss."""
     parent = os.path.dirname(path)
-    if parent != path and not os.path.lexists(parent):
+    if parent not in ("", path) and not os.path.lexists(parent):
         _make_dir(parent, 0o777, sync)
     with suppress(FileExistsError):
         os.mkdir(path, mode)
         if sync:
-            _sync_dir(parent)
+            _sync_path(parent or ".")
 
 
-def _unlink_if_exists(path: str) -> bool:
-    with suppress(FileNotFoundError):
-        os.unlink(path)
-        return True
-    return False
+def _sync_path(path: str) -> None:
+    """Sync a directory by its path. Elsewhere than on POSIX, directories can't be synced."""
+    if os.name == "posix":
+        fd = os.open(path, _ROOT_FLAGS)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
 
 
 class _ignore_missing:
-    """Suppress an OSError of the block if it says that a file or its directory does not exist. Also
-    suppress an OSError whose errno is in `others`.
+    """Suppress an OSError that says that a file or its directory does not exist, or whose errno is
+    in `others`.
 
-    This is a class because a context manager made of a generator leaks on Python 3.12. On this
-    version, the suppressed error stays in a reference cycle with the frames of all callers. So a
-    queue object would not be freed when the caller drops the object."""
+    This is a class because the error that a generator's context manager suppresses stays in a
+    reference cycle on Python 3.12, and keeps the queue object of a frame alive."""
 
     def __init__(self, *others: int) -> None:
         self._numbers = *_MISSING_ERRNOS, errno.ENOTDIR, *others
@@ -434,64 +368,39 @@ class _ignore_missing:
         return isinstance(error, OSError) and error.errno in self._numbers
 
 
-def _unlink_if_older(path: str, before_s: float) -> bool:
-    """Remove a file that was last renamed or changed (st_ctime) at the time `before_s` or earlier,
-    by the wall clock. Return whether the file was removed. A directory stays."""
-    # RACE: before lstat() or unlink(), another process removes the file, or moves it, because it
-    # retries the failed task. Then the file is missing, and False is returned.
-    with _ignore_missing():
-        status = os.lstat(path)
-        if status.st_ctime <= before_s and not stat.S_ISDIR(status.st_mode):
-            os.unlink(path)
-            return True
-    return False
-
-
-def _remove_empty_dir(path: str) -> None:
-    # A directory that is not empty stays. POSIX lets the file system report ENOTEMPTY or EEXIST.
-    # Another user's directory in a sticky directory also stays (EPERM or EACCES).
-    with _ignore_missing(errno.ENOTEMPTY, errno.EEXIST, *_NO_WRITE_ERRNOS):
-        os.rmdir(path)
-
-
-def _open_no_follow(path: str, flags: int) -> int:
-    """Open a file, but not a symbolic link. A FIFO that has just replaced the file does not block
-    the call."""
-    return os.open(path, flags | _NO_FOLLOW_OR_BLOCK)
-
-
-def _sync_path(path: str, flags: int) -> None:
-    fd = os.open(path, flags)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def _sync_dir(path: str) -> None:
-    if os.name == "posix":  # elsewhere directories can be neither opened nor synced
-        _sync_path(path, os.O_DIRECTORY)  # no O_NOFOLLOW: `path` may be a link to a directory
-
-
 def _raise_if_no_errno(error: OSError) -> None:
-    """Raise `error` if it has no errno. An OSError without an errno is not trouble with the disk.
-    It may be the TimeoutError of a signal handler, which is meant to end the call."""
+    """Raise `error` if it has no errno. Then it is not trouble with the disk: it may be the
+    TimeoutError of a signal handler, which is meant to end the call."""
     if error.errno is None:
         raise error
 
 
 def _for_each(act: Callable[[Any], object], items: Iterable[Any]) -> None:
-    """Call act() for each item, for example for each task of a list. The OSError of one item must
-    not keep the other items waiting. So the first such error is raised after the last item."""
+    """Call act() for each item. An error of one file is logged once, and passed over. Another
+    OSError is raised after the last item."""
     errors = []
     for item in items:
         try:
             act(item)
         except OSError as error:
             _raise_if_no_errno(error)
-            errors.append(error)
+            if error.errno in _ONE_FILE_ERRNOS:
+                _warn_once(f"passed over: {error}")
+            else:
+                errors.append(error)
     if errors:
         raise errors[0]
+
+
+def _traceback_of(error: BaseException) -> str:
+    """Return the traceback of an exception as text. If odd fields of the exception keep Python
+    from formatting it, return its name alone."""
+    import traceback
+
+    try:
+        return "".join(traceback.format_exception(error))
+    except Exception:
+        return f"{type(error).__name__} (its traceback can't be shown)"
 
 
 def _check_str(name: str, value: object) -> str:
@@ -500,178 +409,90 @@ def _check_str(name: str, value: object) -> str:
     return value
 
 
-def _finalize(close: Callable[..., object], *args: object) -> None:
-    """Call close(*args) for a finalizer. When the interpreter ends, it may call the finalizer after
-    it has cleared a module that close() needs. Then close() raises AttributeError or TypeError, and
-    this error is ignored. At other times, the error is raised."""
-    try:
-        close(*args)
-    except (AttributeError, TypeError):
-        if not sys.is_finalizing():
-            raise
-
-
 def _no_op(*args: object) -> None:
     """Do nothing: the default of a callback."""
 
 
-def _backoff_s(longest_s: float) -> Iterator[float]:
-    """Yield pauses in seconds. The first is a millisecond, and each further one is twice as long,
-    up to longest_s."""
-    pause_s = 0.001
+def _backoff_s(first_s: float, longest_s: float) -> Iterator[float]:
+    """Yield pauses in seconds, each twice as long as the one before, up to longest_s."""
     while True:
-        yield min(pause_s, longest_s)
-        pause_s *= 2
+        yield min(first_s, longest_s)
+        first_s *= 2
 
 
 # ==================================================================================================
-# 2. Names: of tasks, directories and keys, with their parsers and formatters. Other rooms usually
-#    only join a directory and a name, or split a path at "/". But a few methods write a name
-#    themselves, such as _QueueClock.new_id() (7), _LeaseDir.claim() (9) and _Worker.renew() (10).
-#    Invariant: a name matches a form of its directory (_FORMS, _parse_reason, _parse_tag), or the
-#    name is foreign. The name of a task begins with a number of 20 digits and ends with an id of 29
-#    characters.
+# 2. Names: of tasks, directories and keys, with their parsers and formatters.
+#    Invariant: a name matches a form of its directory, or the name is foreign. The name of a task
+#    begins with a number of 20 digits and ends with an id of 37 characters.
 # ==================================================================================================
 
-# TOPIC: a new state. It touches all of these places:
-#
-# - Here, STATES and _FORMS have each state. A state whose tasks have ended is also in _ENDED, and
-#   any other state is in _LIVE. A state whose tasks wait is in _WAITING_DIRS, too. If the directory
-#   of the state is made when the queue is opened, the directory is in _STATE_DIRS. Most other code
-#   uses these tuples.
-# - Here, the functions that name directories: _state_of(), _front_path(), _waiting_path() and
-#   _fresh_path(). The pattern _parse_key_state has the directories of live states.
-# - Room 3: a field of Stats. FemtoTask.until, if names of the state begin with a due time or a
-#   deadline.
-# - Room 6: _Files.find_id(), if a name of the state is only the id. _Files.has_work(), if
-#   join() and drain() are to wait for the tasks of the state.
-# - Room 7: _QueueClock._clock_began_anew() lists the directories that have live tasks. The function
-#   _compute_anchor() lists the directories of all states.
-# - Room 10: each move into the state and out of it. note_arrival(), quarantine(),
-#   _path_to_take().
-# - Room 11: a job, if time moves tasks out of the state.
-# - Room 12: stats() unpacks _WAITING_DIRS. The docstring of purge() names the states of _ENDED.
-# - Room 14: put(), _replace(), move_keyed() and newest_path() test in which state a task is.
-# - Room 15: _WATCHED, if a task that comes into the state can end a wait.
-# - Room 18: _Inspector._records() repairs in _WAITING_DIRS only.
-# - Room 20: _SharedFiles.read(), _free_path() and _found_moved(); _SharedKeys.
-# - Room 24: _figures() reads the fields of Stats by the names of the states. So the name of a state
-#   must be an identifier. _top_lines() adds up the tasks that are left. The help of `ls` names the
-#   states.
-# - The module's docstring, the README's diagram and interface, test.py and .ci/ list the states.
-#
-# TOPIC: a new field in the name of a lease. It touches all of these places. The deadline must stay
-# in front, the attempts must stay the second field, and the id must stay at the end. The functions
-# _stamp_of(), _attempts_of() and _id_of() rely on this order.
-#
-# - Here, _FORMS["inflight"]. Also _TASK_NAME, the form in pending/, done/ and failed/, because a
-#   person may move a lease there and keep the name. Also _parse_key_state, if the field may have
-#   other characters than hex digits: the pattern matches the path of a lease, and accepts only hex
-#   digits and "~" in front of the id. _parse() unpacks three groups (attempts, boot and id) from
-#   the form of each task's name. So if the new field is a group, _parse() must unpack four groups.
-#   Each form that _parse() uses then needs the group: those of the five states, creating/, keys/
-#   and checkpoints/. Where a name does not have the field, the form has an empty group, `()`, as
-#   the form of scheduled/ has for the boot. The constant _LEASE_BYTES includes the length of the
-#   name.
-# - Room 6: _Files.move() looks for "~1~", the mark of a first delivery. So the text of the new
-#   field must never be "1".
-# - Room 9: _LeaseDir.claim() is the only function that writes the whole name.
-# - Room 10: _Worker.renew() replaces the deadline, and keeps all other fields. Every move of a task
-#   out of the lease directory drops the new field.
-# - The module's docstring has the form of the name.
-#
-# An earlier version may have left leases without the new field. Their names must still match the
-# form. Otherwise these leases are foreign, and their tasks are never reclaimed.
-#
-# A field that the name of a waiting task shall have, too, touches these places as well. (The lease
-# needs the field in any case, because a task waits again after release(), after a reclaim, and when
-# its claim is undone.)
-#
-# - Here: the forms of scheduled/ and keys/ in _FORMS. _task_name() writes the whole name. Its
-#   callers would pass the field on: _front_path() and _fresh_path() here, back_path() in room 10,
-#   schedule() and release() in room 12, _add_or_buffer() in room 14, and _free_path() and
-#   _note_or_give_way() in room 20.
-# - A name in pending/ that is only the id stands for 0 attempts. push() and push_many() (room 12)
-#   and _waiting_path() give such names, which have no place for the field.
-# - Room 8: pop() claims in the order of the whole names. The field does not change this order,
-#   because it does not stand in front.
 STATES = ("pending", "scheduled", "inflight", "done", "failed")
 _ENDED = ("done", "failed")
-# The states of a task that has not ended, in the order of a search. The search looks at the leases
-# first and again at the end. A search for the task of a key usually holds the lock of the key. But
-# a claim by pop() and the undoing of a claim do not take this lock, so either may move the task
-# during the search. If the task makes one of these two moves, the search still finds the task. If
-# the task makes both moves, the search may miss the task.
+# The states of a task that has not ended, in the order of a search. A claim by pop(), or the
+# undoing of a claim, may move the task during the search. The search looks at the leases first and
+# again at the end, so it finds a task that makes one of these moves, but may miss one that makes
+# both.
 _LIVE = ("inflight", "scheduled", "pending", "inflight")
 _WAITING_DIRS = ("pending", "scheduled")
 _STATE_DIRS = ("creating", *_WAITING_DIRS, *_ENDED)  # made when the queue is opened
 
 _MAX_STAMP_NS = 8_999_999_999_999_999_999  # the year 2255: the largest number that a name may carry
 _FOREVER_NS = 4 * 10**18  # 126 years: the longest lease
-_PATH_MAX = 4096  # the longest path on Linux, with the zero byte at its end
-# The length of a lease's path below data_dir, without the node_id: "inflight-" (9), "/" (1), the
-# name with six digits of attempts (66), and the zero byte at the end (1).
-_LEASE_BYTES = 9 + 1 + 67
 # schedule() refuses due times between these two numbers: one second after the epoch, and the end of
 # 1972. Most likely, the caller gave such a time in seconds or milliseconds, not in microseconds.
-# Earlier times are accepted, because programs written for version 0.4 pass numbers near 0 for a
-# task due at once.
+# Programs for version 0.4 pass numbers near 0 for a task due at once.
 _REFUSED_DUE_NS = (10**9, 94_694_400 * 10**9)
 # September 2001. No queue clock starts earlier, so the times of a queue clock have 19 digits, and
 # new_id() and claim() put one "0" in front.
 _EARLIEST_NS = 10**18
-# The year 2096. No queue clock starts later: _compute_anchor() ignores ids with this time or a
-# later one.
-_LATEST_CLOCK_NS = 4 * 10**18
+_RELEASE_NS = 1_795_824_000 * 10**9  # 2026-11-28, the date of this release
 _MAX_ATTEMPTS = 999_999  # a name has room for six digits
 _DETACHED = "00000000"  # the <boot> of a detached lease
 _MAX_KEY_BYTES = 200
-_ID_LENGTH = 29
+_ID_LENGTH = 37
+_TAG_LENGTH = 16
 
 _NS = "0[0-8][0-9]{18}"
-_ID = f"({_NS}-[0-9a-f]{{8}})"
+_ID = f"({_NS}-[0-9a-f]{{16}})"
 _ATTEMPTS = "([0-9]{1,6})"
 _BOOT = "([0-9a-f]{8})"
-# The form of names in pending/, done/ and failed/. The queue itself never adds <boot> to these
-# names, and in done/ it writes only the id. But a person may move a task from another directory to
-# one of these three, and keep the name.
+# The form of names in pending/, done/ and failed/. A person may move a task from another directory
+# to one of these three, and keep the name.
 _TASK_NAME = f"(?:{_NS}~{_ATTEMPTS}~(?:{_BOOT}~)?)?{_ID}"
 # The form of the names in data_dir (".") and in each of its directories. The form of a task's name
 # has three groups: attempts, boot and id.
 _FORMS = {
     state: re.compile(form).fullmatch
     for state, form in {
-        ".": "PAUSED|SHARED|clock-[0-9a-f]{8}",
+        ".": "PAUSED|clock-[0-9a-f]{8}",
         "creating": rf"()(){_ID}(?:\.(?:clock|error|pending))?",
         "pending": _TASK_NAME,
         "scheduled": f"{_NS}~{_ATTEMPTS}~(){_ID}",
         "inflight": f"{_NS}~{_ATTEMPTS}~{_BOOT}~{_ID}",
-        # A buffered payload. The tag of its id is the hash of a key.
-        "keys": f"(?:{_NS}~{_ATTEMPTS}~)?()({_NS}-[89a-f][0-9a-f]{{7}})",
+        # A newer payload. The tag of its id is the hash of a key.
+        "keys": rf"(?:{_NS}~{_ATTEMPTS}~|update~)?()({_NS}-[89a-f][0-9a-f]{{15}})",
         "checkpoints": f"()(){_ID}",
         "done": _TASK_NAME,
         "failed": _TASK_NAME,
         "locks": "[0-9a-f]{2}",
-        "spare": "(?!)",  # matches nothing: any file in spare/ is foreign
     }.items()
 }
 _parse_reason = re.compile(rf"{_ID}\.error").fullmatch  # the other form of a name in failed/
 # The hash of a key, which is the other form of a name in keys/. A random tag does not match.
-_parse_tag = re.compile("[89a-f][0-9a-f]{7}").fullmatch
+_parse_tag = re.compile("[89a-f][0-9a-f]{15}").fullmatch
 _parse_id = re.compile(_ID).fullmatch
 _parse_ticket = re.compile(r"[0-9]{20}~[0-9a-f]{8}~[0-9a-f]{16}").fullmatch
 _parse_node_dir = re.compile(r"inflight-([A-Za-z0-9._-]{1,100})").fullmatch
-# A line of a file keys/<hash>, see room 13: the key, the path of its task, and the name in keys/ of
-# the payload behind the task, or "-" if there is none.
-_parse_key_state = re.compile(
-    r"([!-~]+) ((?:pending|scheduled|inflight-[A-Za-z0-9._-]{1,100})/"
-    rf"(?:[0-9a-f~]+~)?{_ID}) ((?:[0-9~]+~)?{_NS}-[0-9a-f]{{8}}|-)"
+# The text of the link keys/<hash>: the path of the key's task, and that of the payload behind it.
+_parse_link = re.compile(
+    r"((?:pending|scheduled|inflight-[A-Za-z0-9._-]{1,100})/"
+    rf"(?:[0-9a-f~]+~)?{_ID})(?: (keys/(?:[0-9]+~0~|update~)?{_ID}))?"
 ).fullmatch
 
 
 class _Entry(NamedTuple):
-    """The file of a task: its directory, its name there, and the fields of the name. If the name
-    has no number of attempts, `attempts` is None. If the name has no <boot>, `boot` is ""."""
+    """The file of a task: its directory, its name there, and the fields of the name. `attempts` is
+    None and `boot` is "" if the name does not have the field."""
 
     directory: str
     name: str
@@ -691,7 +512,7 @@ class _Entry(NamedTuple):
 
 def _parse(directory: str, name: str) -> _Entry | None:
     """Return the entry of a name in a directory. Return None if the name is not the name of a task,
-    a buffered payload, a checkpoint or a file in creating/."""
+    a newer payload, a checkpoint or a file in creating/."""
     match = _FORMS[_state_of(directory)](name)
     if match is None:
         return None
@@ -711,12 +532,12 @@ def _id_of(path: str) -> str:
 
 
 def _tag_of(ident: str) -> str:
-    return ident[-8:]
+    return ident[-_TAG_LENGTH:]
 
 
 def _stamp_of(path: str) -> int:
-    """Return the number at the front of a name, or of the last part of a path. The number is an
-    order, a due time or a deadline, in ns. For a ticket, it is the number of the ticket."""
+    """Return the number at the front of a name, or of the last part of a path: an order, a due time
+    or a deadline, in ns. For a ticket, it is the number of the ticket."""
     return int(path.rpartition("/")[2][:20])
 
 
@@ -725,8 +546,8 @@ def _attempts_of(path: str) -> int:
 
 
 def _ends_at(path: str) -> bool:
-    """Say whether a task has ended after a move to `path`. The path "" means that the move removes
-    the file."""
+    """Say whether a task has ended after a move to `path`. "" stands for the removal of the
+    file."""
     return not path or path.startswith(_ENDED)
 
 
@@ -734,6 +555,13 @@ def _is_keyed(ident: str) -> bool:
     """Say whether an id's tag is the hash of a key. The id alone tells this, so the support of keys
     costs nothing for a task without a key."""
     return ident[21] > "7"
+
+
+def _latest_order_ns() -> int:
+    """Return the latest time that an id can have honestly. A later id moves no clock: anybody who
+    may write to data_dir may have made it. The limit is years away, because a machine without a
+    battery boots years in the past, and new ids must still sort after old ones."""
+    return max(_wall_ns(), _RELEASE_NS) + 3650 * 86400 * 10**9
 
 
 def _new_name(order_ns: int, tag: str) -> str:
@@ -744,15 +572,9 @@ def _task_name(stamp_ns: int, attempts: int, ident: str) -> str:
     return f"{stamp_ns:020d}~{attempts}~{ident}"
 
 
-def _front_path(ident: str, attempts: int) -> str:
+def _push_place(ident: str, attempts: int) -> str:
     """Return the path in pending/ that puts a task back at the place of its push."""
     return f"pending/{_task_name(_stamp_of(ident), attempts, ident)}"
-
-
-def _waiting_path(buffered: str) -> str:
-    """Return the path that a buffered payload gets when it becomes a task. `buffered` is the path
-    of the payload in keys/."""
-    return buffered.replace("keys", "scheduled" if "~" in buffered else "pending")
 
 
 def _fresh_path(path: str, due_ns: int | None) -> str:
@@ -765,25 +587,50 @@ def _fresh_path(path: str, due_ns: int | None) -> str:
     return f"{_state_of(path)}/{_task_name(_stamp_of(path), 0, _id_of(path))}"
 
 
+def _payload_path(ident: str, due_ns: int | None, is_update: bool = False) -> str:
+    """Return the path in keys/ of a newer payload. is_update: the payload is removed, and does not
+    become a task, if the task in front of it ends."""
+    if is_update:
+        return f"keys/update~{ident}"
+    return f"keys/{ident if due_ns is None else _task_name(due_ns, 0, ident)}"
+
+
+def _is_update(payload_path: str) -> bool:
+    return payload_path.startswith("keys/update~")
+
+
+def _payload_due_ns(payload_path: str) -> int | None:
+    """Return the due time of a newer payload, or None if it has none."""
+    return _stamp_of(payload_path) if "~0~" in payload_path else None
+
+
+def _task_path(payload_path: str) -> str:
+    """Return the path that a newer payload gets when it becomes a task."""
+    waiting = "scheduled" if _payload_due_ns(payload_path) is not None else "pending"
+    return f"{waiting}/{payload_path.partition('/')[2]}"
+
+
 def _key_tag(name: str) -> str:
-    """Return the hash of an encoded key, as 8 hex digits. The hash is the tag in the ids of the
-    key's tasks."""
-    return f"{binascii.crc32(name.encode()) | 1 << 31:08x}"
+    """Return the hash of an encoded key, as 16 hex digits: the tag in the ids of the key's tasks.
+    With 63 bits, two of a billion keys have the same hash with a chance of 5 %."""
+    from hashlib import blake2b
+
+    digest = blake2b(name.encode(), digest_size=8).digest()
+    return f"{int.from_bytes(digest, 'big') | 1 << 63:016x}"
 
 
 def _encode_key(key: object) -> str:
-    """Return a key in the form that headers and the files in keys/ use: percent-encoded, as in a
-    URL. Raises TypeError if the key is not a str, ValueError if its length is invalid."""
+    """Return a key in the form of the headers: percent-encoded, as in a URL. Raises TypeError if
+    the key is not a str, ValueError if its length is invalid."""
+    # Not str(key): that shows the name of a str Enum's member.
     raw = _check_str("key", key).encode()
     if not 1 <= len(raw) <= _MAX_KEY_BYTES:
         wanted = f"1 to {_MAX_KEY_BYTES} bytes in UTF-8"
         raise ValueError(f"key must be {wanted}, not {len(raw)}: {key!r}")
-    return _quote_key(raw)  # not str(key): that shows the name of a str Enum's member
+    return _quote_key(raw)
 
 
 def _quote_key(key: str | bytes) -> str:
-    """Percent-encode a key. The length is not checked, because an earlier version may have pushed a
-    longer key."""
     from urllib.parse import quote  # takes 2 ms, so only programs that use keys import it
 
     return quote(key, "~:/@")
@@ -1076,8 +923,7 @@ class Finding(NamedTuple):
     kind:  the kind of the finding, such as "corrupt" or "leftover".
     path:  the file or directory, relative to data_dir.
     text:  what is wrong with it.
-    repaired:  True if check(repair=True) repaired it. Also True for a clock file that this queue
-        object has made anew.
+    repaired:  True if check(repair=True) repaired it.
     """
 
     kind: str
@@ -1174,6 +1020,13 @@ def _check_id(id: object) -> str:
 # ==================================================================================================
 # 4. Records: one header line, `FQ1 <crc32> <length> [<key>]`, then the payload.
 #    Invariant: a payload that does not match its header is never returned.
+#
+#    TOPIC: a torn file. After power loss, the disk may have kept a rename and lost a part of the
+#    file. With sync_after_write, only a push that did not return can leave a torn file. The death of
+#    a process leaves none, because a record is written first and then renamed into place.
+#    _Files.read() raises CorruptTask for a torn file. A pop() that has claimed it, and
+#    check(repair=True) if it waits, then make a dead letter of it (_Worker.quarantine). peek()
+#    raises CorruptTask, and tasks() logs the error. A torn checkpoint is logged and ignored.
 # ==================================================================================================
 
 _READ_BYTES = 4096  # a record up to this size is read with one call; any header is shorter
@@ -1203,8 +1056,8 @@ def _header(payload: bytes | memoryview, key: str = "") -> bytes:
 
 
 def _write_record(fd: int, header: bytes, payload: bytes | memoryview) -> None:
-    """Write a record. A small record is written with one call. A large record is written in two
-    parts, so that header and payload need not be joined in memory."""
+    """Write a record: a small one with one call, a large one in two parts, so that header and
+    payload need not be joined in memory."""
     size = len(header) + len(payload)
     if size <= _JOINED_BYTES and os.write(fd, header + payload) == size:
         return
@@ -1215,29 +1068,9 @@ def _write_record(fd: int, header: bytes, payload: bytes | memoryview) -> None:
             rest = rest[os.write(fd, rest) :]
 
 
-# TOPIC: a torn file. Power loss has left only a part of the record, because the disk may keep a
-# rename and lose the contents of the file. With sync_after_write, only a push that did not return
-# can leave a torn file. The death of a process never leaves one: a record is written first, and
-# then renamed into place. A torn file is handled like any other file that is not a whole record:
-#
-# - _Files.read() (room 6) compares the header with the bytes that follow. If the comparison fails,
-#   _finish_read() checks the whole file, and raises CorruptTask for a torn file.
-# - _Worker._deliver() (room 10) reads a task after its claim, and catches the CorruptTask.
-# - _Worker.quarantine() (room 10) renames the lease to failed/<id>, and writes the reason to
-#   failed/<id>.error and to the log. If failed/<id> exists already, the task gets another name in
-#   failed/, and only the log has the reason. In both cases, pop() then takes the next task.
-# - If the rename to failed/ fails, _Worker._undo_after_error() usually puts the task at the back of
-#   pending/, uncounted. (Its docstring has the other cases.) After that, pop() raises the OSError
-#   of the rename.
-#
-# check(repair=True) (room 18) also quarantines a torn file, if the task waits. No other method
-# quarantines a file because the file is torn. A peek() (room 12) raises CorruptTask. The method
-# tasks() logs the error and leaves the task out, but tasks(data=False) reads only the headers, and
-# shows the task. _key_in() (room 14) treats a torn record as a record without a key. A torn
-# checkpoint is logged and ignored, and the work on the task begins anew (room 16).
 def _finish_read(fd: int, head: bytes, ident: str) -> _Record:
-    """Finish the read of a large record, of a record with a key, or of a corrupt file. Return the
-    payload and the key. Raises CorruptTask, with the reason, if the file is not a whole record.
+    """Finish the read of a large record, of a record with a key, or of a corrupt file. Raises
+    CorruptTask, with the reason, if the file is not a whole record.
 
     head: the bytes that the first read returned."""
     status = os.fstat(fd)
@@ -1278,105 +1111,57 @@ def _finish_read(fd: int, head: bytes, ident: str) -> _Record:
 
 # TOPIC: fork(), and what a forked child has.
 #
-# - The child has none of the parent's file locks. _after_fork_in_child() closes the child's copies
-#   of all descriptors in _open_lock_fds. The parent keeps its locks.
-# - A queue object in the child is another worker. FemtoQueue._after_fork() (12) makes a new
-#   _Worker, with new thread locks, an empty batch, and a new tag for ids. The node_id is new, too,
-#   unless the program has given one. No thread of the parent runs in the child. A thread that
-#   serves coroutines or renews leases is started anew when the child needs one.
-# - A task that the parent has leased stays the parent's. If the fork was in a block of
-#   processing(), the end of the block does nothing in the child (16). If the fork was in a wait
-#   that had found a task, the child does not put this task back (15).
-# - A watcher closes its descriptors in the child (15). A TicketQueue has no tickets in the child
-#   (19).
-# - If a handler of work() forks, the child handles SIGINT and SIGTERM as the program did before
-#   work() (17).
+# - The child has none of the parent's file locks: _after_fork_in_child() closes its copies.
+# - A queue object in the child is another worker: FemtoQueue._after_fork(). It has a new tag for
+#   ids, and a new node_id unless the program has given one. No thread of the parent runs there.
+# - A task that the parent has leased stays the parent's. The end of a block of processing() does
+#   nothing in the child, and a TicketQueue has no tickets there.
+# - A fork that Python does not see (a C extension, uWSGI) calls no hook. _notice_fork() finds out
+#   where an id is made, a task is taken, or an object is closed.
 #
 # TOPIC: locks, and their order. A thread that holds a lock waits only for locks further down in
-# this list. It may try to take a lock further up, without waiting. The number after a lock is the
-# number of its room.
+# this list. It may try to take a lock further up, without waiting.
 #
-# - _WorkerPool._take_lock (17) is held by the thread of work() that takes a task. The thread waits
-#   for a task for 0.4 s at most. The lock is held longer if a look at the queue takes longer, for
-#   example because a job runs long, or because the thread waits for locks/NN.
-# - locks/NN (13) guards the keys whose hash ends with NN, which is 1 key in 256. The lock is held
-#   while a task with such a key is pushed, taken by key or id, settled, renewed or moved. (Only a
-#   claim by pop() and the undoing of a claim do not take the lock.) A stopped process may hold the
-#   lock for ever. These calls wait for the lock: push() and schedule() with such a key, contains(),
-#   and peek() by key. These wait for it, too, if the task has such a key: take(), done(), fail(),
-#   release(), extend(), checkpoint(), retry(), the beginning and the end of processing(), and the
-#   quarantine by check(repair=True). If close() ends a wait that has just found such a task, the
-#   thread waits for the lock, and puts the task back. A pop() claims such a task without the lock,
-#   but then waits for the lock if the task becomes a dead letter, if a newer payload is behind the
-#   task, or if keys/<hash> does not name the task. (On file systems of several hosts, each pop() of
-#   such a task waits.) Housekeeping jobs, coroutines and the thread that renews leases only try to
-#   take the lock (wait=False). A thread that holds such a lock takes no second one, unless a signal
-#   handler of the program uses the queue.
-# - _Worker.lock (10) is held while a task is claimed, renewed, settled or reclaimed, and while a
-#   job runs. _LeaseDir, _Backlog, _Housekeeper and _LeaseRenewer have this same lock under the name
-#   `_lock`. A thread that holds this lock may try to take locks/NN, but does not wait for it. The
-#   holder of locks/NN may wait for this lock, so that both threads would wait for ever. And if the
-#   holder is stopped, this worker could neither claim nor renew anything.
-# - inflight-<node>/ (9) is locked by its worker, with a shared lock, while the worker has the
-#   directory open. Another process tries to take the exclusive lock, to find out whether the worker
-#   is dead. If the worker is dead, the other process holds the exclusive lock while it reclaims the
-#   leases. Only a worker that opens its directory waits: nobody can get the shared lock while
-#   another process holds the exclusive lock. So a process that is stopped while it holds the
-#   exclusive lock blocks the start of a worker with the node_id of the dead worker.
-# - The lock of a log handler: a thread may log a message while it holds any of the locks above. The
-#   log of the command `work` takes _Output._turns (21), and waits while nobody reads standard
-#   error.
-# - _WorkerPool._changed (17), _Waits._lock (15) and _QueueClock._lock (7) guard a few fields for a
-#   moment. _Processes._lock (22) is held while `work` starts or reaps a process of its command.
-# - _fork_lock (5) is held during fork(), and while a thread enters a block of _no_fork(). A fork()
-#   waits 0.5 s at most for the threads that are in such a block.
+# - _WorkerPool._take_lock is held by the thread of work() that takes a task.
+# - locks/NN guards the keys whose hash ends with NN. It is held while a task with such a key is
+#   pushed, taken by key or id, settled, renewed or moved, but not by a claim of pop() and by the
+#   undoing of a claim. A stopped process may hold it for ever. So maintenance, coroutines and the
+#   thread that renews leases only try to take it. A thread that holds such a lock takes no second
+#   one, unless a signal handler of the program uses the queue.
+# - _Worker.lock is held while a task is claimed, renewed, settled or reclaimed, and during
+#   maintenance. A thread that holds it may try to take locks/NN, but does not wait: the holder of
+#   locks/NN may wait for _Worker.lock.
+# - inflight-<node>/ is locked by its worker, shared. Another process tries to take the exclusive
+#   lock, to find out whether the worker is dead, and holds it while it reclaims the leases.
+# - The lock of a log handler: a thread may log a message while it holds any of the locks above.
+# - _WorkerPool._changed, _Waits._lock and _QueueClock._lock guard a few fields for a moment.
 #
-# The locks in the directory of a TicketQueue (19) are not in this list. A thread that holds one of
-# them takes only _fork_lock and other locks in that directory. (In a block of turn(), the program
-# may take any lock.) register(), turn() and maybe_cleanup() wait for the lock of the file "last".
-# Only the object that makes a ticket waits for the ticket's lock. All others only try to take it.
+# The locks in the directory of a TicketQueue are not in this list. A thread that holds one of them
+# takes only other locks in that directory.
 
 _NO_FLOCK = "keyed tasks and tickets need flock(2), which is not available here"
+_NESTED = "a call that this one interrupted has its lock"
 # NFS returns EBADF for an exclusive lock on a file that is open for reading only. Some file systems
 # return EINVAL for a lock on a directory.
 _NO_FLOCK_ERRNOS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EBADF, errno.EINVAL)
 _LOCK_FLAGS = os.O_RDWR | os.O_CREAT | _NO_FOLLOW_OR_BLOCK
 _MAX_OPENINGS = 100  # attempts to open a lock's file, if others make and remove it meanwhile
-_FORK_WAIT_S, _FORK_POLL_S = 0.5, 0.001
+# The pauses between two attempts to take a lock. Not flock() itself waits: it has no timeout, NFS
+# asks the server again only after 1, 2, 4 ... seconds, and a cut network leaves the request with
+# the servers of GlusterFS for ever.
+_LOCK_PAUSE_S, _LONGEST_LOCK_PAUSE_S = 0.00005, 0.01
+_LONG_WAIT_S = 5.0  # a longer wait for a lock is logged
 
 _open_lock_fds: set[int] = set()  # the descriptors of all locks; a forked child closes its copies
-_no_fork_threads: set[int] = set()  # threads that are in a block of _no_fork()
-_fork_lock = threading.RLock()  # held during fork(), and to add a thread to _no_fork_threads
+# The locks that a thread holds exclusively, by the thread and the id() of the lock.
+_held_locks: weakref.WeakValueDictionary[tuple[int, int], _FileLock] = weakref.WeakValueDictionary()
+_process_id = os.getpid()
 
 
-@contextmanager
-def _no_fork() -> Iterator[None]:
-    """Delay fork() in other threads while the block opens or closes a descriptor. The delay is
-    _FORK_WAIT_S at most. A child that was forked during the block could have a copy of a descriptor
-    that is not in _open_lock_fds. The child would not close the copy, and the copy could keep the
-    lock. The blocks of two threads don't exclude each other: a block that hangs, because its mount
-    hangs, must not stop the other thread.
-
-    While the interpreter ends, this function does not take _fork_lock. A thread may have ended
-    while holding the lock, and the wait would never end. No fork happens at that time, so the lock
-    is not needed."""
-    thread = threading.get_ident()
-    # A signal handler or a finalizer may nest the blocks.
-    if sys.is_finalizing() or thread in _no_fork_threads:
-        yield
-        return
-    try:
-        with _fork_lock:
-            _no_fork_threads.add(thread)
-        yield
-    finally:
-        _no_fork_threads.discard(thread)
-
-
-def _flock(fd: int, how: int) -> bool | None:
+def _flock(fd: Any, how: int) -> bool | None:
     """Take a lock; `how` has the flags of flock(2). Return True if the lock was taken, None if
-    flock does not work here. With LOCK_NB, return False if another process has the lock, or if this
-    process has the lock through another opening of the file."""
+    flock does not work here. With LOCK_NB, return False if the file is locked through another
+    opening."""
     try:
         fcntl.flock(fd, how)
     except BlockingIOError:
@@ -1388,325 +1173,351 @@ def _flock(fd: int, how: int) -> bool | None:
     return True
 
 
-class _FileLock:
-    """An open file or directory that can be locked. `states` has the states of the keys that the
-    lock guards (room 13).
+class _FileLock(_OpenFile):
+    """An open file or directory that can be locked.
 
-    The descriptor is closed with the last reference to this object at the latest. An exception from
-    a signal handler (Ctrl-C) may come between any two lines, and the lock must end then, too."""
+    An exception from a signal handler (Ctrl-C) may come between any two lines, and the lock must
+    end then, too: with the last reference to this object."""
 
-    fd = -1  # the file is not open
     reading_is_enough = True  # flock() works on a file that is open for reading only
     refused: OSError | None = None  # the error that made _open() open the file for reading only
-    # The text to put before the name of a file of this directory, in a call with dir_fd=fd.
-    # _Unlocked (room 20) has no descriptor, so its prefix is the path of the directory.
-    prefix = ""
 
-    def __init__(self, path: str, flags: int = _LOCK_FLAGS, data_dir: str = "") -> None:
-        self.path, self._pid = path, os.getpid()
-        self.states: dict[str, Any] = {}
-        with _no_fork():
-            self.fd = self._open(path, flags, data_dir)
-            _open_lock_fds.add(self.fd)
+    def __init__(
+        self, parent: _OpenFile, name: str, flags: int = _LOCK_FLAGS, mode: int = 0o666
+    ) -> None:
+        self._dir = parent
+        self._mode = mode
+        self._pid = os.getpid()
+        super().__init__(parent, name, flags)
+        # RACE: another thread forks before this line. If this process dies before that child, the
+        # child's copy of the descriptor keeps the lock until the child ends.
+        _open_lock_fds.add(self.fd)  # type: ignore[arg-type]
 
-    def _open(self, path: str, flags: int, data_dir: str) -> int:
-        """Open a file, and make it if it is missing and the flags have O_CREAT. Return the
-        descriptor.
-
-        An existing file is opened without O_CREAT, because in a sticky directory the kernel refuses
-        O_CREAT for another user's file (fs.protected_regular). A file that this user may not write
-        to is opened for reading only, if flock() needs no more than that (reading_is_enough)."""
+    def _open(self, flags: int) -> int:
+        """Open a file, and make it if it is missing and the flags have O_CREAT. A file that this
+        user may not write to is opened for reading, if flock() needs no more."""
         for _ in range(_MAX_OPENINGS):
+            # Without O_CREAT: in a sticky directory, the kernel refuses O_CREAT for another user's
+            # file (fs.protected_regular).
             try:
-                return os.open(path, flags & ~os.O_CREAT)
+                return super()._open(flags & ~os.O_CREAT)
             except FileNotFoundError:
                 if not flags & os.O_CREAT:
                     raise
             except OSError as error:
-                is_refused = error.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
-                if not (is_refused and self.reading_is_enough and flags & os.O_RDWR):
+                is_refused = error.errno in _REFUSED_ERRNOS and flags & os.O_RDWR
+                if not (is_refused and self.reading_is_enough):
                     raise
                 self.refused = error
                 with suppress(FileNotFoundError):  # the first error says more
-                    return os.open(path, os.O_RDONLY | _NO_FOLLOW_OR_BLOCK)
+                    return super()._open(os.O_RDONLY | _NO_FOLLOW_OR_BLOCK)
                 raise
             # RACE: another process makes the file between our two calls of open(). Then O_EXCL
             # fails, and the next round opens the other process's file.
             with suppress(FileExistsError):
-                fd = os.open(path, flags | os.O_EXCL, 0o666)
-                if data_dir:
-                    _follow_owner(fd, data_dir)
-                return fd
-        raise _os_error(errno.ENOENT, path)
+                return self._create(flags | os.O_EXCL)
+        raise _os_error(errno.ENOENT, self.path)
 
-    def acquire_shared(self) -> bool | None:
-        return _flock(self.fd, fcntl.LOCK_SH)
+    def _create(self, flags: int) -> int:
+        fd = os.open(self._dir.prefix + self.name, flags, self._mode, dir_fd=self._dir.fd)
+        _follow_owner(fd, self._dir.status(), self._mode)
+        return fd
+
+    def try_shared(self) -> bool | None:
+        return _flock(self.fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
     def try_exclusive(self) -> bool | None:
         return _flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
-    def acquire_exclusive(self, wait: bool = True) -> None:
-        """Take the exclusive lock. Raises BlockingIOError if wait is False and another process or
-        thread has the lock. Raises OSError if flock does not work here."""
-        locked = _flock(self.fd, fcntl.LOCK_EX) if wait else self.try_exclusive()
-        if locked is False:
-            raise BlockingIOError(errno.EWOULDBLOCK, "another process has its lock", self.path)
-        if locked is None:
-            raise OSError(errno.ENOTSUP, _NO_FLOCK, self.path)
+    def acquire_exclusive(self, until_s: float = _FOREVER_S) -> None:
+        """Take the exclusive lock. Raises BlockingIOError if another thread or process still has it
+        at the time until_s (monotonic clock; 0: try once). Raises OSError if flock does not work
+        here, or if this thread itself has the lock, and would wait for ever."""
+        began_s = time.monotonic()
+        is_told = False
+        for pause_s in _backoff_s(_LOCK_PAUSE_S, _LONGEST_LOCK_PAUSE_S):
+            if locked := self.try_exclusive():
+                _held_locks[threading.get_ident(), id(self)] = self
+                return
+            if locked is None:
+                raise OSError(errno.ENOTSUP, _NO_FLOCK, self.path)
+            now_s = time.monotonic()
+            if now_s >= until_s:
+                raise BlockingIOError(errno.EWOULDBLOCK, "another process has its lock", self.path)
+            self._check_not_ours()
+            if now_s >= began_s + _LONG_WAIT_S and not is_told:
+                is_told = True
+                _log().warning("waiting for %s, which another process has locked", self.path)
+            time.sleep(min(pause_s, until_s - now_s))
 
-    def is_at_path(self) -> bool:
-        with _ignore_missing():
-            return os.path.samestat(os.lstat(self.path), os.fstat(self.fd))
-        return False
+    def _check_not_ours(self) -> None:
+        """Raise OSError if this thread has the lock through another object: a signal handler or a
+        finalizer has interrupted the call that holds it."""
+        for (thread, _), lock in [*_held_locks.items()]:
+            is_ours = thread == threading.get_ident() and lock.fd is not None
+            if is_ours and os.path.samestat(lock.status(), self.status()):
+                raise OSError(errno.EDEADLK, _NESTED, self.path)
 
     def close(self) -> None:
-        """Unlock and close the file. Closing alone is not enough: a child that was forked while the
-        file was open has a copy of the descriptor. The copy would keep the lock until the child
-        closes the copy (_after_fork_in_child)."""
+        """Unlock and close the file. Closing alone is not enough: a forked child's copy of the
+        descriptor would keep the lock."""
         fd = self.fd
-        if fd < 0:
+        if fd is None:
+            return
+        if self._pid != os.getpid():  # _after_fork_in_child() closes the child's copy
+            self.fd = None
             return
         with suppress(OSError):  # flock does not work here
             fcntl.flock(fd, fcntl.LOCK_UN)
-        with _no_fork():
-            _open_lock_fds.discard(fd)  # before os.close() frees the number for another file
-            # Not earlier: if Ctrl-C ends close() before this line, __del__() closes the descriptor.
-            self.fd = -1
-            try:
-                os.close(fd)
-            except OSError as error:  # the work under the lock is done, so ignore a disk error
-                _raise_if_no_errno(error)
-
-    def _close_unless_forked(self) -> None:
-        # In a forked child, _after_fork_in_child() has closed the descriptor, and another file may
-        # have the number.
-        if self._pid == os.getpid():
-            self.close()
-
-    def __del__(self) -> None:
-        if _is_whole and self.fd >= 0:
-            _finalize(self._close_unless_forked)
+        _held_locks.pop((threading.get_ident(), id(self)), None)
+        _open_lock_fds.discard(fd)  # before os.close() frees the number for another file
+        # Not earlier: if Ctrl-C ends close() before this line, __del__() closes the descriptor.
+        self.fd = None
+        try:
+            os.close(fd)
+        except OSError as error:  # the work under the lock is done, so ignore a disk error
+            _raise_if_no_errno(error)
 
 
 # Maps objects to functions. A forked child calls each function with its object.
 _fork_hooks: weakref.WeakKeyDictionary[Any, Callable[[Any], None]] = weakref.WeakKeyDictionary()
 
 
-def _before_fork() -> None:
-    """Take _fork_lock, and wait until no other thread is in a block of _no_fork().
-
-    The wait has a limit, because two kinds of threads may stay in _no_fork_threads for long. One is
-    a thread whose open() or close() hangs. During open() there is no descriptor yet, and the file
-    was unlocked before os.close(). So the fork is safe. The other is a thread that Ctrl-C
-    interrupted while _no_fork() stood at its `yield`, but just before or just after the block. Then
-    the `finally` of _no_fork() runs only when its generator is freed. While the exception is kept
-    somewhere, its traceback keeps the generator.
-
-    Ctrl-C in the thread that forks ends the wait, too. But the fork goes on, because the
-    interpreter ignores an exception of this function."""
-    _fork_lock.acquire()
-    end_s = time.monotonic() + _FORK_WAIT_S
-    while _no_fork_threads - {threading.get_ident()} and time.monotonic() < end_s:
-        time.sleep(_FORK_POLL_S)
-
-
 def _after_fork_in_child() -> None:
     """Close a forked child's copies of the parent's locks, because these locks must end with the
     parent. Then call the functions in _fork_hooks."""
-    with suppress(RuntimeError):  # _fork_lock is not held if Ctrl-C ended its acquire()
-        _fork_lock.release()
-    _no_fork_threads.clear()  # the child does not have these threads
+    global _process_id  # noqa: PLW0603
+    _process_id = os.getpid()
+    _held_locks.clear()
     while _open_lock_fds:
         os.close(_open_lock_fds.pop())
-    for owner, hook in list(_fork_hooks.items()):
+    for owner, hook in [*_fork_hooks.items()]:
         hook(owner)
 
 
+def _notice_fork() -> None:
+    """Call _after_fork_in_child() if this process was forked, and Python did not see the fork."""
+    if os.getpid() != _process_id:
+        _after_fork_in_child()
+
+
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(
-        before=_before_fork,
-        after_in_parent=_fork_lock.release,
-        after_in_child=_after_fork_in_child,
-    )
+    os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 # ==================================================================================================
 # 6. Files: the steps on files of data_dir, and the order in which they are synced.
 #    Invariant: other processes see a whole record at its path, or no file. Only power loss can
-#    leave a torn file, and the checksum reveals a torn file (room 4).
+#    leave a torn file.
+#    Each directory of the queue is opened once, and a file is named relative to it. So a link or a
+#    directory that another user puts at a name leads no call out of the queue. A directory that was
+#    removed or replaced is opened anew after ENOENT, and by the look of the maintenance. A data_dir
+#    that was moved as a whole stays the queue of its objects.
+#
 #    TOPIC: syncs. If the queue is durable (sync_after_write), a call makes these steps, in this
 #    order, and then returns:
-#    - A new task (publish): rename the file, sync the file, sync the directory. In this order, the
-#      two syncs usually cost one journal commit instead of two. If power loss leaves the file torn,
-#      the call had not returned, so no caller was told that the task was pushed. On file systems
-#      that other hosts write to, and on Windows, the file is synced before the rename
-#      (syncs_after_rename).
-#    - A batch of new tasks (push_many): rename all files; then one syncfs(2). Where _batch_sync()
-#      does not trust syncfs(2): rename and sync each file as above; then sync the directory once.
-#    - A move, such as done(): rename the file; then sync_with_dir(), which syncs the file and the
-#      directory. When only the directory was synced, btrfs showed the task in its old directory,
-#      too, after power loss.
-#    - A replaced payload: sync the new file, rename it over the old one or exchange the two; then
-#      sync_with_dir(). So a whole record is never replaced by a torn one. For a checkpoint, only
-#      the directory is synced after the rename.
+#    - A new task: rename the file, sync the file, sync the directory. In this order, the two syncs
+#      cost one journal commit instead of two. If power loss leaves the file torn, the call had not
+#      returned. On file systems that other hosts write to, and on Windows, the file is synced
+#      before the rename (syncs_after_rename).
+#    - A batch of new tasks: rename all files; then one syncfs(2). Elsewhere than on Linux, each
+#      task is synced like a single one.
+#    - A move, such as done(): rename the file; sync the file; sync the directory. When only the
+#      directory was synced, btrfs showed the task in its old directory, too, after power loss.
+#    - A replaced payload: sync the new file, then the renames; then as for a move. So a whole
+#      record is never replaced by a torn one. For a checkpoint, only the directory is synced after
+#      the rename.
 #    - A finished task that is not kept: sync the lease's file and directory, unlink the file, sync
 #      the directory. The first step makes the claim durable. With the last sync alone, power loss
 #      could bring the task back to where it waited.
-#    - A new task with a key, or a buffered payload: sync the new file, sync keys/<hash> and keys/,
-#      rename the new file, sync the directory. If keys/<hash> lost the task in a power loss, and
-#      the task's file remained, a later push would add a second task of the key.
+#    - A new task with a key, or a payload behind a task: sync the new file, link keys/<hash>, sync
+#      keys/, rename the new file, sync the directory. If power loss removed the link but not the
+#      task, a later push would add a second task of the key.
 #    A claim, a renewal, a reclaim and a purge are not synced.
+#
+#    TOPIC: a full disk. A worker must be able to empty the queue.
+#    - push(), schedule() and checkpoint() write a new file first, and raise OSError.
+#    - A new worker may not be able to make its lease directory. If the clock file can't be made,
+#      the process has a clock of its own.
+#    - pop(), done() and release() rename. If done/ has no room for another name, the task is
+#      removed (_Worker.finish).
+#    - fail() with a reason writes the reason first, and raises OSError.
 # ==================================================================================================
 
-# TOPIC: a full disk. A worker must be able to start and to empty the queue.
-#
-# - push(), schedule() and checkpoint() write a new file first, and raise OSError. Nothing is added.
-# - A worker starts: if its lease directory can't be made, spare/ is renamed (_LeaseDir._make). If
-#   the clock file can't be made, the process has a clock of its own (_QueueClock._open).
-# - pop() claims by a rename, which usually needs no space.
-# - done() renames. If done/ has no room for another name, the task is removed (_Worker.finish).
-# - release() is a rename, and so is fail() without a reason. fail() with a reason first writes the
-#   reason to a file in creating/. If that fails, fail() raises OSError, and the task stays leased.
-#   A quarantine writes the reason last, if possible.
-# - The states of keys are written over the older ones in place, which usually needs no space.
-
-# If another process replaces or removes a directory during a step, the step is tried again. After
-# this many attempts, the step raises OSError. A step is a move into the directory, its opening as a
-# lease directory, or the entry into a ticket line (room 19).
+# Another process may remove a directory again and again while a step needs it: a lease directory,
+# or that of a ticket line. After this many attempts, the step raises OSError.
 _MAX_REPLACED = 100
-# The clock that sets the times of files advances in ticks. Usually a tick lasts a hundredth of a
-# second at most. Where file times have whole seconds, a tick lasts a second, or two seconds on FAT.
-# Each constant is a little longer than the longest tick of its case.
+# A little longer than a tick of the clock that sets the times of files.
 _TICK_S = 0.011
-_COARSE_TICK_S = 2.02
-_SHRINK_BYTES = 1 << 20  # an empty directory that is larger than this is replaced
-
-
-def _batch_sync(directory: str) -> tuple[Callable[[], None], bool]:
-    """Return a function that makes durable all files that are renamed into a directory from now on.
-    Also return whether the caller must sync each file before it calls the function. This is True
-    where syncfs() is not known to write the files to the disk: on systems other than Linux, and on
-    file systems of a type that is not in _SYNCFS_TYPES.
-
-    The directory is opened now, because syncfs() reports the write errors since the opening (Linux
-    5.8)."""
-    if _fs_type(directory) not in _SYNCFS_TYPES:
-        return functools.partial(_sync_dir, directory), True
-    fd = os.open(directory, _DIR_FLAGS)
-
-    def sync() -> None:
-        try:
-            _call_libc("syncfs", directory, fd)
-        finally:
-            os.close(fd)
-
-    return sync, False
-
-
-def _make_alike(path: str, old: os.stat_result) -> bool:
-    """Make a directory with the group and the mode of another one. Return whether both have the
-    same owner and group. Raises OSError if this user can't set the group."""
-    os.mkdir(path)
-    # The rights are set by the descriptor, never by the path: see _follow_owner().
-    fd = os.open(path, _DIR_FLAGS)
-    try:
-        os.fchown(fd, -1, old.st_gid)
-        os.fchmod(fd, stat.S_IMODE(old.st_mode))
-        new = os.fstat(fd)
-    finally:
-        os.close(fd)
-    return (new.st_uid, new.st_gid) == (old.st_uid, old.st_gid)
+_SHRINK_BYTES = 1 << 20  # an empty pending/ that is larger than this is replaced
+_CLOCK_BYTES = 64  # the largest size of a clock file
+_REASON_BYTES = 1 << 20  # how much of a reason is shown
+# How often to open a file that another process has a lease of the kernel on: for two seconds.
+_KERNEL_LEASE_TRIES = 200
 
 
 class _Files:
     """The files of one data_dir. Paths are relative to data_dir, as in "pending/<id>".
 
-    root: data_dir, with a separator at the end.
-    is_durable: the setting sync_after_write. The banner of this room says what is synced then.
+    path: the absolute path of data_dir.
+    root: data_dir, opened.
+    is_durable: the setting sync_after_write.
     parts: the classes of the lease directory, the keys and the ticket numbers for this file system.
     clock: the queue clock, which sets this attribute. The _Files of a TicketQueue has no clock.
     """
 
-    caveat = ""  # a warning about the file system, reported by check()
     parts: Any
-    # True: it is certain that only this kernel writes to the file system. Other hosts may still use
-    # data_dir through a server on this host: see has_other_mounts().
-    is_local = False
-    # The classes of the keys and the ticket numbers to use if SHARED exists (room 20). None: other
-    # hosts write to this file system, or there is no flock.
-    if_shared: Any = None
-    phantoms: Any = frozenset()  # see _SharedFiles
+    is_local = False  # True: it is certain that only this kernel writes to the file system
     clock: _QueueClock
-
-    # True: a new file is synced after its rename. False: the file is synced before its rename,
-    # because the system can't rename an open file, or other hosts would see a torn file (room 20).
     syncs_after_rename = os.name == "posix"
 
-    def __init__(self, data_dir: str, is_durable: bool) -> None:
-        self.root = os.path.join(data_dir, "")
+    def __init__(self, root: _OpenFile, is_durable: bool) -> None:
+        self.path = root.path
+        self.root = root
         self.is_durable = is_durable
+        self._dirs: dict[str, _OpenFile] = {}
+        # Nothing in the queue may be written by those who may not write to data_dir. The umask
+        # takes away more.
+        self.mode = stat.S_IMODE(root.status().st_mode)
+        self._file_mode = 0o644 | self.mode & 0o022
+
+    # Directories
 
     def make_dirs(self) -> None:
-        """Make the missing directories of _STATE_DIRS, and spare/ if possible."""
+        """Make and open the directories of _STATE_DIRS."""
         for name in _STATE_DIRS:
             self.make_dir(name)
+            self.dir(name)
         if self.is_durable:
-            _sync_dir(self.root)
+            self.sync_dir("")
             # Another process may just have made data_dir without a sync, so sync its parent. If
-            # this user may not read the parent, ignore the error: this process did not make
-            # data_dir. If it had, the sync of the parent in _make_dir() would have failed, too.
+            # this user may not read the parent, this process did not make data_dir.
             with suppress(PermissionError):
-                _sync_dir(f"{self.root}..")
-        with _ignore_missing(*_NO_WRITE_ERRNOS):
-            self.make_dir("spare")
+                _sync_path(f"{self.path}/..")
 
     def make_dir(self, name: str) -> None:
         """Make a directory in data_dir for all users of the queue, unless it exists."""
         with suppress(FileExistsError):
-            os.mkdir(self.root + name)
-            # A system that is not POSIX may refuse to open a directory. Then the directory keeps
-            # the rights that mkdir() gave it.
-            # RACE: another process removes a new lease directory, because it is empty, before our
-            # os.open(). Then _LeaseDir._open() finds that the directory is missing, and retries.
+            os.mkdir(self.root.prefix + name, dir_fd=self.root.fd)
+            # RACE: another process removes a new lease directory, because it is empty, before it is
+            # opened here. Then _LeaseDir._open() finds that the directory is missing.
             with suppress(OSError):
-                fd = os.open(self.root + name, _DIR_FLAGS)
-                try:
-                    _follow_owner(fd, self.root)
-                finally:
-                    os.close(fd)
+                made = _OpenFile(self.root, name)
+                if made.fd is not None:
+                    _follow_owner(made.fd, self.root.status(), self.mode)
+
+    def dir(self, name: str) -> _OpenFile:
+        """Return an open directory of the queue; "" stands for data_dir. Only the directories of
+        the queue, and the own lease directory, are kept open. Raises OSError if it is missing or a
+        link."""
+        if not name:
+            return self.root
+        found = self._dirs.get(name)
+        if found is None:
+            found = self._opened(name)
+            if not name.startswith("inflight-"):
+                self._dirs[name] = found
+        return found
+
+    def _opened(self, name: str) -> _OpenFile:
+        """Open a directory of the queue anew. Two listings in one opening would share a
+        position."""
+        try:
+            return _OpenFile(self.root, name or ".")
+        except OSError as error:
+            if error.errno in (errno.ENOTDIR, errno.ELOOP):
+                why = "a directory of a queue must not be a link or a file"
+                raise OSError(errno.ENOTDIR, why, error.filename) from None
+            if error.errno not in _MISSING_ERRNOS or not self._reopen_root():
+                raise
+        return self._opened(name)
+
+    def _reopen_root(self) -> bool:
+        """Open data_dir anew if it was removed. Return whether this was done."""
+        with _ignore_missing():  # ESTALE
+            if self.root.status().st_nlink:
+                return False
+        self.root = _OpenFile(None, self.path, _ROOT_FLAGS)
+        self._dirs.clear()
+        return True
+
+    def keep_open(self, name: str, directory: _OpenFile | None) -> None:
+        """Use this opening of a directory from now on. None: open the directory for each call."""
+        self._dirs.pop(name, None)
+        if directory is not None:
+            self._dirs[name] = directory
+
+    def refresh(self) -> bool:
+        """Stop using the directories that were removed or replaced, so that the next call opens
+        them anew. Return whether there was one."""
+        if self._reopen_root():
+            return True
+        gone = [name for name, it in [*self._dirs.items()] if not it.is_at_path()]
+        for name in gone:
+            self._dirs.pop(name, None)
+        return bool(gone)
+
+    def place(self, path: str) -> tuple[_OpenFile, str]:
+        """Return the open directory of a file, and the name to use with it."""
+        directory, _, name = path.rpartition("/")
+        found = self._dirs.get(directory) or self.dir(directory)
+        return found, found.prefix + name
+
+    def named(self, error: OSError, path: str, target: str | None = None) -> OSError:
+        """Put full paths into an error: those of calls with dir_fd have names only."""
+        error.filename = f"{self.path}/{path}"
+        if target:
+            error.filename2 = f"{self.path}/{target}"
+        return error
+
+    def _complete(self, error: BaseException, path: str) -> None:
+        """Put the path into an error of the disk that has none, such as that of write(2)."""
+        if isinstance(error, OSError) and error.errno and error.filename is None:
+            self.named(error, path)
 
     # Looking
 
-    def exists(self, path: str) -> bool:
-        """Say whether a file exists. Raises any OSError that does not mean that the file is
-        missing. (os.path.lexists() would return False for every OSError.)"""
+    def names(self, directory: str) -> list[str]:
+        """Return all names in a directory. Return [] if it is missing, because a worker ended or
+        because it was not made yet, and (logged once) if this user may not read the lease directory
+        of another. But for a directory of _STATE_DIRS, raise the OSError."""
         try:
-            self.lstat(path)
-        except (FileNotFoundError, NotADirectoryError):
-            return False
-        return True
+            opened = self._opened(directory)
+        except OSError as error:
+            if directory in _STATE_DIRS or not self._is_passed_over(directory, error):
+                raise
+            return []
+        try:
+            return os.listdir(opened.prefix or opened.fd)
+        finally:
+            opened.close()
+
+    def _is_passed_over(self, directory: str, error: OSError) -> bool:
+        if error.errno in (errno.EACCES, errno.EPERM) and directory.startswith("inflight-"):
+            _warn_once(f"passed over: {error}")
+            return True
+        return error.errno in (*_MISSING_ERRNOS, errno.ENOTDIR)
+
+    def scan(self, directory: str) -> Iterator[str]:
+        """Yield the names in a directory, while the system reads it."""
+        opened = self._opened(directory)
+        with closing(opened), os.scandir(opened.prefix or opened.fd) as entries:
+            for entry in entries:
+                yield entry.name
 
     def entries(self, directory: str) -> list[_Entry]:
-        """Return the entries of a directory, sorted by name. Names that _parse() does not accept
-        are left out."""
+        """Return the entries of a directory, sorted by name, without foreign names."""
         names = sorted(self.names(directory))
         return [entry for name in names if (entry := _parse(directory, name))]
 
-    def names(self, directory: str) -> list[str]:
-        """Return all names in a directory. Return [] if the directory is missing: a lease directory
-        was removed because its worker had ended, or a directory such as keys/ was not made yet.
-        Also return [] if a foreign file has the name of the directory. But for a directory that
-        every queue has (_STATE_DIRS), raise FileNotFoundError or NotADirectoryError."""
-        try:
-            return os.listdir(self.root + directory)
-        except (FileNotFoundError, NotADirectoryError):
-            if directory in _STATE_DIRS:
-                raise
-        return []
-
     def node_dirs(self) -> list[str]:
-        names = sorted(filter(_parse_node_dir, os.listdir(self.root)))
-        return [name for name in names if not os.path.islink(self.root + name)]
+        names = sorted(filter(_parse_node_dir, self.names("")))
+        return [name for name in names if not stat.S_ISLNK(self.mode_of(name))]
+
+    def mode_of(self, path: str) -> int:
+        with _ignore_missing():
+            return self.lstat(path).st_mode
+        return 0
 
     def find(self, *states: str) -> Iterator[_Entry]:
         """Yield the entries of these states, in name order within a directory. A state may also be
@@ -1717,9 +1528,9 @@ class _Files:
 
     def find_id(self, ident: str, *states: str) -> _Entry | None:
         """Return the entry of an id in one of these states, or None. First look for files whose
-        name is only the id, then list the directories. Both searches take the states in the order
-        of the arguments. RACE: another process moves the task from a state that is still to be
-        searched to a state that was searched before. Then the task is missed."""
+        name is only the id, then list the directories, in the order of the arguments. RACE: another
+        process moves the task from a state that is still to be searched to a state that was
+        searched before. Then the task is missed."""
         for state in states:
             if state in ("pending", *_ENDED) and self.exists(f"{state}/{ident}"):
                 return _parse(state, ident)
@@ -1727,52 +1538,83 @@ class _Files:
 
     def has_entries(self, directory: str) -> bool:
         """Say whether a directory has a task. The directory is read only up to the first task."""
-        # keys/ is missing until the first push with a key. RACE: another process removes an empty
-        # lease directory after node_dirs() listed it. In both cases the directory has no task.
-        with _ignore_missing(), os.scandir(self.root + directory) as entries:
-            return any(_parse(directory, entry.name) for entry in entries)
+        try:
+            return any(_parse(directory, name) for name in self.scan(directory))
+        except OSError as error:
+            if not self._is_passed_over(directory, error):
+                raise
         return False
 
     def has_work(self) -> bool:
         """Say whether a task waits or is leased.
 
-        RACE: other processes claim tasks and put tasks back while this method reads one directory
-        after another, and the method may miss these tasks. Each such move sets the time of pending/
-        or scheduled/. So True is returned if one of the two times has changed since the start of
-        the call. The clock that sets these times advances in ticks (_TICK_S). A move in the first
-        tick of the call may leave the time unchanged. So all directories are read again a tick
-        later, when that move is over. A tick is long on a file system whose times have whole
-        seconds (ext4 with inodes of 128 bytes)."""
+        RACE: other processes move tasks while the directories are read one after another. Each such
+        move sets the time of pending/ or scheduled/, so True is returned if one of these times has
+        changed. A move in the first tick of the clock of these times may not change them, so all is
+        read again a tick later."""
         before = self._changed()
-        is_coarse = not any(it % 10**9 for it, _ in before)
-        for pause_s in (_COARSE_TICK_S if is_coarse else _TICK_S, 0):
+        for pause_s in (_TICK_S, 0):
             if any(map(self.has_entries, ("keys", *_WAITING_DIRS, *self.node_dirs()))):
                 return True
             time.sleep(pause_s)
         return self._changed() != before
 
     def _changed(self) -> list[tuple[int, int]]:
-        # The times alone are not enough: the new directory that shrink() puts in place may have the
-        # time of the old one. So compare the inodes, too.
-        found = [os.stat(self.root + it) for it in _WAITING_DIRS]
+        # shrink() may put another directory with the same time in place, so compare inodes, too.
+        found = [self.lstat(it) for it in _WAITING_DIRS]
         return [(it.st_mtime_ns, it.st_ino) for it in found]
 
-    def text(self, path: str) -> str:
-        """Return the text of a regular file, or "" for any other kind of file. The read of a FIFO,
-        of a device, or of a link to one, could block or never end."""
-        if not self.is_regular(path):
-            return ""
-        with open(self.root + path, "rb", opener=_open_no_follow) as file:
-            return file.read().decode("utf-8", "replace")
+    def exists(self, path: str) -> bool:
+        """Say whether a file exists. Raises any OSError that does not mean that the file is
+        missing. (os.path.lexists() would return False for every OSError.)"""
+        try:
+            self.lstat(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return True
 
     def lstat(self, path: str) -> os.stat_result:
-        return os.lstat(self.root + path)
+        where, name = self.place(path)
+        try:
+            return os.stat(name, dir_fd=where.fd, follow_symlinks=False)
+        except OSError as error:
+            raise self.named(error, path) from None
+
+    def is_regular(self, path: str) -> bool:
+        return stat.S_ISREG(self.lstat(path).st_mode)
+
+    def _open(self, path: str, flags: int = _READ_FLAGS) -> int:
+        """Open a file.
+
+        RACE: another process has a lease of the kernel on the file (F_SETLEASE: Samba, virus
+        scanners). open() tells the holder, and fails with EAGAIN until the holder lets go."""
+        where, name = self.place(path)
+        tries = 0
+        while True:
+            try:
+                return os.open(name, flags, dir_fd=where.fd)
+            except OSError as error:
+                tries += 1
+                if error.errno != errno.EAGAIN or tries > _KERNEL_LEASE_TRIES:
+                    raise self.named(error, path) from None
+            time.sleep(_LONGEST_LOCK_PAUSE_S)
+
+    def text(self, path: str, most_bytes: int) -> str:
+        """Return the beginning of the text of a regular file, or "" for any other kind of file. The
+        read of a FIFO, of a device, or of a link to one, could block or never end."""
+        if not self.is_regular(path):
+            return ""
+        fd = self._open(path)
+        try:
+            return os.read(fd, most_bytes).decode("utf-8", "replace")
+        finally:
+            os.close(fd)
 
     def read(self, path: str, ident: str) -> _Record:
         """Return the payload and the key of a record. Raises CorruptTask unless the record is
         whole."""
         try:
-            fd = os.open(self.root + path, _READ_FLAGS)
+            fd = self._open(path)
             try:
                 head = os.read(fd, _READ_BYTES)
                 first, newline, payload = head.partition(b"\n")
@@ -1780,35 +1622,18 @@ class _Files:
                     return payload, None
                 return _finish_read(fd, head, ident)
             finally:
-                os.close(fd)  # its error is raised: the file may have been replaced (room 20)
+                os.close(fd)  # its error is raised: the file may have been replaced
         except OSError:
             if not self.is_regular(path):
                 raise CorruptTask(ident, "not a regular file") from None
             raise
-
-    read_listed = read  # for a name that was listed just now; _SharedFiles overrides it (room 20)
-
-    def came_back(self, path: str) -> bool:
-        """Return whether `path` is an old name of a finished task, and came back after its rename
-        ("healed" in room 20). On a local file system, no name comes back."""
-        return False
-
-    def check_lease(self, lease: str) -> None:
-        """Raise FileNotFoundError if the deadline of a lease has passed, another worker has got the
-        task since then, and the name of the lease has come back ("healed" in room 20). On a local
-        file system, no name comes back."""
-
-    def has_other_mounts(self) -> bool:
-        """Return whether this local directory is also used through a mount of another kind. The
-        first queue object on such a mount makes SHARED: see "mounts" in room 20."""
-        return self.if_shared is not None and self.exists("SHARED")
 
     def head(self, path: str) -> tuple[str | None, int | None]:
         """Return the key and the length of a payload, read from the header of its record. Return
         (None, None) if the header is invalid, or if `path` is not a regular file."""
         header = None
         if self.is_regular(path):
-            fd = os.open(self.root + path, _READ_FLAGS)
+            fd = self._open(path)
             try:
                 header = _match_header(os.read(fd, _READ_BYTES))
             finally:
@@ -1817,318 +1642,313 @@ class _Files:
             return None, None
         return (_decode_key(header[3].decode()) if header[3] else None), int(header[2])
 
-    def is_regular(self, path: str) -> bool:
-        return stat.S_ISREG(os.lstat(self.root + path).st_mode)
-
     # Locking
 
     def open_lock(self, path: str, flags: int = _LOCK_FLAGS) -> _FileLock:
-        return _FileLock(self.root + path, flags, self.root)
+        """Open a file to lock it. Those who may not write to data_dir may not read the file either:
+        flock() needs only reading, and they could stop all others."""
+        where, _ = self.place(path)
+        return _FileLock(where, os.path.basename(path), flags, self.lock_mode())
+
+    def lock_mode(self) -> int:
+        write = self.mode & 0o022
+        return 0o600 | write | write << 1
 
     def open_dir(self, directory: str) -> _FileLock | None:
-        """Open a lease directory, to lock it. Return None if the directory is missing, or is a
-        foreign file."""
-        with _ignore_missing():
-            return _FileLock(self.root + directory, _DIR_FLAGS)
+        """Open a lease directory, to lock it. Return None if the directory is missing, is a foreign
+        file, or may not be read by this user."""
+        try:
+            return _FileLock(self.root, directory, _DIR_FLAGS)
+        except OSError as error:
+            if not self._is_passed_over(directory, error):
+                raise
         return None
 
     # Moving
 
-    def publish(
-        self,
-        new_name: str,
-        data: _BytesLike,
-        path: str,
-        *,
-        sync: bool | None = None,
-    ) -> None:
+    def publish(self, new_name: str, data: _BytesLike, path: str, is_synced: bool) -> None:
         """Write a record to creating/<new_name>, and rename the file to `path`. The task exists
-        from the rename on. If publish() raises, it removes the file. Then the task does not exist,
-        unless a worker claimed the task before the error, or the disk refused the removal.
+        from the rename on. If publish() raises, it removes the file.
 
-        If the queue is durable, the file and the directory are synced: see "syncs" in the banner of
-        this room. For a task of a batch, `sync` says whether to sync the file, and the caller syncs
-        the directory later.
-
-        CRASH: if the process dies before the rename, the task does not exist. The file in creating/
-        is removed after an hour. If the process dies after the rename, the task exists, although
-        push() has not returned. Its record is whole, unless power is lost, too (room 4)."""
+        CRASH: if the process dies before the rename, the task does not exist, and the file in
+        creating/ is removed after an hour. If it dies after the rename, the task exists, although
+        push() has not returned."""
         payload = data if type(data) is bytes else _as_bytes(data)
         header = _header(payload)
-        source, sync_dir, is_in_place = f"creating/{new_name}", False, False
-        if sync is None:
-            sync = sync_dir = self.is_durable
-        fd = os.open(self.root + source, _CREATE_FLAGS, 0o666)
+        renames_first = is_synced and self.syncs_after_rename
+        source = f"creating/{new_name}"
+        fd = self.create(source)
         try:
             try:
                 _write_record(fd, header, payload)
-                if sync:
-                    if self.syncs_after_rename:
-                        self.put_in_place(source, path)
-                        is_in_place = True
+                if renames_first:
+                    self.rename(source, path)
+                if is_synced:
                     os.fsync(fd)
             finally:
                 os.close(fd)
-            if not is_in_place:
-                self.put_in_place(source, path)
-            if sync_dir:
+            if not renames_first:
+                self.rename(source, path)
+            if is_synced:
                 self.sync_dir(os.path.dirname(path))
-        except BaseException:
+        except BaseException as error:
             # The push raises, so the caller believes that there is no task: remove the file. RACE:
             # a worker claims the task between the rename and this line. Then no file is at `path`,
             # and the worker keeps the task.
             for leftover in (source, path):
                 self.remove(leftover)
+            self._complete(error, source)
             raise
 
     @contextmanager
     def replacement(
-        self,
-        name: str,
-        header: bytes,
-        payload: bytes | memoryview = b"",
-        extra_mode: int | None = None,
+        self, name: str, header: bytes, payload: bytes | memoryview = b"", mode: int | None = None
     ) -> Iterator[str]:
         """Write a file creating/<name>, and yield its path. The block moves the file to its final
         path, where an older file may be. If the block raises, the new file is removed.
 
         If the queue is durable, the new file is synced before the block: power loss must leave the
-        older or the new file whole. `extra_mode`: give the new file the owner and the rights of
-        data_dir, and add the rights `extra_mode`: see _follow_owner(). None: the owner is this
-        user, and the rights follow from the umask."""
+        older or the new file whole. `mode`: see _follow_owner(). None: the owner is this user, and
+        the rights follow from the umask."""
         path = f"creating/{name}"
-        fd = os.open(self.root + path, _CREATE_FLAGS, 0o666)
         try:
+            fd = self.create(path)
             try:
-                if extra_mode is not None:
-                    _follow_owner(fd, self.root, extra_mode)
+                if mode is not None:
+                    _follow_owner(fd, self.root.status(), mode)
                 _write_record(fd, header, payload)
                 if self.is_durable:
                     os.fsync(fd)
             finally:
                 os.close(fd)
             yield path
-        except BaseException:
+        except BaseException as error:
             self.remove(path)
+            self._complete(error, path)
             raise
 
-    def swap(self, new_path: str, path: str) -> bool:
-        """Exchange a file with the file at `path`, in one step. Return False where the system can't
-        exchange names (NFS, FUSE; not Linux). Raises FileNotFoundError if no file is at `path`."""
-        try:
-            _exchange(self.root + new_path, self.root + path)
-            return True
-        except OSError as error:
-            if error.errno not in _NO_EXCHANGE_ERRNOS:
-                raise
-        return False
+    def create(self, path: str) -> int:
+        """Make a file, and return its descriptor. Raises FileExistsError."""
+        for is_last in (False, True):
+            where, name = self.place(path)
+            try:
+                return os.open(name, _CREATE_FLAGS, self._file_mode, dir_fd=where.fd)
+            except OSError as error:
+                if is_last or error.errno not in _MISSING_ERRNOS or not self.refresh():
+                    raise self.named(error, path) from None
+        raise _os_error(errno.ENOENT, path)
+
+    def rename(self, source: str, target: str) -> None:
+        """Rename a file; a file at the target is replaced. If a directory was replaced, open it
+        anew, and try again once."""
+        for is_last in (False, True):
+            old, old_name = self.place(source)
+            new, new_name = self.place(target)
+            try:
+                os.replace(old_name, new_name, src_dir_fd=old.fd, dst_dir_fd=new.fd)
+                return
+            except OSError as error:
+                if is_last or error.errno not in _MISSING_ERRNOS or not self.refresh():
+                    raise self.named(error, source, target) from None
+
+    def rename_onto(self, source: str, target: str) -> None:
+        """Rename a file over another one. Raises FileNotFoundError if no file is at the target: a
+        person has moved it, and the rename would make two tasks of one. So the look is the last
+        step before the rename."""
+        self.lstat(target)
+        self.rename(source, target)
 
     def move(self, source: str, target: str) -> str:
-        """Rename the file of a task, and return the target. The target "" removes the file. A file
-        at the target is replaced. Other processes may rename the task at the same time. Then one
-        rename succeeds, and the others raise FileNotFoundError."""
-        try:
-            if target:
-                os.replace(self.root + source, self.root + target)
-            else:
-                os.unlink(self.root + source)
-        except FileNotFoundError:
-            self._retry_rename(source, target)
+        """Rename the file of a task, and return the target. The target "" removes the file. Other
+        processes may rename the task at the same time. Then one rename succeeds, and the others
+        raise FileNotFoundError."""
+        if target:
+            self.rename(source, target)
+        else:
+            self.unlink(source)
         # By POSIX, rename() succeeds and does nothing if both names are links to one file. Then the
         # source would stay, and the finished task would be delivered again for ever. So the source
-        # is removed here. To save time, this is not done after a first delivery. If the source
-        # stays then, the task is delivered once more, and the end of that delivery removes the
-        # source.
+        # is removed here. To save time, this is not done after a first delivery: if the source
+        # stays then, the end of the next delivery removes the source.
         if "~1~" not in source and _ends_at(target):
-            _unlink_if_exists(self.root + source)
+            self.unlink_if_exists(source)
         return target
 
-    # move_own() is move() for the holder of a lease without a key. In room 20, it calls
-    # check_lease() first. On a local file system, check_lease() does nothing, so move() is enough.
-    move_own = move
-
-    def _retry_rename(self, source: str, target: str) -> None:
-        """Repeat a rename that raised FileNotFoundError. Raises FileNotFoundError if the source is
-        missing, if `target` is "", or if each of _MAX_REPLACED attempts fails.
-
-        RACE: another process replaces the target directory (shrink) during our rename. Then the
-        rename fails with ENOENT, although the file and the directory exist."""
-        for _ in range(_MAX_REPLACED):
-            if not (target and self.exists(source)):
-                raise _os_error(errno.ENOENT, self.root + source)
-            with suppress(FileNotFoundError):
-                os.replace(self.root + source, self.root + target)
-                return
-        raise _os_error(errno.ENOENT, self.root + target)
-
-    def put_in_place(self, source: str, target: str, must_exist: bool = False) -> None:
-        """Rename a file that only this process moves, such as a file in creating/. A file at the
-        target is replaced. With must_exist, raise FileNotFoundError if the target is missing."""
-        if must_exist:
-            # If a person has moved the target away, the rename would make two tasks of one. So this
-            # check is the last step before the rename.
-            self.lstat(target)
+    def unlink(self, path: str) -> None:
+        where, name = self.place(path)
         try:
-            os.replace(self.root + source, self.root + target)
-        except FileNotFoundError:
-            self._retry_rename(source, target)
+            os.unlink(name, dir_fd=where.fd)
+        except OSError as error:
+            raise self.named(error, path) from None
+
+    def unlink_if_exists(self, path: str) -> bool:
+        with suppress(FileNotFoundError):
+            self.unlink(path)
+            return True
+        return False
+
+    def unlink_if_older(self, path: str, before_s: float) -> bool:
+        """Remove a file that was last renamed or changed (st_ctime) at the time `before_s` or
+        earlier, by the wall clock. Return whether the file was removed. A directory stays."""
+        # RACE: another process removes the file, or moves it, because it retries the failed task.
+        with _ignore_missing():
+            status = self.lstat(path)
+            if status.st_ctime <= before_s and not stat.S_ISDIR(status.st_mode):
+                self.unlink(path)
+                return True
+        return False
 
     def remove(self, path: str) -> bool:
         """Remove a file if possible. Return whether the file was removed; raise no OSError."""
         with suppress(OSError):
-            os.unlink(self.root + path)
+            self.unlink(path)
             return True
         return False
 
+    def remove_empty_dir(self, name: str) -> None:
+        # A directory that is not empty stays. POSIX lets the file system report ENOTEMPTY or
+        # EEXIST. So does another user's directory in a sticky directory, and a mount point.
+        with _ignore_missing(errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY, *_NO_WRITE_ERRNOS):
+            os.rmdir(self.root.prefix + name, dir_fd=self.root.fd)
+
+    def shrink(self, new_name: str) -> None:
+        """Replace an empty pending/ of more than 1 MiB by a new directory, because ext4 never
+        shrinks a directory, and each listing reads all of it. rename() refuses to replace a
+        directory that is not empty, so no task is lost."""
+        old = self.lstat("pending")
+        if old.st_size <= _SHRINK_BYTES or old.st_uid != os.geteuid():
+            return
+        if hasattr(os, "listxattr") and self._has_acl("pending"):
+            return  # the new directory would not have the access control list
+        where, name = self.place(f"creating/{new_name}.pending")
+        # RACE: another process renames a file into the directory first. Then our rename fails, and
+        # the old directory stays. It also stays if it is a mount point, or if the disk is full.
+        with suppress(OSError):
+            os.mkdir(name, dir_fd=where.fd)
+            made = _OpenFile(where, f"{new_name}.pending")
+            if made.fd is not None:
+                _follow_owner(made.fd, old, stat.S_IMODE(old.st_mode))
+            new = made.status()
+            if (new.st_uid, new.st_gid) == (old.st_uid, old.st_gid):
+                os.rename(name, "pending", src_dir_fd=where.fd, dst_dir_fd=self.root.fd)
+                # Without this sync, power loss could undo the rename, and with it the later tasks.
+                self.sync_dir("")
+        with suppress(OSError):
+            os.rmdir(name, dir_fd=where.fd)
+        self.refresh()
+
+    def _has_acl(self, name: str) -> bool:
+        fd = self.dir(name).fd
+        return fd is not None and any("acl" in it for it in os.listxattr(fd))
+
+    # Syncing
+
     def sync_with_dir(self, path: str) -> None:
-        """If the queue is durable, sync the file of a task, then its directory. The banner of this
-        room says why a sync of the directory is not enough (TOPIC: syncs)."""
+        """If the queue is durable, sync the file of a task, then its directory. TOPIC: syncs says
+        why a sync of the directory is not enough."""
         if not self.is_durable:
             return
-        # RACE: another process moves the task to another path before the file is synced here. Then
-        # the file is not synced. Only the directory is synced, and it no longer has the file.
+        # RACE: another process moves the task on before the file is synced here. Then only the
+        # directory is synced, and it no longer has the file.
         with suppress(FileNotFoundError):
             self.sync_file(path)
         self.sync_dir(os.path.dirname(path))
 
     def sync_file(self, path: str) -> None:
         if self.is_regular(path):
-            _sync_path(self.root + path, _READ_FLAGS)
+            fd = self._open(path)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
 
     def sync_dir(self, directory: str) -> None:
-        if self.is_durable:
-            _sync_dir(self.root + directory)
+        if self.is_durable and (fd := self.dir(directory).fd) is not None:
+            try:
+                os.fsync(fd)
+            except OSError as error:
+                raise self.named(error, directory) from None
 
-    def shrink(self, directory: str, new_name: str) -> None:
-        """Replace an empty directory of more than 1 MiB by a new one, because ext4 never shrinks a
-        directory. Do nothing if the directory is missing.
+    def has_syncfs(self) -> bool:
+        """Say whether one syncfs(2) writes all tasks of a batch to the disk."""
+        return _fs_type(self.root) in _SYNCFS_TYPES
 
-        The callers are the listing of pending/ and of scheduled/ that finds no task, the job that
-        purges done/, purge(), and remove_stale_files() for keys/ and checkpoints/. No task is lost,
-        because rename() refuses to replace a directory that is not empty. RACE: another process
-        renames a file into the directory at the same time, and gets ENOENT. Its _retry_rename()
-        repeats that rename."""
-        path = self.root + directory
-        try:
-            old = os.lstat(path)
-        except FileNotFoundError:
-            return
-        if old.st_size <= _SHRINK_BYTES or not stat.S_ISDIR(old.st_mode):
-            return
-        # If SHARED exists, the directory is not replaced: other hosts may look into the old one for
-        # a long time ("stale" in room 20). Another user's directory is not replaced either, because
-        # the new one would belong to this user.
-        if self.has_other_mounts() or old.st_uid != os.geteuid():
-            return
-        if hasattr(os, "listxattr") and any("acl" in name for name in os.listxattr(path)):
-            return  # access control lists, which this method can't copy
-        fresh = f"{self.root}creating/{new_name}.pending"
-        # RACE: another process renames a file into the directory first. Then our rename fails, and
-        # the old directory stays. The old directory also stays if it is a mount point, or if the
-        # disk is full.
-        with suppress(OSError):
-            if _make_alike(fresh, old):
-                os.rename(fresh, path)
-                # Without this sync, power loss could undo the rename. Then tasks that were later
-                # moved into the new directory, and synced there, would be lost.
-                _sync_dir(self.root)
-        with suppress(OSError):
-            os.rmdir(fresh)
+    @contextmanager
+    def synced_batch(self) -> Iterator[None]:
+        """Make durable what is renamed into pending/ in the block. The directory is opened before
+        the block, because syncfs() reports the write errors since the opening (Linux 5.8)."""
+        opened = _OpenFile(self.root, "pending")
+        with closing(opened):
+            try:
+                yield
+            finally:
+                _call_libc("syncfs", opened.path, opened.fd)
 
 
 # ==================================================================================================
 # 7. Queue clock: the source of orders and deadlines. The queue clock is the monotonic clock plus an
-#    anchor, which is a number of nanoseconds. The processes of one boot read the anchor from the
-#    file clock-<boot>. A process that can't use this file has a clock of its own
-#    (_QueueClock._open). If several processes make the file at once, the first link(2) wins, and
-#    the other processes take the anchor of the first.
+#    anchor, in nanoseconds. All processes of one boot read the anchor from the file clock-<boot>. A
+#    process that can't use this file has an anchor and a random <boot> of its own.
 #    Invariant: the orders of one object strictly increase. Setting the date does not change the
 #    queue clock of an object.
 # ==================================================================================================
 
 # TOPIC: which clock is used for what.
 #
-# - The queue clock gives the orders, and therefore the ids. Deadlines of leases are times of the
-#   queue clock, too.
-# - The monotonic clock, time.monotonic(), is used for timeouts, pauses, and the times of jobs.
-# - The wall clock, time.time(), is used for due times in scheduled/, also for those of retries. The
-#   queue clock of a boot usually starts at the time of the wall clock. The age of a file is the
-#   time of the wall clock minus the time of the file. The ages of files are used for finished tasks
-#   (keep_done, purge), stale files, tickets, and leases whose deadline another queue clock has
-#   set (_renewed_recently() in room 11).
+# - The queue clock gives the orders, and therefore the ids, and the deadlines of leases.
+# - The monotonic clock, time.monotonic(), is used for timeouts, pauses, and the times of
+#   maintenance.
+# - The wall clock, time.time(), is used for due times in scheduled/, also for those of retries, and
+#   for the ages of files.
 #
-# So if the date is set, the ids of a boot stay in order, and its leases end as if the date had not
-# been set. (Neither is certain between processes that have clocks of their own.) A scheduled task
-# moves to pending/ when the wall clock shows its due time. So after the date was set back, the task
-# waits longer. This holds for a retry, too, whose due time release() sets (_Processing._end() in
-# room 16 computes the delay). If the machine starts again after the date was set back, the new
-# queue clock starts after the newest id and after the newest claim (_compute_anchor).
-
-
-# Two clocks agree if they differ by less than this time. A queue clock that is behind the wall
-# clock by at least this time may be of an earlier start of the machine (_clock_began_anew).
-_BEHIND_NS = 10**9
+# So if the date is set, the ids of a boot stay in order, and its leases end as if it had not been
+# set. A scheduled task moves to pending/ when the wall clock shows its due time. If the machine
+# starts again after the date was set back, the new queue clock starts after the newest id.
+#
+# If the file clock-<boot> is removed while the queue is used, the objects that have read it go on
+# with its anchor. The next process makes a new file, with the time of the wall clock or of the
+# newest id. Only if the date was set meanwhile do the two clocks differ, and leases end early or
+# late.
 
 
 def _compute_anchor(files: _Files) -> int:
-    """Return the anchor for a new queue clock. The queue clock starts at the time of the wall
-    clock. But if the newest id or the newest claim in data_dir is later, the queue clock starts
-    after that time. This happens, for example, if the date was set back. In the name of a task,
-    only the id counts: the name may begin with a due time of next year."""
-    times_ns, started_ns = [_EARLIEST_NS, _wall_ns()], _monotonic_ns()
+    """Return the anchor for a new queue clock. It starts at the time of the wall clock, or after
+    the newest id in data_dir if that is later, because the date was set back."""
+    latest_ns, started_ns = _latest_order_ns(), _monotonic_ns()
+    times_ns = [_EARLIEST_NS, _wall_ns()]
     for directory in (*_STATE_DIRS[1:], "keys", *files.node_dirs()):
         # PermissionError: the directory belongs to another user, and the clock must start all the
-        # same. FileNotFoundError: a person removed the directory. Or (RACE) another process removed
-        # the directory of a dead worker between entries() and lstat().
+        # same. FileNotFoundError: a person removed the directory.
         with suppress(PermissionError, FileNotFoundError):
-            entries = files.entries(directory)
-            times_ns += [_stamp_of(entry.id) + 1 for entry in entries]
-            if entries and _state_of(directory) == "inflight":
-                # The st_mtime of the directory is the wall-clock time of the last claim, or of a
-                # later change. A claim sets a deadline that is later than the claim. So if the
-                # st_mtime is after the newest deadline, the date may have been wrong at the claim.
-                # Then the deadline is used instead.
-                times_ns.append(min(files.lstat(directory).st_mtime_ns, entries[-1].stamp_ns))
-    return max(it for it in times_ns if it < _LATEST_CLOCK_NS) - started_ns
+            orders = (_stamp_of(entry.id) for entry in files.entries(directory))
+            times_ns += [order_ns + 1 for order_ns in orders if order_ns < latest_ns]
+    return max(times_ns) - started_ns
 
 
 class _QueueClock:
     """The clock of one queue object. `tag` is the object's random tag, which is the end of the ids
     that new_id() makes."""
 
-    _name = ""  # the name of the clock file; "" if this process has a clock of its own
-    made_anew = ""  # why this object made the clock file anew, for check()
-
     def __init__(self, files: _Files) -> None:
-        self._files, files.clock = files, self
-        # The <boot> that processes with a clock of their own write in the names of their leases.
-        # All processes in one time namespace of this kernel compute the same <boot>. No process of
-        # another kernel uses this <boot> at the same time, because no other host writes to the file
-        # system. Processes that use the clock file need this <boot>, too: see `boots`. If other
-        # hosts may write to the file system, the value is "", and each process with a clock of its
-        # own has a random <boot>.
-        self.own_clock_tag = _boot_tag(_time_namespace(), files.root) if files.is_local else ""
+        self._files = files
+        files.clock = self
         self.init_worker()
         self.boot, self.anchor_ns = self._open()
 
     def init_worker(self) -> None:
         """Set the values that belong to one process. A forked child calls this again."""
-        self.tag = f"{int.from_bytes(os.urandom(4), 'big') >> 1:08x}"
+        self.tag = f"{int.from_bytes(os.urandom(8), 'big') >> 1:016x}"
         # Guards _order. An RLock, because a signal handler may push while its thread pushes.
         self._lock = threading.RLock()
         self._order = 0
-
-    @property
-    def boots(self) -> tuple[str, str]:
-        """The values of <boot> that only processes of this kernel use. The holder of a lease with
-        one of these values is dead or closed if the lock of the lease directory is free."""
-        return self.boot, self.own_clock_tag
 
     def now_ns(self) -> int:
         return _monotonic_ns() + self.anchor_ns
 
     def new_id(self) -> str:
         """Return a new id, for a task without a key or for a file in creating/."""
+        if os.getpid() != _process_id:  # inlined: a call would be 5 % of push()
+            _after_fork_in_child()
         with self._lock:
             now_ns = int(time.monotonic() * 1e9) + self.anchor_ns
             order_ns = self._order = now_ns if now_ns > self._order else self._order + 1
@@ -2138,221 +1958,105 @@ class _QueueClock:
         return _stamp_of(self.new_id())
 
     def _open(self) -> tuple[str, int]:
-        """Return the <boot> of our leases, and the anchor. Usually the anchor is that of the clock
-        file of this boot, which the first process of the boot makes.
-
-        A process gets a clock of its own in two cases. First, the process can't read the clock
-        file, or can't make a missing one. Second, the process can't see the boot id, and there is
-        no clock file that the process may use instead: see _boot_without_id()."""
-        boot_id, boot = _read_boot_id(), ""
+        """Return the <boot> of our leases, and the anchor."""
+        boot_id = _read_boot_id()
         if boot_id is not None:
             boot = _boot_tag(boot_id, self._files.root)
-        elif self._files.is_local:
-            boot = self._boot_without_id()
-        if boot:
-            self._name = f"clock-{boot}"
+            name = f"clock-{boot}"
             try:
-                anchor_ns = self._read(self._name)
-                if anchor_ns is not None and self._clock_began_anew(anchor_ns):
-                    self.made_anew = "was of an earlier start of this machine, under its boot id"
-                    _log().warning("%s %s: made anew", self._name, self.made_anew)
-                    # RACE: after our _read(), another process makes the file anew, and we remove
-                    # the new file. Then the anchors of the two processes may differ a little.
-                    _unlink_if_exists(self._files.root + self._name)
-                    anchor_ns = None
+                anchor_ns = self._read(name)
                 if anchor_ns is None:
-                    anchor_ns = self._create(self._name, _compute_anchor(self._files))
-                    self._remove_others()
+                    anchor_ns = self._create(name, _compute_anchor(self._files))
                 return boot, anchor_ns
             except OSError as error:
                 if error.errno not in _NO_WRITE_ERRNOS:
                     raise
-                # The clock file can't be made: this user has no right to do so, or the disk is full
-                # or read-only. Or this user may not read the file. A clock of our own is good
-                # enough to look at tasks, to drain the queue and to purge.
-                self._name = ""
+                # A clock of our own is good enough to look at tasks, to drain the queue and to
+                # purge.
                 _log().warning("no shared clock for this process: %s", error)
-        return self.own_clock_tag or os.urandom(4).hex(), _compute_anchor(self._files)
-
-    def _boot_without_id(self) -> str:
-        """For a process that can't see the boot id, find a clock file by which the queue clock
-        agrees with the wall clock. Return the <boot> in the name of this file. Return "" if no
-        clock file agrees.
-
-        The clock file of an earlier boot does not agree, because the monotonic clock began anew at
-        the start of the present boot. The clock file of another host may agree by chance. So "" is
-        returned if other hosts use data_dir."""
-        for name in self._clock_names():
-            with suppress(PermissionError):  # a person removed this user's right to read the file
-                anchor_ns = self._read(name)
-                if anchor_ns and abs(anchor_ns + _monotonic_ns() - _wall_ns()) < _BEHIND_NS:
-                    # RACE: another host makes SHARED, and then its clock file. If we looked for
-                    # SHARED first, we could miss SHARED, and then find the clock file of that host.
-                    # So the look for SHARED comes last.
-                    return "" if self._files.has_other_mounts() else name[6:]
-        return ""
-
-    def _clock_names(self) -> list[str]:
-        names = sorted(os.listdir(self._files.root))
-        return [it for it in names if it.startswith("clock-") and _FORMS["."](it)]
-
-    def _clock_began_anew(self, anchor_ns: int) -> bool:
-        """Say whether the monotonic clock seems to have begun anew under the same boot id. This
-        happens in a restored virtual machine, in some containers, and on a board that, for lack of
-        entropy, has the same boot id at each start.
-
-        The answer is True if the queue clock is behind the wall clock and also behind an id. The
-        ids of tasks that wait or are leased count, and those of buffered payloads. A queue clock
-        that is only behind the wall clock counts as valid, because the machine may have been
-        suspended, or its date may have been set forward."""
-        now_ns = anchor_ns + _monotonic_ns()
-        if _wall_ns() - now_ns < _BEHIND_NS:
-            return False
-        newest_ns = 0
-        for directory in ("pending", "scheduled", "keys", *self._files.node_dirs()):
-            with suppress(PermissionError, FileNotFoundError):
-                orders = [_stamp_of(entry.id) for entry in self._files.entries(directory)]
-                newest_ns = max([newest_ns, *(it for it in orders if it < _LATEST_CLOCK_NS)])
-        return newest_ns > now_ns + _BEHIND_NS
+        return os.urandom(4).hex(), _compute_anchor(self._files)
 
     def _read(self, name: str) -> int | None:
         """Return the anchor in a clock file. Return None if the file is missing or invalid, or if
-        with this anchor the queue clock would show a time before _EARLIEST_NS or after
-        _LATEST_CLOCK_NS. If the result is None, _open() and _create() write the file again."""
+        the queue clock would show a time that no honest clock shows. Then it is written again."""
         anchor_ns = 0
         with suppress(FileNotFoundError):
-            text = self._files.text(name)
+            text = self._files.text(name, _CLOCK_BYTES)
             anchor_ns = int(text) if re.fullmatch("[0-9]{1,19}\n", text) else 0
         now_ns = anchor_ns + _monotonic_ns()
-        return anchor_ns if _EARLIEST_NS <= now_ns < _LATEST_CLOCK_NS else None
-
-    def _remove_others(self) -> None:
-        """Remove the clock files of earlier boots, because no process of an earlier boot lives.
-
-        But a container that runs beside us may have a boot id of its own. Its clock file stays
-        while the container has a lease that is not detached, because the name of such a lease has
-        the <boot> of the container. At other times the clock file is removed, and a worker of the
-        container puts the file back later by restore(). Where other hosts use data_dir, or where
-        there is no flock, nothing is removed."""
-        if self._files.if_shared is None or self._files.has_other_mounts():
-            return
-        # OSError: this user can't list a lease directory of another user. Then nothing is removed.
-        with suppress(OSError):
-            in_use = {f"clock-{entry.boot}" for entry in self._files.find("inflight")}
-            for name in {*self._clock_names()} - {self._name, *in_use}:
-                self._files.remove(name)
-
-    def restore(self) -> None:
-        """Put the file of this clock back if the file was removed. Without the file, the next
-        process of this boot would make another clock. If the date was set meanwhile, the two clocks
-        would differ.
-        """
-        if self._name and not self._files.exists(self._name):
-            with _ignore_missing(*_NO_WRITE_ERRNOS):
-                self._create(self._name, self.anchor_ns)
+        return anchor_ns if _EARLIEST_NS <= now_ns < _latest_order_ns() else None
 
     def _create(self, name: str, anchor_ns: int) -> int:
         """Write a clock file and put it in place, unless a valid one is in place. Return the anchor
         in the clock file that is in place then."""
-        root = self._files.root
+        files = self._files
         new_name = f"{_new_name(_wall_ns(), self.tag)}.clock"
-        # At least 0644, whatever the rights of data_dir are now. If a person gives other users
-        # access to data_dir later, these users must be able to read the file.
-        with self._files.replacement(new_name, b"%d\n" % anchor_ns, extra_mode=0o644) as new_path:
+        # 0644: only the owner writes it, because a wrong anchor would end living leases. All others
+        # read it, also those to whom a person gives access to data_dir later.
+        with files.replacement(new_name, b"%d\n" % anchor_ns, mode=0o644) as new_path:
             try:
-                os.link(root + new_path, root + name)
-            except (AttributeError, OSError):
+                creating, root = files.dir("creating"), files.root
+                os.link(
+                    creating.prefix + new_name,
+                    root.prefix + name,
+                    src_dir_fd=creating.fd,
+                    dst_dir_fd=root.fd,
+                )
+            except (AttributeError, NotImplementedError, OSError):
                 # A file of this name exists, valid or not, or the file system has no hard links.
                 # Without hard links, two processes that start at the same time may have anchors
                 # that differ a little.
                 if self._read(name) is None:
-                    os.replace(root + new_path, root + name)
-            self._files.remove(new_path)
+                    files.rename(new_path, name)
+            files.remove(new_path)
         # RACE: another process links its clock file before ours. Then its anchor is returned.
         return self._read(name) or anchor_ns
 
 
 # ==================================================================================================
-# 8. Backlog: a sorted batch of names in pending/, kept in memory.
-#    Invariant: each name in the batch has the form of a task's name. The name is a hint: only the
-#    claim tells whether the task still waits.
-#    A pop() takes the oldest name of the batch. Four rules keep the order of delivery. The rules
-#    also make sure that pop() does not report an empty queue while tasks wait:
-#    - All names may be dropped at any time. Then the next pop() lists pending/ again. A pop() finds
-#      the queue empty only if its own listing adds no name to the batch (_Housekeeper.refill() in
-#      room 11).
+# 8. Batch: the oldest names of pending/, sorted, in memory. A pop() takes the oldest of them.
+#    Invariant: each name has the form of a task's name. The name is a hint: only the claim tells
+#    whether the task still waits. Four rules keep the order of delivery, and keep pop() from
+#    reporting an empty queue while tasks wait:
+#    - All names may be dropped at any time. A pop() finds the queue empty only if its own listing
+#      adds no name (_Maintenance.refill).
 #    - A single name may be dropped only when this worker claims the task, if the file is missing,
-#      or if the task made trouble. In any other case, younger tasks would be delivered first.
-#    - A name may be added only if it sorts before the youngest name in the batch. Beyond that name,
+#      or if the task can't be claimed. Otherwise younger tasks would be delivered first.
+#    - A name may be added only if it sorts before the youngest name of the batch. Beyond it,
 #      pending/ may have tasks that are not in the batch.
-#    - A listing must keep the oldest names. It must leave out the tasks that were pushed during the
-#      listing, unless it shows only such tasks: see relist().
+#    - A listing must keep the oldest names, and leave out what was pushed during it: relist().
 # ==================================================================================================
 
-# How many names to keep in memory. They take up to 11 MB. For a pending/ of more than two million
-# names, _oldest_names() keeps more.
-_MAX_BATCH = 1 << 17
+_MAX_BATCH = 1 << 17  # names to keep in memory; they take up to 12 MB
 _CHUNK = 1 << 16  # directory entries to read at a time
 _FEW = 1000  # a directory that had fewer names is listed by one os.listdir()
 # The system lists a directory of up to this many names in one call. No push comes in between.
 _AT_ONCE = 256
-_LONGEST_TROUBLE_S = 3600.0  # the longest time to pass over a task that made trouble
-_MAX_TROUBLES = 10_000  # how many tasks that made trouble are remembered
-_LOSSES = 64  # after every 64th lost claim, a pop() checks that its lease directory is there
-# How many times, at most, to look for a task. A pop() lists pending/ again if it could deliver no
-# task of the last listing. take() searches again for the task of a key or an id if the claim
-# of the task failed.
-_MAX_LISTINGS = 8
+_TROUBLE_PAUSE_S = 60.0  # the time for which a task that this worker can't claim is passed over
 _is_task_name = _FORMS["pending"]
 
 
-def _oldest_names(directory: str, seen_before: int) -> tuple[list[str], int]:
-    """Return the oldest task names in a directory, the oldest last. Also return the number of
-    entries of the directory.
-
-    At most _MAX_BATCH names are returned, or a sixteenth of `seen_before` if a sixteenth is more.
-    `seen_before` is the number of entries at the previous listing."""
-    keep = max(_MAX_BATCH, seen_before // 16)
-    names: list[str] = []
-    seen, youngest = 0, "~"  # "~" sorts after every name of a task
-    with os.scandir(directory) as entries:
-        while chunk := [entry.name for entry in itertools.islice(entries, _CHUNK)]:
-            seen += len(chunk)
-            names += [name for name in chunk if name < youngest and _is_task_name(name)]
-            if len(names) > 2 * keep:
-                names = sorted(names, reverse=True)[-keep:]
-                youngest = names[0]
-    return sorted(names, reverse=True)[-keep:], seen
-
-
-class _Backlog:
+class _Batch:
     """The batch of one worker. The worker's lock guards it."""
 
     def __init__(self, worker: _Worker) -> None:
-        self._pending, self._lock = f"{worker.files.root}pending", worker.lock
+        self._files = worker.files
+        self._lock = worker.lock
         self._clock = worker.clock
         self.names: list[str] = []  # the oldest last
         self.seen = 0  # the number of names in pending/ at the last listing
-        # The tasks that this worker could not read or move, by id. The value is the number of times
-        # that this happened, and the time until which the task is passed over (monotonic clock).
-        # The dict is kept in memory only, because another worker may be able to read or move the
-        # task.
-        self._troubles: dict[str, tuple[int, float]] = {}
         self._listed_s = 0.0
-        # The time (monotonic clock) to list pending/ again even if names are left. Another process
-        # may have put an older task into pending/, for example by release(front=True).
-        self.refill_s = 0.0
+        # The tasks that this user may not claim, by id, and the time (monotonic clock) until which
+        # they are passed over.
+        self.barred: dict[str, float] = {}
 
     def relist(self, now_s: float) -> None:
         """List pending/, and replace the batch. `now_s` is the time on the monotonic clock.
 
         RACE: another process pushes two tasks during the listing, and the listing shows only the
-        younger task. The younger task would then be delivered first. So the batch gets only the
-        tasks whose order is before the beginning of the listing. The next listing shows the later
-        tasks. If a listing shows only later tasks, a second listing is made at once. If the second
-        listing also shows only later tasks, the batch gets all tasks of the second listing, because
-        an empty batch would mean that no task waits. If pending/ has at most _AT_ONCE names, no
-        push comes in between, and the batch gets all tasks of the first listing."""
+        younger one, which would be delivered first. So the batch gets only the tasks whose order is
+        before the beginning of the listing. If a second listing also shows only later tasks, the
+        batch gets all of them, because an empty batch would mean that no task waits."""
         for _ in range(2):
             self._list(now_s)
             if self.seen <= _AT_ONCE:
@@ -2365,31 +2069,34 @@ class _Backlog:
 
     def _list(self, now_s: float) -> None:
         # If the last listing showed few names and is less than a second old, the directory can't be
-        # huge now. So one os.listdir() lists it.
+        # huge now.
         if self.seen < _FEW and now_s - self._listed_s < 1:
-            names = os.listdir(self._pending)
-            self.names, self.seen = sorted(filter(_is_task_name, names), reverse=True), len(names)
-            self.refill_s = now_s + 1
+            names = self._files.names("pending")
+            self.seen = len(names)
+            self.names = sorted(filter(_is_task_name, names), reverse=True)
         else:
-            self.names, self.seen = _oldest_names(self._pending, self.seen)
-            self.refill_s = now_s + max(1, 20 * (time.monotonic() - now_s))
-        if self._troubles:
-            self.names = [name for name in self.names if not self._is_passed_over(name, now_s)]
+            self._list_in_chunks()
+        if self.barred:
+            self.barred = {it: until_s for it, until_s in self.barred.items() if until_s > now_s}
+            self.names = [name for name in self.names if _id_of(name) not in self.barred]
         self._listed_s = now_s
 
-    def _is_passed_over(self, name: str, now_s: float) -> bool:
-        return self._troubles.get(_id_of(name), (0, 0.0))[1] > now_s
-
-    def note_trouble(self, ident: str) -> None:
-        """Note that a task made trouble. After the second trouble, the listings leave the task out
-        for 1 s. Each further trouble doubles that time, up to an hour. After the first trouble, the
-        task is not left out, because the trouble may be over."""
-        with self._lock:
-            now_s, (times, _) = time.monotonic(), self._troubles.get(ident, (0, 0.0))
-            pause_s = min(2.0 ** min(times - 1, 12), _LONGEST_TROUBLE_S) if times else 0.0
-            if len(self._troubles) >= _MAX_TROUBLES:
-                self._troubles.pop(next(iter(self._troubles)))
-            self._troubles[ident] = times + 1, now_s + pause_s
+    def _list_in_chunks(self) -> None:
+        """Keep the oldest names, at most _MAX_BATCH or a sixteenth of those at the last listing: a
+        million names would take 100 MB in each worker."""
+        keep = max(_MAX_BATCH, self.seen // 16)
+        names: list[str] = []
+        seen = 0
+        youngest = "~"  # sorts after every name of a task
+        listing = self._files.scan("pending")
+        while chunk := [*itertools.islice(listing, _CHUNK)]:
+            seen += len(chunk)
+            names += [name for name in chunk if name < youngest and _is_task_name(name)]
+            if len(names) > 2 * keep:
+                names = sorted(names, reverse=True)[-keep:]
+                youngest = names[0]
+        self.seen = seen
+        self.names = sorted(names, reverse=True)[-keep:]
 
     def add(self, path: str) -> None:
         """Add a task that came to `path` in pending/. If the batch is empty, or if the task sorts
@@ -2399,62 +2106,55 @@ class _Backlog:
             if names and name < names[0]:
                 names.insert(bisect.bisect(names, False, key=name.__gt__), name)
 
+    def bar(self, ident: str) -> None:
+        with self._lock:
+            self.barred[ident] = time.monotonic() + _TROUBLE_PAUSE_S
+
     def correct_after_loss(self, lost: str) -> None:
-        """After a lost claim at the path `lost`, drop the oldest names of the batch, until the file
-        of the oldest remaining name exists. This is faster than to lose a claim for each of these
-        names: to look for a file costs a third of a failed rename().
+        """After a lost claim at the path `lost`, drop the oldest names of the batch until the file
+        of the oldest remaining name exists. To look for a file costs a third of a failed rename().
 
-        RACE: after the listing, another process pushes a newer payload for the key of the task at
-        `lost`. The push renames the task, so that its attempts are 0 again. The task keeps its
-        place. So the name with 0 attempts is put into the batch, as the next name to claim.
-
-        The loop stops at the name of any task with a key, even if the file is missing. That task
-        may have been renamed in the same way, and only the lost claim of its old name puts the new
-        name into the batch."""
+        RACE: after the listing, another process pushes a newer payload for the key of a task. The
+        task keeps its place, and its name has 0 attempts. So this name is put into the batch. The
+        loop stops at the name of a task with a key, because only a lost claim does that."""
         with self._lock:
             names, renamed = self.names, _fresh_path(lost, None)
             if renamed != lost:
                 names.append(renamed.partition("/")[2])
+            pending = self._files.dir("pending")
             while names and not _is_keyed(_id_of(names[-1])):
-                if os.access(f"{self._pending}/{names[-1]}", os.F_OK):
+                if os.access(pending.prefix + names[-1], os.F_OK, dir_fd=pending.fd):
                     break
                 names.pop()
 
 
 # ==================================================================================================
 # 9. Lease directory: this worker's inflight-<node>/. A shared flock on the directory shows that the
-#    worker lives. Invariant: a claim moves a task into the directory whose lock this worker holds.
-#    So the rename uses the descriptor of the directory: another directory may now be at the path.
-#    (Room 20 has the lease directories of other file systems, and of systems without flock.)
+#    worker lives.
+#    Invariant: a claim moves a task into the directory whose lock this worker holds. So the rename
+#    uses its descriptor: another directory may now be at the path.
 # ==================================================================================================
 
 
 class _LeaseDir:
-    """The lease directory of one worker. Usually, the first listing of pending/ opens the
-    directory. If a take() tries to claim a task before that, the claim fails, and take() opens the
-    directory. If the directory was removed or given up, it is opened again by a later listing, or
-    by a pop() or take() whose claims failed.
+    """The lease directory of one worker. The first listing of pending/ opens it, or a take(). If it
+    was removed or given up, a later listing opens it again.
 
     RACE: another thread calls close() during a pop(). A claim and close() both hold the worker's
-    lock, so the descriptor of the directory stays open during the claim. `undelivered`,
-    `close_count` and `orphans` tell the two threads which thread has the task. The comment before
-    _Worker.take_oldest() (room 10) explains them."""
+    lock. If the claim came first, close() takes the task back, and the caller gets LeaseLost."""
 
     def __init__(self, worker: _Worker) -> None:
-        self._worker, self._files, self._clock = worker, worker.files, worker.clock
+        self._worker = worker
+        self._files = worker.files
+        self._clock = worker.clock
         self._lock = worker.lock
         self.directory = f"inflight-{worker.node_id}"
-        self._root, self.path = self._files.root, self._files.root + self.directory
-        # The leases whose tasks no caller has got yet. The key is the path of the lease, and the
-        # value is the path that the task was claimed from.
-        self.undelivered: dict[str, str] = {}
         # The leases to reclaim. The key is the path of the lease, and the value is the path to move
         # the task back to. None: the place of its push.
         self.orphans: dict[str, str | None] = {}
         self.close_count = 0
-        # The lock of the directory. None: this object does not have the directory open. The
-        # directory may then have leases of an earlier process.
-        self._dir_lock: _FileLock | None = None
+        # The lock of the directory. None: this object does not have the directory open.
+        self._held: _FileLock | None = None
 
     # Opening
 
@@ -2462,169 +2162,136 @@ class _LeaseDir:
         """Open and lock the directory, unless it is open and still at its path. After an opening,
         reclaim the orphans, such as the leases of an earlier process."""
         with self._lock:
-            if self._dir_lock is None or not self._dir_lock.is_at_path():
+            if self._held is None or not self._held.is_at_path():
                 self._open()
                 if self.orphans:
-                    self._worker.house.reclaiming.run()
+                    self._worker.maintenance.try_to_run("reclaim")
 
     def _open(self) -> None:
-        # Empty the batch, so that a pop() claims no task before the directory is open, even if this
-        # method raises.
-        self._worker.backlog.names = []
+        # No pop() claims a task before the directory is open, even if this method raises.
+        self._worker.batch.names = []
+        end_s = time.monotonic() + _LONG_WAIT_S
         for _ in range(_MAX_REPLACED):
-            self._make()
+            self._files.make_dir(self.directory)
             lock = self._files.open_dir(self.directory)
-            if lock is None:
-                # RACE: after our _make(), another process finds the directory empty and not locked,
-                # and removes the directory. The next round makes it again.
-                continue
-            try:
-                # Another process may hold the exclusive lock for a moment, to find out whether we
-                # live. acquire_shared() waits for the end of that moment. Without the wait,
-                # try_exclusive() below could fail, as if a living worker of our node_id held the
-                # lock.
-                if lock.acquire_shared() is None:
-                    # flock does not work for this process, so our leases must end by their
-                    # deadlines only. A random <boot> marks them as leases of another boot. With the
-                    # usual <boot>, a process whose flock works would find the lock free, and would
-                    # reclaim our leases as those of a dead worker.
-                    self._clock.boot = os.urandom(4).hex()
-                # The leases in the directory become orphans, except detached leases, which outlive
-                # their worker. This step needs the exclusive lock: if we get it, no other worker of
-                # our node_id uses the directory. The step is left out if this object has another
-                # lease directory open already (_dir_lock), because a person may have moved the
-                # leases of our callers into this directory.
-                #
-                # RACE: after our open_dir(), another process removes the empty directory, and
-                # another worker of our node_id makes a new directory at the path. The leases at the
-                # path are then in use. So is_at_path() checks that our directory is at the path.
-                elif self._dir_lock is None and lock.try_exclusive() and lock.is_at_path():
-                    # An error is ignored: the next reclaim job lists the directory, too.
-                    with suppress(OSError):
-                        leases = self._files.entries(self.directory)
-                        for path in (it.path for it in leases if it.boot != _DETACHED):
-                            self.orphans.setdefault(path)
-                lock.acquire_shared()
-                # RACE: another worker removes the directory between our open() and our lock. Then
-                # the next round makes the directory again.
-                if lock.is_at_path():
-                    # This assignment drops the last reference to the old lock, and so closes the
-                    # old lock. The old lock is not closed earlier, because a person may have moved
-                    # the old directory away, with our leases in it. If the person moves the old
-                    # directory back before this line, the old lock still shows other workers that
-                    # the leases are in use.
-                    self._dir_lock = lock
+            if lock is None and not self._is_usable():
+                self._use_another()
+            elif lock is not None:
+                if self._try_to_hold(lock, end_s):
                     return
-            finally:
                 # The last reference to the lock may be lost late: an exception that is kept
                 # somewhere keeps this frame alive. So close the lock here.
-                if lock is not self._dir_lock:
-                    lock.close()
-        raise _os_error(_MISSING_ERRNOS[-1], self.path)
+                lock.close()
+            # RACE: another process finds the directory empty and not locked, and removes it, after
+            # our make_dir() or before our lock. The next round makes it again.
+        raise _os_error(_MISSING_ERRNOS[-1], f"{self._files.path}/{self.directory}")
 
-    def _make(self) -> None:
-        """Make the lease directory. On a full disk, rename spare/ instead, because a worker must be
-        able to start and to empty the queue."""
-        try:
-            self._files.make_dir(self.directory)
-        except OSError as error:
-            spare = f"{self._root}spare"
-            # If a step with spare/ fails, too, the error of make_dir() is raised, which is the
-            # cause.
+    def _is_usable(self) -> bool:
+        """Say whether the directory is missing or is one that this user may use."""
+        mode = self._files.mode_of(self.directory)
+        return not mode or (
+            stat.S_ISDIR(mode)
+            and os.access(f"{self._files.path}/{self.directory}", os.R_OK | os.W_OK | os.X_OK)
+        )
+
+    def _use_another(self) -> None:
+        """Use a directory of another name, because another user has made or locked the one of our
+        node_id. The tasks in it stay there until they can be reclaimed."""
+        other = f"inflight-{os.getpid()}-{self._clock.tag}"
+        text = "%s can't be used by this user, or is locked by another process; using %s"
+        _log().warning(text, self.directory, other)
+        self.directory = other
+
+    def _try_to_hold(self, lock: _FileLock, end_s: float) -> bool:
+        """Take the shared lock of the directory, and keep the directory open. Return False if it
+        must be opened again."""
+        # Another process holds the exclusive lock for a moment, to find out whether we live.
+        while (is_shared := lock.try_shared()) is False:
+            if time.monotonic() >= end_s:
+                self._use_another()
+                return False
+            time.sleep(_LOCK_PAUSE_S)
+        if is_shared is None:
+            # flock does not work for this process, so our leases must end by their deadlines only.
+            # With a random <boot>, no process whose flock works reclaims them as a dead worker's.
+            self._clock.boot = os.urandom(4).hex()
+        elif self._held is None and lock.try_exclusive() and lock.is_at_path():
+            # No other worker of our node_id uses the directory, so the leases in it are those of an
+            # earlier process. An error is ignored: the reclaim lists the directory, too. If this
+            # object has another lease directory open, a person may have moved the leases of our
+            # callers here.
             with suppress(OSError):
-                # If spare/ has foreign files, spare/ is not renamed: foreign files must not move.
-                if error.errno in _OUT_OF_SPACE_ERRNOS and not os.listdir(spare):
-                    os.utime(spare)  # other workers may remove an empty lease directory that is old
-                    os.rename(spare, self.path)
-                    return
-            raise
+                leases = self._files.entries(self.directory)
+                for path in (it.path for it in leases if it.boot != _DETACHED):
+                    self.orphans.setdefault(path)
+        lock.try_shared()
+        # RACE: another process removes the directory between our open() and our lock.
+        if not lock.is_at_path():
+            return False
+        # The old lock is closed here, with its last reference. If a person moves the old directory
+        # back before, the old lock still shows other workers that its leases are in use.
+        self._held = lock
+        self._files.keep_open(self.directory, lock)
+        return True
 
     # Claiming
 
     def claim(self, source: str, lease: _Lease) -> bool:
         """Rename a waiting task into the locked lease directory. Return False if the task is no
-        longer at `source`, usually because another worker claimed it first. Also return False if
-        the lease directory is not open or no longer exists.
+        longer at `source`, or if the lease directory is not open or no longer exists.
 
-        The caller holds the worker's lock. `lease.path` is set before the rename. If claim()
-        raises, the rename may have been done, and the caller must call _Worker._undo_after_error().
-
-        CRASH: if the process dies after the rename, the task stays leased, and the name of the
-        lease already counts this attempt. Room 11 says who takes the task back (TOPIC: how a lease
-        ends)."""
+        The caller holds the worker's lock. `lease.path` is set before the rename, so that an error
+        can be undone although the rename may have been done."""
         attempts = min(_attempts_of(source) + 1, _MAX_ATTEMPTS) if "~" in source else 1
         boot = _DETACHED if self._worker.detached else self._clock.boot
         deadline_ns = int(time.monotonic() * 1e9) + self._clock.anchor_ns + lease.length_ns
-        name = f"0{deadline_ns}~{attempts}~{boot}~{source[-_ID_LENGTH:]}"
-        lease.path = path = f"{self.directory}/{name}"
-        self.undelivered[path] = lease.source = source
-        held = self._dir_lock
+        new_name = f"0{deadline_ns}~{attempts}~{boot}~{source[-_ID_LENGTH:]}"
+        lease.path = f"{self.directory}/{new_name}"
+        lease.source = source
+        held = self._held
         try:
             if held is None:
                 # RACE: another thread calls close() before our caller gets the worker's lock. Or
-                # the directory has not been opened yet: take_named() opens it only after its first
-                # attempt.
-                raise FileNotFoundError
-            os.rename(self._root + source, held.prefix + name, dst_dir_fd=held.fd)
-        except FileNotFoundError:
-            # RACE: another process moves the task first, or removes our lease directory. Either way
-            # this claim is lost.
-            pass
+                # the directory has not been opened yet.
+                return False
+            where, name = self._files.place(source)
+            # CRASH: after the rename, the task is leased, and the name counts this attempt. TOPIC:
+            # how a lease ends.
+            os.rename(name, held.prefix + new_name, src_dir_fd=where.fd, dst_dir_fd=held.fd)
         except OSError as error:
-            if error.errno in (errno.EPERM, errno.EACCES) and self._may_move(source):
+            # RACE: another process moves the task first, or removes our lease directory.
+            if error.errno == errno.ENOENT:
+                return False
+            if error.errno in (errno.EPERM, errno.EACCES):
                 error.task_id = _id_of(source)  # type: ignore[attr-defined]
+                self._worker.batch.bar(_id_of(source))
             if error.errno not in _MISSING_ERRNOS:
-                raise
-            self._worker.house.drop_batch()  # ESTALE: our directory was removed
-        else:
-            return True
-        self.undelivered.pop(path, None)
-        return False
-
-    def _may_move(self, source: str) -> bool:
-        """Say whether this user may move tasks from the directory of `source` into the lease
-        directory. If so, a refused rename concerns this task alone: another user owns the file, in
-        a sticky directory."""
-        directories = self._root + os.path.dirname(source), self.path
-        return all(os.access(path, os.W_OK | os.X_OK) for path in directories)
+                raise self._files.named(error, source, lease.path) from None
+            self._worker.maintenance.drop_batch()  # ESTALE: our directory was removed
+            return False
+        return True
 
     def undo_claim(self, lease: _Lease, target: str) -> None:
         """Move a claimed task to `target`, because no caller will get the task. If the rename
-        fails, the lease becomes an orphan: the next reclaim job moves the task to `target`, if the
-        file of the lease exists then.
-
-        `target` contains the number of attempts. The caller usually takes the number from before
-        the claim, and so does not count the delivery. The rename uses the descriptor of the lease
-        directory. So the task comes back even if a person has moved the whole directory away.
-        CRASH: if the process dies before the rename, the task is still leased. The lease ends like
-        any other, and the delivery is counted."""
+        fails, the lease becomes an orphan: the next reclaim moves the task to `target`."""
         with self._lock:
             try:
-                if (held := self._dir_lock) is None:  # close() was called in another thread
-                    os.rename(self._root + lease.path, self._root + target)
-                else:
-                    name = lease.path.partition("/")[2]
-                    os.rename(held.prefix + name, self._root + target, src_dir_fd=held.fd)
+                # CRASH: before the rename, the task is leased, and the delivery is counted.
+                self._files.rename(lease.path, target)
             except OSError:
                 # The claim was not done, close() reclaimed the lease, a person moved the task, or
                 # the disk failed.
                 self.orphans[lease.path] = target
-            self.undelivered.pop(lease.path, None)
 
     # Closing
 
     def give_up(self) -> None:
-        """Close the lease directory. If another object holds the lock of the directory, do nothing
-        more. Otherwise, reclaim the leases in the directory, except detached leases, and remove the
-        directory if it is empty. Without flock, all leases stay."""
-        self._worker.house.drop_batch()
-        lock, self._dir_lock = self._dir_lock, None
-        # The finalizer of the queue object calls this method, too. If the objects are garbage in a
-        # reference cycle, the finalizer of the lock may have run before, and may have closed the
-        # lock. Then open the directory again.
-        if lock is not None and lock.fd == -1:
-            lock = self._files.open_dir(self.directory)
-        if lock is None:
+        """Close the lease directory. If no other object holds its lock, reclaim the leases in it,
+        except detached ones, and remove it if it is empty. Without flock, all leases stay."""
+        self._worker.maintenance.drop_batch()
+        lock, self._held = self._held, None
+        self._files.keep_open(self.directory, None)
+        if lock is None or lock.fd is None:  # never opened, or closed by the garbage collector
             return
         with closing(lock):
             try:
@@ -2632,69 +2299,82 @@ class _LeaseDir:
                 if is_alone is None or (is_alone and lock.is_at_path()):
                     if is_alone:
                         self._worker.reclaim_all(self.directory)
-                    _remove_empty_dir(self.path)
+                    self._files.remove_empty_dir(self.directory)
             except OSError as error:  # no task is lost: any worker may reclaim the leases
-                _log().warning("%s could not be cleared: %s", self.path, error)
+                _log().warning("%s could not be cleared: %s", self.directory, error)
 
 
 # ==================================================================================================
-# 10. Worker: the state machine. It makes each change of a task's state, except pushes (rooms 6
-#     and 14) and purges (rooms 11 and 12). It calls room 9 for the rename of a claim, and room 14
-#     for the moves of a task with a key.
-#     Invariant: a rename (or an unlink) commits each change. For the holder of a lease, this system
-#     call also tests the fence: it fails if the lease is lost. A method that settles a task changes
-#     the reason in failed/ and the file in checkpoints/ only after this rename. To save a
-#     checkpoint, the lease is renewed by a rename, and only then the file in checkpoints/ is
-#     changed. So a worker that lost its lease changes neither the reason nor the checkpoint. A
-#     retry has no lease: it removes the reason before the rename.
-#     Lock: a thread holds the worker's lock while it claims, renews, settles or reclaims a task.
-#     So a renewal and a done() in two threads cannot run at the same time. No thread holds the lock
-#     while it reads or writes a payload for a caller. A quarantine and a take along (room 14) do
-#     not need the worker's lock, because no caller has the task at that time. If the task has a
-#     key, they hold the lock of the key. Room 5 has the order of locks.
+# 10. Worker: the state machine. It makes each change of a task's state, except pushes and purges.
+#    A rename or an unlink commits each step:
+#
+#    step         method                       from              to
+#    publish      _Files.publish               creating/<id>     pending/, scheduled/
+#    due          _Worker.enqueue_scheduled    scheduled/        pending/<now>~<n>~<id>
+#    claim        _LeaseDir.claim              where it waits    inflight-<node>/
+#    undo         _LeaseDir.undo_claim         inflight-<node>/  where it waited, or the back
+#    finish       _Worker.finish               inflight-<node>/  done/<id>, or removed
+#    fail         _Worker.end_failed           inflight-<node>/  failed/<id>
+#    release      _Worker.requeue              inflight-<node>/  pending/ or scheduled/
+#    extend       _Worker.renew                inflight-<node>/  the same, a new deadline
+#    reclaim      _Worker.reclaim              inflight-<node>/  pending/<order>~<n>~<id>
+#    quarantine   _Worker.quarantine           leased, waiting   failed/<id>
+#    retry        _Worker.requeue_failed       failed/<id>       pending/<now>~0~<id>
+#    purge        _Files.unlink_if_older       done/, failed/    removed
+#    replace      _Keys._replace               creating/<id>     keys/<id>, then the task's place
+#    put behind   _Keys._add                   creating/<id>     keys/<id>
+#    take along   _Keys._take_along            keys/<id>         the path of the lease
+#    promote      _Keys._promote               keys/<id>         pending/, scheduled/
+#    save         _save_checkpoint             creating/<id>     checkpoints/<id>
+#
+#    <now>: the back of the queue. <order>: the place of the push. <n>: the attempts so far.
+#
+#    Invariant: the rename (or unlink) commits the change, and for the holder of a lease it also
+#    tests the fence. The reason in failed/ and the file in checkpoints/ are changed only after it.
+#    So a worker that lost its lease changes neither.
+#    Lock: a thread holds the worker's lock while it claims, renews, settles or reclaims a task, but
+#    not while it reads or writes a payload for a caller.
 # ==================================================================================================
-
-# Seconds between two looks at PAUSED and at our lease directory. Also the seconds until the next
-# attempt to enqueue a due task, if the lock of the task's key is busy.
-_LOOK_INTERVAL_S = 0.1
 
 
 class _Worker:
-    """The worker of one queue object in one process: the parts of the worker, and the moves of
-    tasks."""
+    """The worker of one queue object in one process: its parts, and the moves of tasks."""
 
     def __init__(self, queue: FemtoQueue, files: _Files, clock: _QueueClock) -> None:
-        self.files, self.clock, self.lock = files, clock, threading.RLock()
-        self.node_id, self.detached = queue.node_id, queue.detached
-        self.max_attempts, self.keep_done = queue.max_attempts, queue.keep_done
-        self.length_ns, self.poll_interval_s = queue._length_ns, queue.poll_interval_s
-        self.backlog = _Backlog(self)
+        self.files = files
+        self.clock = clock
+        self.lock = threading.RLock()
+        self.node_id = queue.node_id
+        self.detached = queue.detached
+        self.max_attempts = queue.max_attempts
+        self.keep_done = queue.keep_done
+        self.length_ns = queue._length_ns
+        self.poll_interval_s = queue.poll_interval_s
+        self.batch = _Batch(self)
         lease_dir_class, keys_class, _ = files.parts
         self.lease_dir: _LeaseDir = lease_dir_class(self)
         self.keys: _Keys = keys_class(self)
-        self.house = _Housekeeper(self)
+        self.maintenance = _Maintenance(self)
+        self.delivery = _Delivery(self)
         self.waits = _Waits(self)
         self.renewer = _LeaseRenewer(self)
 
     def note_arrival(self, path: str) -> None:
-        # This process has put a task at `path`. If the path is in pending/, tell the backlog. If
-        # the path is in scheduled/, tell the job that enqueues due tasks. Otherwise do nothing.
+        """Tell the batch or the maintenance that this process has put a task at `path`."""
         if path.startswith("pending/"):
-            self.backlog.add(path)
+            self.batch.add(path)
         elif path.startswith("scheduled/"):
-            self.house.enqueuing.sooner((_stamp_of(path) - _wall_ns()) / 1e9)
+            self.maintenance.sooner("enqueue", (_stamp_of(path) - _wall_ns()) / 1e9)
 
-    def move_task(self, source: str, target: str, wait: bool = True) -> str:
-        """Move a task's file from `source` to `target`; target "" removes the file. Return the new
-        path of the file, which may differ from `target` if the task has a key.
-
-        wait: for a task with a key, as in _KeyStates.lock()."""
+    def move_task(self, source: str, target: str, until_s: float = _FOREVER_S) -> str:
+        """Move a task's file; target "" removes the file. Return the new path, which may differ
+        from `target` if the task has a key. until_s: as in _Keys.lock()."""
         if _is_keyed(_id_of(source)):
-            return self.keys.move_keyed(source, target, wait)
+            return self.keys.move_keyed(source, target, until_s)
         return self.files.move(source, target)
 
     def back_path(self, path: str, attempts: int) -> str:
-        # The path of a task at the back of pending/: the order is new, the id stays.
+        """Return the path that a task gets at the back of pending/: the order is new."""
         return f"pending/{_task_name(self.clock.next_order(), attempts, _id_of(path))}"
 
     # From in flight, by the holder of the lease
@@ -2702,30 +2382,18 @@ class _Worker:
     def move_leased(self, lease: _Lease, target: str, outcome: str = "") -> str:
         """Rename the file of a leased task, for the holder of the lease, and return the new path.
 
-        target: the new path, in a directory where tasks end or wait. For a renewal, it is the path
-        of the lease with a new deadline. "" means to remove the file.
         outcome: the field of WorkCounts that counts the delivery, or "" if the delivery goes on.
-
-        Raises LeaseLost if the file of the lease is gone: the rename tests the fence. (GlusterFS
-        may bring back the name of a lease. _SharedFiles.check_lease() notices this, and LeaseLost
-        is raised, too.) Raises FileNotFoundError if data_dir or a directory such as done/ is
-        missing. After an OSError of the rename, the task is still leased. But a step after the
-        rename may also raise OSError, for example the promotion of the payload behind a task with a
-        key. In this case, the task has moved, and the repair job does a missing step for the
-        key."""
+        Raises LeaseLost if the file of the lease is gone: the rename tests the fence. If an OSError
+        comes from a later step, such as the promotion of the payload behind a task, the task has
+        moved."""
         ident = lease.path[-_ID_LENGTH:]
-        is_keyed = ident[21] > "7"
-        with self.keys.lock_of(ident) if is_keyed else self.lock, self.lock:
+        with self.keys.lock_of(ident), self.lock:
             try:
-                if is_keyed:
-                    self.files.check_lease(lease.path)
-                    gone_to = self.keys.move_keyed(lease.path, target)
-                else:
-                    gone_to = self.files.move_own(lease.path, target)
+                gone_to = self.move_task(lease.path, target)
             except FileNotFoundError:
+                # A missing data_dir or state directory is disk trouble: dir() raises for it.
                 directory = os.path.dirname(target)
-                # A missing data_dir or state directory is disk trouble: stat() raises for it.
-                os.stat(self.files.root + (directory if directory in _STATE_DIRS else ""))
+                self.files.dir(directory if directory in _STATE_DIRS else "pending")
                 raise self.lease_lost(lease) from None
             lease.outcome = outcome
         if lease.has_checkpoint and _ends_at(target):
@@ -2733,9 +2401,7 @@ class _Worker:
         return gone_to
 
     def lease_lost(self, lease: _Lease) -> LeaseLost:
-        """Return the LeaseLost to raise for a lease. The text of the error says that this delivery
-        has ended before, or how long ago the deadline passed. If neither is true, the text lists
-        the other ways in which a lease ends."""
+        """Return the LeaseLost to raise for a lease."""
         late_ns = -self.left_ns(lease.path)
         if lease.outcome:
             why = f"this delivery has ended before; its outcome was: {lease.outcome}"
@@ -2749,18 +2415,16 @@ class _Worker:
         """Move a leased task to done/. If keep_done is False or 0, remove the task instead. Raises
         LeaseLost.
 
-        On a full disk, done/ may have no room for another name. Then the task is removed, too,
-        because a task that stayed leased would run again and again, until a person purges done/. To
-        keep a record of finished tasks is a weaker promise than not to deliver a finished task
-        again."""
+        If done/ can't take the file, because the disk is full or a directory has its name, the task
+        is removed, too. A task that stayed leased would run again and again."""
         lease = _lease_of(task)
         if self.keep_done:
             try:
                 gone_to = self.move_leased(lease, f"done/{lease.path[-_ID_LENGTH:]}", "done")
             except OSError as error:
-                # If the lease is gone, usually the rename has succeeded, and only a later step
-                # failed. So the error is raised, and the task is not removed.
-                if error.errno not in _OUT_OF_SPACE_ERRNOS or not self.files.exists(lease.path):
+                # If the lease is gone, the rename has succeeded, and only a later step failed.
+                is_refused = error.errno in (*_OUT_OF_SPACE_ERRNOS, errno.EISDIR)
+                if not is_refused or not self.files.exists(lease.path):
                     raise
                 text = "task %s is done, and removed: done/ can't take it: %s"
                 _log().warning(text, _id_of(lease.path), error)
@@ -2768,84 +2432,90 @@ class _Worker:
                 if self.files.is_durable:
                     self.files.sync_with_dir(gone_to)
                 return
-        # Sync the lease before the unlink: this makes the rename of the claim durable. If only the
-        # unlink were synced, the task could be in pending/ again after power loss. The thread holds
-        # the locks during both steps, so that no renewal renames the file between the steps.
+        # Sync the lease before the unlink: this makes the rename of the claim durable. The thread
+        # holds the locks during both steps, so that no renewal renames the file between them.
         with self.keys.lock_of(lease.path), self.lock:
-            # If the lease or its directory is gone, move_leased() raises LeaseLost.
-            with suppress(FileNotFoundError):
+            with suppress(FileNotFoundError):  # then move_leased() raises LeaseLost
                 self.files.sync_with_dir(lease.path)
             self.move_leased(lease, "", "done")
-        self.files.sync_dir(os.path.dirname(lease.path))
+        with suppress(FileNotFoundError):  # the directory of another worker, removed meanwhile
+            self.files.sync_dir(os.path.dirname(lease.path))
 
     def end_failed(self, task: FemtoTask, error: str | BaseException | None) -> None:
         """Move a leased task to failed/, and put the reason into failed/<id>.error. Raises
-        LeaseLost.
-
-        The rename comes before the reason, because the rename checks the lease: a worker that lost
-        its lease never writes a reason for the delivery of another worker.
-
-        CRASH: if the process dies after the rename, the task is in failed/ without a reason. But if
-        a person had moved the task out of failed/ before, and had not removed the reason, the task
-        has that older reason."""
+        LeaseLost."""
         lease = _lease_of(task)
-        target = f"failed/{_id_of(lease.path)}"
+        ident = _id_of(lease.path)
         with nullcontext("") if error is None else self._new_reason(error) as path:
+            target = self._failed_path(lease.path)
             self.move_leased(lease, target, "failed")
-            # A person may have moved the task out of failed/ before, but not its older reason.
-            _unlink_if_exists(f"{self.files.root}{target}.error")
-            if path:
-                self.files.put_in_place(path, f"{target}.error")
+            # The rename comes before the reason, because it tests the fence. CRASH: the task is in
+            # failed/, without a reason, or with an older one if a person has moved the task out of
+            # failed/ before.
+            self._put_reason(ident, path)
         self.files.sync_with_dir(target)
 
-    def _new_reason(self, error: str | BaseException) -> AbstractContextManager[str]:
-        """Return a context manager that writes a reason to a file in creating/ and yields the path
-        (see replacement()). The block must move the file to failed/.
+    def _failed_path(self, source: str) -> str:
+        """Return the path in failed/ for a task: failed/<id>, or a name with its order in front if
+        another user has made a directory of this name."""
+        ident = _id_of(source)
+        if stat.S_ISDIR(self.files.mode_of(f"failed/{ident}")):
+            return f"failed/{_task_name(_stamp_of(ident), _attempts_of(source), ident)}"
+        return f"failed/{ident}"
 
-        error: a text, or an exception. An exception is written with its traceback, except a
-        _CommandFailed, whose text is the whole reason."""
+    def _put_reason(self, ident: str, path: str) -> None:
+        """Put the file of a reason into failed/; "" stands for no reason. A person may have moved
+        the task out of failed/ before, but not its older reason."""
+        reason_path = f"failed/{ident}.error"
+        try:
+            self.files.unlink_if_exists(reason_path)
+            if path:
+                self.files.rename(path, reason_path)
+        except OSError as error:
+            if error.errno not in (errno.EISDIR, errno.EPERM) or self.files.is_regular(reason_path):
+                raise
+            _warn_once(f"the reason is not kept: {error}")  # a directory has its name
+            self.files.remove(path)
+
+    def _new_reason(self, error: str | BaseException) -> AbstractContextManager[str]:
+        """Return a context manager that writes a reason to a file in creating/ and yields the path.
+        An exception is written with its traceback, except a _CommandFailed."""
         if isinstance(error, str):
             text = error
         elif isinstance(error, _CommandFailed):
             text = str(error)
         else:
-            import traceback
-
-            text = "".join(traceback.format_exception(error))
+            text = _traceback_of(error)
         content = (text.removesuffix("\n") + "\n").encode("utf-8", "backslashreplace")
         return self.files.replacement(f"{self.clock.new_id()}.error", content)
 
     def requeue(self, task: FemtoTask, target: str) -> None:
-        # Give a leased task back, so that it waits at `target`. If a newer payload of the key is
-        # behind the task, move_keyed() may change the path. Raises LeaseLost.
+        """Give a leased task back, so that it waits at `target`. Raises LeaseLost."""
         gone_to = self.move_leased(_lease_of(task), target, "released")
         self.note_arrival(gone_to)
         self.files.sync_with_dir(gone_to)
 
-    def renew(self, task: FemtoTask, length_ns: int | None = None, wait: bool = True) -> None:
+    def renew(
+        self, task: FemtoTask, length_ns: int | None = None, until_s: float = _FOREVER_S
+    ) -> None:
         """Give a lease a new deadline: rename its file, and store the new path in the task's
         _Lease. Raises LeaseLost.
 
-        length_ns: the time from now to the new deadline, in nanoseconds. In a block of
-        processing(), the lease's own length is the minimum. None: the lease's own length, or the
-        time to the old deadline if that time is longer.
-        wait: as in _KeyStates.lock()."""
+        length_ns: the time from now to the new deadline. None: the lease's own length, or the time
+        to the old deadline if that is longer. until_s: as in _Keys.lock()."""
         lease = _lease_of(task)
-        with self.keys.lock_of(lease.path, wait), self.lock:
+        with self.keys.lock_of(lease.path, until_s), self.lock:
             if length_ns is None:
                 length_ns = max(lease.length_ns, self.left_ns(lease.path))
-            elif id(task) in self.renewer.blocks:
-                # The lease must last until the next renewal. The lease's own length sets the time
-                # of that renewal.
-                length_ns = max(length_ns, lease.length_ns)
             deadline_ns = self.clock.now_ns() + length_ns
             path = re.sub("/[0-9]{20}", f"/{deadline_ns:020d}", lease.path)
             try:
                 lease.path = self.move_leased(lease, path)
             except BaseException:
                 # An exception such as Ctrl-C may have come after the rename.
-                if os.path.lexists(self.files.root + path):
-                    lease.path = path
+                with suppress(OSError):
+                    if self.files.exists(path):
+                        lease.path = path
                 raise
 
     def left_ns(self, lease: str) -> int:
@@ -2855,70 +2525,49 @@ class _Worker:
 
     def reclaim(self, lease: str) -> None:
         """Put back a task whose lease is past its deadline, is an orphan, or is of a dead or closed
-        worker. Raises OSError for trouble with the disk.
+        worker: to the path in `orphans`, or else to the place of its push, counted.
 
-        Usually, the task returns to the place of its push, and its attempts count the delivery.
-        There are three exceptions. If no caller of this object has got the task (`undelivered`),
-        the task returns to the place of its claim, uncounted. If `orphans` has a path for the task,
-        the task moves to this path. If a newer payload of the key is behind the task, move_keyed()
-        may change the path.
-
-        The lease gets an entry in `orphans` before the move. If the move fails and the lease still
-        exists, the entry stays, and the next reclaim job tries again. Without the entry, a lease in
-        our own directory would end only at its deadline."""
+        The lease gets an entry in `orphans` before the move. If the move fails, the entry stays,
+        and the next reclaim tries again."""
         orphans = self.lease_dir.orphans
-        orphans[lease] = source = self.lease_dir.undelivered.pop(lease, None) or orphans.get(lease)
-        target = source or _front_path(_id_of(lease), _attempts_of(lease))
+        orphans[lease] = source = orphans.get(lease)
+        target = source or _push_place(_id_of(lease), _attempts_of(lease))
         try:
-            self.note_arrival(self.move_task(lease, target, wait=False))
+            self.note_arrival(self.move_task(lease, target, 0))
         except BlockingIOError:
             return  # RACE: another process holds the key's lock. The next reclaim tries again.
         except FileNotFoundError:
-            # RACE: the holder settled the task first, or another worker reclaimed the task, and
-            # nothing remains to be done. But if the lease still exists, the directory of the target
-            # is missing, and the next reclaim tries again.
+            # RACE: the holder settled the task first, or another worker reclaimed the task. But if
+            # the lease still exists, the directory of the target is missing.
             if self.files.exists(lease):
                 return
         orphans.pop(lease, None)
 
-    def reclaim_all(self, directory: str, boots: tuple[str, ...] = ()) -> None:
+    def reclaim_all(self, directory: str, boot: str = "") -> None:
         """Reclaim the leases in a lease directory, except detached leases. The caller holds the
-        exclusive lock of the directory.
-
-        boots: reclaim the leases of these boots only. (): reclaim the leases of any boot."""
+        exclusive lock of the directory. boot: only the leases of this boot, if given."""
         leases = [it for it in self.files.entries(directory) if it.boot != _DETACHED]
-        _for_each(self.reclaim, [it.path for it in leases if not boots or it.boot in boots])
+        _for_each(self.reclaim, [it.path for it in leases if boot in ("", it.boot)])
 
     # To failed/, and back
 
     def quarantine(self, source: str, reason: str) -> None:
-        """Make a dead letter of a task that cannot be delivered, and log the reason.
-
-        Raises OSError if the task cannot be moved to failed/. If the task was just claimed from
-        pending/, _undo_after_error() then usually moves it to the back of pending/. An error while
-        the reason is written is ignored: the task is already in failed/, the log has the reason,
-        and pop() must go on with the next task.
-        """
+        """Make a dead letter of a task that cannot be delivered, and log the reason. Raises OSError
+        if the task cannot be moved to failed/."""
         ident = _id_of(source)
-        target = f"failed/{ident}"
-        if is_name_used := self.files.exists(target):
-            # Another file of this id is in failed/ already, for example because a person copied the
-            # task. That file and its reason are not changed. Our task gets a name with a new order
-            # in failed/, and its reason is only in the log.
-            target = self.back_path(source, _attempts_of(source)).replace("pending", "failed")
-        self.lease_dir.undelivered.pop(source, None)  # this delivery goes to no caller
+        target = self._failed_path(source)
         try:
             self.move_task(source, target)
         except FileNotFoundError:
             if self.files.exists(source):
                 raise
             return  # RACE: another worker took the task, or quarantined it first
+        # An error while the reason is written is ignored: the task is in failed/, the log has the
+        # reason, and pop() must go on with the next task.
         with suppress(OSError):
-            if not is_name_used:
-                # The reason of an earlier failure may still be there, as in end_failed().
-                self.files.remove(f"{target}.error")
-                with self._new_reason(reason) as path:
-                    self.files.put_in_place(path, f"{target}.error")
+            self.files.remove(f"failed/{ident}.error")
+            with self._new_reason(reason) as path:
+                self._put_reason(ident, path)
             self.files.sync_with_dir(target)
         self.files.remove(f"checkpoints/{ident}")
         _log().error("task %s is in failed/: %s", ident, reason)
@@ -2926,19 +2575,19 @@ class _Worker:
     def requeue_failed(self, source: str) -> bool:
         """Put a failed task at the back of pending/, with its attempts at 0. Return False if the
         task is no longer in failed/. Raises KeyInFlight if its key has another task."""
-        ident, target = _id_of(source), self.back_path(source, 0)
+        ident = _id_of(source)
+        target = self.back_path(source, 0)
         try:
-            with self.keys.lock_of(ident) as held:
-                if held is not None:
-                    self.keys.reserve(held, source, target)
+            with self.keys.lock_of(ident):
+                if _is_keyed(ident):
+                    self.keys.reserve(source, target)
                 # Remove the reason before the rename. After the rename, another worker may claim
-                # the task and write a new reason, which must stay. CRASH: if the process dies
-                # before the rename, the task is still in failed/, without a reason.
-                _unlink_if_exists(f"{self.files.root}failed/{ident}.error")
+                # the task and write a new reason, which must stay. CRASH: the task is in failed/,
+                # without a reason.
+                self.files.unlink_if_exists(f"failed/{ident}.error")
                 self.move_task(source, target)
         except FileNotFoundError:
-            # A missing pending/ is disk trouble: stat() raises for it.
-            os.stat(f"{self.files.root}pending")
+            self.files.dir("pending")  # a missing pending/ is disk trouble: dir() raises for it
             return False  # RACE: another process retried or removed the task
         self.files.sync_with_dir(target)
         return True
@@ -2952,502 +2601,406 @@ class _Worker:
         alone. After power loss, btrfs then showed the task in both pending/ and scheduled/."""
         target = self.back_path(source, _attempts_of(source))
         try:
-            self.files.sync_with_dir(self.move_task(source, target, wait=False))
+            self.files.sync_with_dir(self.move_task(source, target, 0))
         except FileNotFoundError:
             pass  # RACE: another worker moved the task first
         except BlockingIOError:
-            # RACE: another process holds the lock of the key. The job runs again soon.
-            self.house.enqueuing.sooner(_LOOK_INTERVAL_S)
+            # RACE: another process holds the lock of the key.
+            self.maintenance.sooner("enqueue", _LOOK_INTERVAL_S)
 
-    # From pending/ to in flight
-    #
-    # TOPIC: close() while another thread of this object waits for a task. (See also _LeaseDir,
-    # FemtoQueue.close() in room 12, and _Waits in room 15.)
-    #
-    # close() runs under the worker's lock, so that no claim runs at the same time. It adds 1 to
-    # `close_count`, wakes all waits, closes the lease directory, and reclaims the leases in that
-    # directory. Some leases stay: detached leases, all leases where there is no flock, and all
-    # leases while another object has the same directory open. The waiting thread hands over a task
-    # only if it removes the lease from `undelivered` before a reclaim does. Otherwise, the thread
-    # returns None. Three attributes of _LeaseDir tell the two threads which thread has a task.
-    #
-    #   - `undelivered` has the leases that no caller has got. The value for a lease is the path of
-    #     the task before the claim. claim() adds a lease before the rename. A thread removes a
-    #     lease with dict.pop(), which only one thread can do. If hand_over() in the waiting thread
-    #     removes the lease, the task goes to the caller. If the reclaim of close() removes the
-    #     lease, the task goes back, uncounted.
-    #   - `close_count` is the number of calls of close(). A wait notes the number when the wait
-    #     begins.
-    #   - `orphans` has the leases to reclaim. The value for a lease is the path to which the task
-    #     goes, or None for the place of its push. A reclaim may fail because the lock of a key is
-    #     busy, or because of disk trouble. Then the lease stays in `orphans`. Each run of the
-    #     reclaim job, and the next opening of the lease directory, tries again.
-    #
-    # The waiting thread notices close() at three spots, because close() may come at three times.
-    # (In addition, wait_for() compares `close_count` to end its loop.)
-    #
-    #   1. Before the claim: _LeaseDir.claim() finds that the directory is not open, and takes no
-    #      task.
-    #   2. During a look, which is a call of take_oldest() or take_named(): _Waits._look() compares
-    #      `close_count` after each look. If the number has changed, _look() puts back a task that
-    #      the look found. If the lease directory is empty, _look() also gives up the directory
-    #      again. A missing entry in `undelivered` would not be enough to notice close(). If the
-    #      look found no task, there is no entry that could be missing. If the look opened the
-    #      directory again after close(), and then claimed a task, the entry is not missing.
-    #   3. After that comparison: _Waits.hand_over() removes the lease from `undelivered`, as the
-    #      last step before the caller gets the task. If the lease is not in `undelivered`, the
-    #      reclaim of close(), or of a job after the deadline, removed it first. In this case,
-    #      hand_over() makes sure that the task is put back, and returns None.
-    #
-    # pop() with timeout 0, and without lease_ms, is not a wait. It does not compare `close_count`,
-    # and take_oldest() itself does what is described in 3. If this pop() opens the directory again
-    # after close(), that is a new use of the object.
-    #
-    # If close() puts a task back before _deliver() has opened the file, _deliver() finds that the
-    # lease is gone, and returns None. (_deliver() also calls undo_claim(), whose rename fails,
-    # because the task is already back. So the lease is in `orphans` until the next reclaim finds
-    # that the lease is gone.)
 
-    def take_oldest(self, length_ns: int, in_wait: bool = False) -> FemtoTask | None:
-        """Run the jobs that are due, lease the oldest task, and return the task.
+# ==================================================================================================
+# 11. Delivery: from a waiting task to a task in the caller's hands.
+#
+#    TOPIC: one pop(). The system calls stand in brackets.
+#    1. _Maintenance.run_due(), if some maintenance is due.
+#    2. The oldest name of the batch; if the batch is empty, _Maintenance.refill() lists pending/
+#       [open, getdents, close], and every 0.1 s looks at PAUSED and at the directories [stat].
+#    3. _LeaseDir.claim() [rename]. If another worker was first, begin again.
+#    4. _deliver(): read the record [open, read, close], and compare the checksum. For a task with a
+#       key: _Keys.to_deliver() [readlink, stat]. For a second delivery: the checkpoint [stat].
+#
+#    TOPIC: close() while another thread of this object waits for a task. close() runs under the
+#    worker's lock, so that no claim runs at the same time. It adds 1 to `close_count`, wakes all
+#    waits, and ends all leases of the object. A wait that sees another `close_count` ends. A pop()
+#    that has just claimed a task returns it, and the next call for this task says LeaseLost.
+# ==================================================================================================
 
-        Returns None if there is no task to deliver, or if the queue is paused. Also returns None
-        after _MAX_LISTINGS listings, if none of their tasks could be delivered, usually because
-        other workers won all claims. Returns None, too, if close() in another thread has taken the
-        task back. Raises the OSError of a job if no task waits. in_wait: True if the caller is a
-        wait, which calls _Waits.hand_over() itself."""
-        backlog, listings, losses = self.backlog, 0, 0
+_LOSSES = 64  # after every 64th lost claim, a pop() checks that its lease directory is there
+# How many times, at most, to look for a task if the claims of those that were found fail.
+_MAX_LISTINGS = 8
+
+
+class _Delivery:
+    """Takes tasks for one worker."""
+
+    def __init__(self, worker: _Worker) -> None:
+        self._worker = worker
+        self._files = worker.files
+        self._lock = worker.lock
+        self._batch = worker.batch
+        self._lease_dir = worker.lease_dir
+        self._maintenance = worker.maintenance
+        self._max_attempts = worker.max_attempts
+        self._anchor_ns = worker.clock.anchor_ns
+
+    def take_oldest(self, length_ns: int) -> FemtoTask | None:
+        """Run the maintenance that is due, lease the oldest task, and return the task.
+
+        Returns None if there is no task to deliver, if the queue is paused, or if no task of
+        _MAX_LISTINGS listings could be delivered. Raises the OSError of the maintenance if no task
+        waits."""
+        batch = self._batch
+        listings = losses = 0
         while True:
-            if time.monotonic() >= self.house.wake_s:
-                self.house.run_due()
-            lease, waiting, is_claimed = _Lease(), "", False
+            if time.monotonic() >= self._maintenance.wake_s:
+                self._maintenance.run_due()
+            if not batch.names:
+                if listings:
+                    # No task of the last listing could be delivered: other workers won the claims,
+                    # or our lease directory is gone. So the next listing looks at the directory.
+                    self._maintenance.drop_batch()
+                listings += 1
+                if listings > _MAX_LISTINGS or not self._maintenance.refill():
+                    return None
+                continue
+            lease = _Lease()
             lease.length_ns = length_ns
             try:
-                with self.lock:
-                    if backlog.names:
-                        waiting = f"pending/{backlog.names.pop()}"
-                        is_claimed = self.lease_dir.claim(waiting, lease)
-                task = self._deliver(waiting, lease) if is_claimed else None
-                if task is not None:
-                    if in_wait or self.lease_dir.undelivered.pop(lease.path, ""):
-                        return task
-                    return self.waits.hand_over(task)
+                with self._lock:
+                    waiting = f"pending/{batch.names.pop()}" if batch.names else ""
+                    is_claimed = waiting != "" and self._lease_dir.claim(waiting, lease)
+                task = self._deliver(lease) if is_claimed else None
             except BaseException as error:
-                self._undo_after_error(lease, waiting, error)
+                self._undo_after_error(lease, error)
                 raise
-            if not waiting:
-                if listings:
-                    # No task of the last listing could be delivered. Usually, other workers won the
-                    # claims. But our lease directory may be gone. So the next listing must look at
-                    # the directory, and make it again if it is gone.
-                    self.house.drop_batch()
-                listings += 1
-                if listings > _MAX_LISTINGS or not self.house.refill():
-                    return None
-            elif not is_claimed:
+            if task is not None:
+                return task
+            if not is_claimed:
                 losses += 1
                 if losses % _LOSSES == 0:
-                    self.lease_dir.ensure_open()
-                backlog.correct_after_loss(waiting)
+                    self._lease_dir.ensure_open()
+                batch.correct_after_loss(waiting)
 
-    def take_named(self, key: str, ident: str, length_ns: int, wait: bool) -> FemtoTask | None:
-        """Run the jobs that are due, lease the waiting task of a key or of an id, and return the
-        task.
+    def take_named(self, tag: str, ident: str, length_ns: int, until_s: float) -> FemtoTask | None:
+        """Run the maintenance that is due, lease the waiting task of a key or of an id, and return
+        the task.
 
-        key: the encoded key, or "" if `ident` is given.
-        wait: True: wait for the lock of the key. False: return None if another process holds the
-            lock, because that process may be stopped, and may hold the lock for ever.
-
-        Returns None if there is no such task, if the task cannot be claimed now, or if the queue is
-        paused."""
-        if time.monotonic() >= self.house.wake_s:
-            self.house.run_due()
-        if (key and not self.keys.may_have_task(key)) or self.files.exists("PAUSED"):
+        tag: the hash of the key, or "" if `ident` is given. until_s: as in _Keys.lock(). Returns
+        None if there is no such task, if it cannot be claimed now, if the lock of the key is not
+        free in time, or if the queue is paused."""
+        if time.monotonic() >= self._maintenance.wake_s:
+            self._maintenance.run_due()
+        keys = self._worker.keys
+        if (tag and not keys.may_have_task(tag)) or self._files.exists("PAUSED"):
             return None
         for number in range(_MAX_LISTINGS):
             if number:
                 # The last round delivered no task, perhaps because our lease directory is gone, or
                 # is not open.
-                self.lease_dir.ensure_open()
-            lease, path = _Lease(), ""
+                self._lease_dir.ensure_open()
+            lease = _Lease()
             lease.length_ns = length_ns
             try:
-                with self.keys.lock_of(ident or _new_name(0, _key_tag(key)), wait) as held:
-                    path = self._path_to_take(held, key, ident)
-                    with self.lock:
-                        is_claimed = path != "" and self.lease_dir.claim(path, lease)
-                    task = self._deliver(path, lease) if is_claimed else None
+                with keys.lock_of(ident or _new_name(0, tag), until_s):
+                    path = self._path_to_take(tag, ident)
+                    with self._lock:
+                        is_claimed = path != "" and self._lease_dir.claim(path, lease)
+                    task = self._deliver(lease) if is_claimed else None
                 if task is not None or not path:
                     return task
                 # RACE: another worker's pop() claims the task after _path_to_take(), and the next
-                # round sees the task in flight. Or the lease directory is gone or not open, or
-                # _deliver() returned None.
+                # round sees the task in flight.
             except BaseException as error:
-                self._undo_after_error(lease, path, error)
+                self._undo_after_error(lease, error)
                 if not isinstance(error, BlockingIOError):
                     raise
-                # RACE: another process holds the lock of the key, and `wait` is False. Usually,
-                # that process is in push(): the rename into pending/ has woken take_async(), but
-                # push() has not released the lock yet. The release is no event that wakes
-                # take_async(). So the next look is in 10 ms.
-                self.house.wake_s = min(self.house.wake_s, time.monotonic() + 0.01)
+                # RACE: another process holds the lock of the key, such as the push() whose rename
+                # has woken this take_async(). The release of the lock wakes nobody, so look soon.
+                self._maintenance.wake_by(time.monotonic() + _LONGEST_LOCK_PAUSE_S)
                 return None
         return None
 
-    def _path_to_take(self, held: Any, key: str, ident: str) -> str:
+    def _path_to_take(self, tag: str, ident: str) -> str:
         """Return the path from which the task of a key or an id can be claimed, or "". A task that
         is not due can be claimed by id, but not by key."""
         if ident:
-            entry = self.files.find_id(ident, "scheduled", "pending")
+            entry = self._files.find_id(ident, "scheduled", "pending")
             return entry.path if entry else ""
-        path, _ = self.keys.find_or_repair(held, key)
+        path, _ = self._worker.keys.find(tag)
         is_later = path.startswith("scheduled/") and _stamp_of(path) > _latest_due_ns()
         return "" if is_later or path.startswith("inflight-") else path
 
-    def _deliver(self, waiting: str, lease: _Lease) -> FemtoTask | None:
-        """Read a task that was just claimed from the path `waiting`, and return the task. The lease
-        stays in `undelivered`, because the caller has not got the task yet.
-
-        Returns None if there is nothing to deliver: the task became a dead letter, the task waits
-        again, or the lease is gone. If the lease is gone, a person may have moved the whole lease
-        directory away. undo_claim() finds the file even then, by the descriptor of the directory,
-        and tries to move the file back.
-
-        A task that has had max_attempts deliveries is not read, and becomes a dead letter. The last
-        delivery of such a task ended without done() or fail(), usually because the worker was
-        killed. (If the handler raises at the last attempt, _Processing._end() makes a dead letter
-        of the task.)
-
-        CRASH: if the process dies before the task is moved or delivered, the task is in flight, and
-        its attempts count this delivery. A reclaim() puts the task back."""
-        path = lease.path
+    def _deliver(self, lease: _Lease) -> FemtoTask | None:
+        """Read a task that was just claimed, and return it. Returns None if there is nothing to
+        deliver: the task became a dead letter, it waits again, or the lease is gone."""
+        path, waiting = lease.path, lease.source
         ident = path[-_ID_LENGTH:]
         before = _attempts_of(waiting) if "~" in waiting else 0
-        if self.max_attempts is not None and before >= self.max_attempts:
+        if self._max_attempts is not None and before >= self._max_attempts:
+            # The last delivery ended without done() or fail(): the worker was killed.
             why = f"delivered {before} times without done() or fail(): max_attempts reached"
-            self.quarantine(path, why)
+            self._worker.quarantine(path, why)
             return None
-        data = None
         try:
-            data, key = self.files.read(path, ident)
-            payload = data if key is None else self.keys.to_deliver(path, key, data, waiting)
+            data, key = self._read(path, ident)
+            payload = data if key is None else self._worker.keys.to_deliver(lease, data)
         except CorruptTask as error:
-            payload = None
-            self.quarantine(path, error.reason)
+            self._worker.quarantine(path, error.reason)
+            return None
         except FileNotFoundError:
-            self.house.drop_batch()
-            self.lease_dir.undo_claim(lease, waiting)
+            # A person moved the lease, or the lease directory.
+            self._maintenance.drop_batch()
+            self._lease_dir.undo_claim(lease, waiting)
             return None
-        except (OSError, MemoryError) as error:
-            if data is None:
-                self._blame(ident, error)
-            raise
         if payload is None:
-            self.lease_dir.undelivered.pop(path, None)
             return None
-        task = FemtoTask(ident, payload, before + 1, key, lease, self.clock.anchor_ns)
+        task = FemtoTask(ident, payload, before + 1, key, lease, self._anchor_ns)
         if "~" in waiting:  # only such a task may have been delivered before
-            task.checkpoint = _read_checkpoint(self, ident, payload)
+            task.checkpoint = _read_checkpoint(self._worker, ident, payload)
             lease.has_checkpoint = task.checkpoint is not None
         return task
 
-    def _blame(self, ident: str, error: OSError | MemoryError) -> None:
-        """Set the attribute task_id of a read error if this one task causes the error. For example,
-        this user has no right to read the file, or the payload does not fit into memory. Other
-        errors do not get the attribute: a missing file, a lack of descriptors, an error from a
-        signal handler."""
-        # A MemoryError has no errno, and counts as EFBIG. If a signal handler raised the error,
-        # errno is usually None.
-        code = getattr(error, "errno", errno.EFBIG)
-        if code not in (None, errno.EINTR, *_MISSING_ERRNOS, *_TRANSIENT_ERRNOS):
-            error.task_id = ident  # type: ignore[union-attr]
+    def _read(self, path: str, ident: str) -> _Record:
+        """Read a record. If the error concerns this task alone, set its attribute task_id: this
+        user may not read the file, or the payload does not fit into memory."""
+        try:
+            return self._files.read(path, ident)
+        except (OSError, MemoryError) as error:
+            # A MemoryError counts as EFBIG. If a signal handler raised the error, errno is None.
+            code = getattr(error, "errno", errno.EFBIG)
+            if code not in (None, errno.EINTR, *_MISSING_ERRNOS, *_TRANSIENT_ERRNOS):
+                error.task_id = ident  # type: ignore[union-attr]
+            raise
 
-    def _undo_after_error(self, lease: _Lease, waiting: str, error: BaseException) -> None:
-        """Undo a claim after an exception. Usually, for example after Ctrl-C, the task returns to
-        its place, uncounted. If the claim itself failed, the task is still in its place.
+    def _undo_after_error(self, lease: _Lease, error: BaseException) -> None:
+        """Undo a claim after an error, by this table:
 
-        In two cases, a claimed task from pending/ goes to the back instead, because the task must
-        not block the tasks behind it.
+        error                                   where the task goes       counted
+        of this task alone (task_id)            the back of pending/      yes
+        another OSError, but not a passing one  the back of pending/      no
+        any other, such as Ctrl-C               where it was              no
 
-        Case 1: the task itself caused the error, and the error has a task_id. A task from pending/
-        goes to the back, and its attempts count this delivery. A task that take() claimed in
-        scheduled/ returns there, uncounted. But if this was the last attempt (max_attempts), the
-        task becomes a dead letter, wherever it was claimed. After the second error of this kind for
-        the same task, and after each further one, this worker passes the task over for a while: see
-        _Backlog.note_trouble(). Such an error counts there even if the claim itself failed.
-
-        Case 2: an OSError without a task_id was raised, for example when the state of the key was
-        read, or when the task was quarantined. A task from pending/ goes to the back, uncounted.
-        But after a lack of descriptors or memory (_TRANSIENT_ERRNOS), the task returns to its
-        place.
-
-        After _undo_after_error(), the caller raises the error, unless take_named() only found the
-        lock of a key busy. If the error has a task_id, work() and the command `work` log the error
-        and go on (_WorkerPool._take_untroubled() in room 17). The command `pop` reports the error,
-        and exits with status 2.
-        """
-        place = waiting if lease.path else ""
-        # If a signal handler raised the error, errno is usually None.
-        code = getattr(error, "errno", None)
-        if place and hasattr(error, "task_id"):
-            self.backlog.note_trouble(_id_of(place))
-            with suppress(OSError):
-                if not self.files.exists(lease.path):
-                    # The claim itself failed, or close() in another thread has put the task back.
-                    self.lease_dir.undelivered.pop(lease.path, None)
-                    return
-                if self._set_aside(lease, error):
-                    return
-            if place.startswith("pending/"):
-                place = self.back_path(place, _attempts_of(lease.path))
-        elif code not in (None, *_TRANSIENT_ERRNOS) and place.startswith("pending/"):
-            place = self.back_path(place, _attempts_of(place))
-        if place:
-            self.lease_dir.undo_claim(lease, place)
-        # A task that made trouble is not added to the batch: a later listing shows the task, unless
-        # it is passed over for now.
-        if not hasattr(error, "task_id"):
-            self.note_arrival(place)
-
-    def _set_aside(self, lease: _Lease, error: BaseException) -> bool:
-        """Make a dead letter of a leased task that cannot be read, if this delivery was the last
-        attempt (max_attempts). Return True in that case."""
-        attempts = _attempts_of(lease.path)
-        if self.max_attempts is None or attempts < self.max_attempts:
-            return False
-        why = str(error) or type(error).__name__
-        self.quarantine(lease.path, f"it could not be read, at attempt {attempts}: {why}")
-        return True
+        A task from scheduled/ goes where it was. At the back, it does not block other tasks."""
+        if not lease.path:
+            return
+        place = lease.source
+        is_its_own = hasattr(error, "task_id")
+        is_passing = getattr(error, "errno", None) in (None, *_TRANSIENT_ERRNOS)
+        if place.startswith("pending/") and (is_its_own or not is_passing):
+            counted = _attempts_of(lease.path if is_its_own else place)
+            place = self._worker.back_path(place, counted)
+        self._lease_dir.undo_claim(lease, place)
+        if not is_its_own:  # else a later listing shows the task
+            self._worker.note_arrival(place)
 
 
 # ==================================================================================================
-# 11. Housekeeping: the periodic jobs of pop(), and the listing of pending/. The jobs enqueue due
-#     tasks, reclaim leases, repair keys and remove stale files. If keep_done is a number, a job
-#     purges done/. Only pop(), take() and the calls that use them, such as work(), run the jobs.
-#     check(repair=True) also reclaims leases, repairs keys and removes stale files. If no process
-#     makes any of these calls, no job reclaims the leases of dead workers.
-#     Invariant: an OSError of a job never stops deliveries. If no task waits, pop() runs the failed
-#     job again, and raises the OSError if the job fails again.
+# 12. Maintenance: what pop() and take() do periodically beside taking a task. One schedule says what
+#    is done when: `next_s`.
+#
+#    enqueue    move due tasks from scheduled/ to pending/
+#    reclaim    take back the leases that have ended
+#    repair     promote the payloads in keys/ whose task is gone
+#    sweep      remove the files that killed processes left behind
+#    purge      if keep_done is a number: delete old tasks in done/
+#    list       list pending/ again, although the batch is not empty: another process may have put
+#               an older task there
+#
+#    Before a listing, and at each run, a look at PAUSED and at the directories comes first, at most
+#    every 0.1 s. If no process calls pop() or take(), nothing is done.
+#    Invariant: an OSError of the maintenance never stops deliveries. If no task waits, pop() repeats
+#    what failed, and raises the OSError if it fails again. An error of one file is logged once.
+#
+#    TOPIC: how a lease ends without its holder. Each of these events leads to _Worker.reclaim(). The
+#    task then returns to the place of its push, and the delivery counts as an attempt.
+#    - The deadline has passed: _reclaim_from() of any worker. For a lease of another clock, the
+#      deadline alone is not enough: _renewed_recently().
+#    - The process of the worker is dead. Another worker of the same boot gets the lock of its
+#      directory: _reclaim_if_dead(), every _BASE_INTERVAL_S or more often.
+#    - A worker starts under the same node_id, and no other object lives under it:
+#      _LeaseDir._try_to_hold().
+#    - The queue object is closed, and no other object lives under its node_id: _LeaseDir.give_up().
+#    - The lease is an orphan. The next reclaim of the same worker moves the task.
+#    A detached lease ends by its deadline only. So does every lease where there is no flock, and for
+#    the workers of other hosts. A person can end any lease, by moving the file.
 # ==================================================================================================
 
-# TOPIC: how a lease ends without its holder. Each of these events leads to _Worker.reclaim(). The
-# task then returns to the place of its push, and the delivery counts as an attempt. But a task that
-# no caller got usually returns to the place where it was claimed, uncounted. If a newer payload of
-# the key is behind the task, see move_keyed() in room 14.
-#
-# - The deadline has passed. The reclaim job of any worker looks for such leases: _reclaim_from().
-#   For a lease of another clock, the deadline alone is not enough: see _renewed_recently().
-# - The process of the worker is dead. The reclaim job of another worker of the same boot gets the
-#   lock of the dead worker's directory: _reclaim_if_dead(). While a process calls pop() or
-#   waits in pop(), the job usually runs every _BASE_INTERVAL_S or more often.
-# - A worker starts again under the same node_id, and no other object lives under this node_id.
-#   _LeaseDir._open() gets the exclusive lock of the lease directory. It lists the leases in the
-#   directory as orphans, also those of earlier boots.
-# - The queue object is closed, and no other object lives under its node_id: _LeaseDir.give_up().
-# - The lease is an orphan. The next reclaim job of the same worker moves the task.
-#
-# A detached lease ends by its deadline only, unless it is an orphan. The same holds for every lease
-# where there is no flock. Workers of another host reclaim a lease only after its deadline. A lease
-# of an earlier boot ends by its deadline, or when a worker starts under the same node_id. A person
-# can end any lease, by the command `release` or by moving the file.
-
+_LOOK_INTERVAL_S = 0.1
 _BASE_INTERVAL_S = 0.4  # between two looks for due tasks and dead workers
 _REPAIR_INTERVAL_S = 600.0
 _LONGEST_PAUSE_S = 20.0
-_STEP_S = 0.01  # the date was set if (wall clock - monotonic clock) changed by more than this
-_LEFTOVER_NS = 3600 * 10**9  # a file in creating/ or checkpoints/ may be stale after this time
+_LEFTOVER_NS = 3600 * 10**9  # a file in creating/ may be stale after this time
+_OLD_CHECKPOINT_NS = 30 * 86400 * 10**9
 _IDLE_NS = 60 * 10**9  # an empty lease directory whose lock is free is kept for this time
-_PURGE_SLICE_S = 0.02  # the time for which one run of the job purges done/
+_PURGE_SLICE_S = 0.02  # the time for which one purge lasts
 
 
-class _Job:
-    """A job that pop() repeats.
+class _Maintenance:
+    """The maintenance of one worker. A thread holds the worker's lock while it runs.
 
-    The pause between two runs is every_s seconds. After a long run, the pause is 20 times the
-    duration of that run, but this longer pause is at most _LONGEST_PAUSE_S. sooner() brings the
-    next run forward, for example to a due time or to the deadline of a lease. `error` is the
-    OSError of the last run, or None."""
-
-    # All times are of the monotonic clock. The job runs next at _next_s, or at _sooner_s if
-    # sooner() asked for an earlier run. rest_end_s is the end of the pause after a long run.
-    # sooner() does not look at rest_end_s, and may end this pause early. A caller that may ask for
-    # a run again and again, for the same reason, should look at rest_end_s first, or pass
-    # sooner() more than 0 seconds. Otherwise, the job would run all the time.
-    _next_s = _sooner_s = 0.0
-    rest_end_s = 0.0
-    error: OSError | None = None
-
-    def __init__(self, house: _Housekeeper, run: Callable[[], None], every_s: float) -> None:
-        self._house, self._run, self.every_s = house, run, every_s
-
-    @property
-    def at_s(self) -> float:
-        return min(self._next_s, self._sooner_s)
-
-    def sooner(self, seconds: float) -> None:
-        """Bring the next run forward: the job has work to do in so many seconds."""
-        self._sooner_s = min(self._sooner_s, time.monotonic() + seconds)
-        self._house.wake_s = min(self._house.wake_s, self._sooner_s)
-
-    def reset(self) -> None:
-        self._next_s = self._sooner_s = self.rest_end_s = 0.0
-
-    def run(self) -> None:
-        """Run the job now, set the time of the next run, and store an OSError in `error`."""
-        started_s, self.error = time.monotonic(), None
-        self._next_s = started_s + _BASE_INTERVAL_S  # holds if Ctrl-C ends this run
-        # _sooner_s is reset before the run, so that no call of sooner() during the run is lost. The
-        # job itself may call sooner(). RACE: schedule() in another thread calls sooner() during the
-        # run, without the worker's lock.
-        self._sooner_s = float("inf")
-        try:
-            self._run()
-        except OSError as error:
-            _raise_if_no_errno(error)
-            self.error = error
-        ended_s = time.monotonic()
-        # The pause has a limit, because a run may have been long for once: the disk hung.
-        self.rest_end_s = ended_s + min(20 * (ended_s - started_s), _LONGEST_PAUSE_S)
-        # A failed job pauses, too: while tasks wait, it must not run again at each pop(). If no
-        # task waits, refill() runs the failed job again.
-        self._next_s = max(ended_s + self.every_s, self.rest_end_s)
-
-
-class _Housekeeper:
-    """The jobs of one worker. A thread holds the worker's lock while it runs a job."""
+    next_s: when each is run next, on the monotonic clock.
+    wake_s: the first of these times.
+    every_s: the pause after a run. After a long run, the pause is 20 times as long as the run, but
+        at most _LONGEST_PAUSE_S. sooner() brings the next run forward."""
 
     def __init__(self, worker: _Worker) -> None:
-        self._files, self._clock, self._backlog = worker.files, worker.clock, worker.backlog
-        self._lease_dir, self._worker = worker.lease_dir, worker
+        self._worker = worker
+        self._files = worker.files
+        self._clock = worker.clock
+        self._batch = worker.batch
+        self._lease_dir = worker.lease_dir
         self._lock = worker.lock
-        self._due_seen_ns = 0  # st_mtime of scheduled/ when a job last listed it
-        self._done_scan: Any = None  # the os.scandir() of done/, while a purge goes on
-        self.wake_s = 0.0  # the time of the next job, or of the next listing of pending/
-        # The difference between the wall clock and the monotonic clock, when last read.
-        self._date_s = time.time() - time.monotonic()
-        # The times of the last and of the next look at PAUSED and at our lease directory.
-        self._last_look_s = self._next_look_s = 0.0
-        reclaim_s = min(_BASE_INTERVAL_S, worker.length_ns / 4e9)
-        self.enqueuing = _Job(self, self._enqueue_due, _BASE_INTERVAL_S)
-        self.reclaiming = _Job(self, self.reclaim_ended, reclaim_s)
-        self.repairing = _Job(self, worker.keys.repair, _REPAIR_INTERVAL_S)
-        self._purging = _Job(self, self._purge_done, _BASE_INTERVAL_S)
-        sweeping = _Job(self, self.remove_stale_files, _REPAIR_INTERVAL_S)
-        self._jobs = [self.enqueuing, self.reclaiming, self.repairing, sweeping]
+        self._acts: dict[str, Callable[[], None]] = {
+            "enqueue": self._enqueue_due,
+            "reclaim": self.reclaim_ended,
+            "repair": worker.keys.repair,
+            "sweep": self.remove_stale_files,
+        }
+        self.every_s = {
+            "enqueue": _BASE_INTERVAL_S,
+            "reclaim": min(_BASE_INTERVAL_S, worker.length_ns / 4e9),
+            "repair": _REPAIR_INTERVAL_S,
+            "sweep": _REPAIR_INTERVAL_S,
+        }
         if not isinstance(worker.keep_done, bool):
-            self._jobs.append(self._purging)
+            self._acts["purge"] = self._purge_done
+            self.every_s["purge"] = _BASE_INTERVAL_S
+        self.next_s = dict.fromkeys([*self._acts, "list"], 0.0)
+        self.rested_s = dict.fromkeys(self._acts, 0.0)  # when the pause after a long run is over
+        self.wake_s = 0.0
+        self._failed: set[str] = set()  # what raised OSError at its last run
+        self._is_paused = False
+        self._next_look_s = 0.0
+        self._due_seen = (0, 0)  # the time and inode of scheduled/ when it was last listed
+        self._first_due_ns = _MAX_STAMP_NS  # the first due time that was seen there
+        self._done_scan: Iterator[str] | None = None  # the listing of done/, while a purge goes on
 
     # What runs when
 
+    def sooner(self, what: str, seconds: float) -> None:
+        """Bring a run forward: there will be work to do in so many seconds."""
+        self.next_s[what] = min(self.next_s[what], time.monotonic() + seconds)
+        self.wake_by(self.next_s[what])
+
+    def wake_by(self, at_s: float) -> None:
+        self.wake_s = min(self.wake_s, at_s)
+
     def run_due(self) -> None:
-        """Run the jobs that are due. Call _list_pending() if the listing is due, or if the queue is
-        paused: _list_pending() drops the batch, at its next look at PAUSED. Do nothing if another
-        thread holds the worker's lock."""
+        """Look, run what is due, and list pending/ if that is due. Do nothing if another thread
+        holds the worker's lock."""
         if not self._lock.acquire(blocking=False):
             return
         try:
-            for job in self._jobs:
-                # Run the jobs that are nearly due, too, so that a wait wakes once for all of them.
-                if job.at_s <= time.monotonic() + _BASE_INTERVAL_S / 5:
-                    job.run()
-            if time.monotonic() >= self._backlog.refill_s or self._files.exists("PAUSED"):
-                self._list_pending()
-            self.wake_s = min(self._backlog.refill_s, *(job.at_s for job in self._jobs))
+            self._look()
+            for what in self._acts:
+                # Run what is nearly due, too, so that a wait wakes once for all.
+                if self.next_s[what] <= time.monotonic() + _BASE_INTERVAL_S / 5:
+                    self.try_to_run(what)
+            if time.monotonic() >= self.next_s["list"] or self._is_paused:
+                self._list()
+            self.wake_s = min(self.next_s.values())
         finally:
             self._lock.release()
 
+    def try_to_run(self, what: str) -> None:
+        """Run one part of the maintenance. If it fails, refill() runs it again."""
+        try:
+            self.run(what)
+        except OSError as error:
+            _raise_if_no_errno(error)
+
+    def run(self, what: str) -> None:
+        """Run one part of the maintenance now, and set the time of its next run. Raises the OSError
+        of the run."""
+        began_s = time.monotonic()
+        # RACE: schedule() in another thread calls sooner() during the run, without the worker's
+        # lock. The run itself may call it, too.
+        self.next_s[what] = _FOREVER_S
+        self._failed.add(what)
+        try:
+            self._acts[what]()
+            self._failed.discard(what)
+        finally:
+            ended_s = time.monotonic()
+            # The pause has a limit, because a run may have been long for once: the disk hung.
+            self.rested_s[what] = ended_s + min(20 * (ended_s - began_s), _LONGEST_PAUSE_S)
+            next_s = max(ended_s + self.every_s[what], self.rested_s[what])
+            self.next_s[what] = min(self.next_s[what], next_s)
+
     def refill(self) -> bool:
-        """List pending/ because the batch is used up. If no task waits there, run the jobs that may
-        find more tasks. Return True if the caller is to try again: the batch has names now, or a
-        job ran and may have moved tasks to pending/.
+        """List pending/ because the batch is empty. If no task waits there, run what may find more
+        tasks. Return True if the caller is to try again.
 
-        Each job whose last run failed runs again. The job for due tasks also runs if the date was
-        set, or if scheduled/ has changed and the pause after a long run is over. Raises the OSError
-        of a job that fails."""
+        Raises the OSError of what failed at its last run, and fails again."""
         with self._lock:
-            if not self._backlog.names:  # RACE: else another thread has just listed pending/
-                self._list_pending()
-            if self._backlog.names:
+            if not self._batch.names:  # RACE: else another thread has just listed pending/
+                if time.monotonic() >= self._next_look_s:
+                    self._look()
+                self._list()
+            if self._batch.names:
                 return True
-            jobs = [job for job in self._jobs if job.error is not None]
-            # True if a task came to scheduled/, or left scheduled/, since the job last listed it.
-            is_changed = self._scheduled_mtime_ns() != self._due_seen_ns
-            is_changed = is_changed and time.monotonic() >= self.enqueuing.rest_end_s
-            if self._date_was_set() or is_changed:
-                jobs.append(self.enqueuing)
-            for job in jobs:
-                job.run()
-                if job.error is not None:
-                    raise job.error
-            return bool(jobs)
+            wanted = [*self._failed]
+            # A task came to scheduled/, or the date was set.
+            is_changed = self._mtime_of_scheduled() != self._due_seen
+            is_changed = is_changed and time.monotonic() >= self.rested_s["enqueue"]
+            if is_changed or _latest_due_ns() >= self._first_due_ns:
+                wanted.append("enqueue")
+            for what in wanted:
+                self.run(what)
+            return bool(wanted)
 
-    def _date_was_set(self) -> bool:
-        """Return whether the wall clock was set since the last call. If so, tasks may be due
-        now that were not due before."""
-        before_s, self._date_s = self._date_s, time.time() - time.monotonic()
-        return abs(self._date_s - before_s) > _STEP_S
+    def _look(self) -> None:
+        """Look at PAUSED, and make sure that the directories are those at their names and that our
+        lease directory is open."""
+        now_s = time.monotonic()
+        self._files.refresh()
+        self._lease_dir.ensure_open()
+        self._is_paused = self._files.exists("PAUSED")
+        # While paused, the next call looks again, so that resume() is seen.
+        self._next_look_s = now_s + (0.0 if self._is_paused else _LOOK_INTERVAL_S)
 
-    def _scheduled_mtime_ns(self) -> int:
-        return os.stat(f"{self._files.root}scheduled").st_mtime_ns
-
-    def _list_pending(self) -> None:
-        """List the oldest names in pending/, unless the queue is paused.
-
-        On an almost empty queue, each pop() calls this method. So only every _LOOK_INTERVAL_S
-        seconds, the method looks at PAUSED and makes sure that our lease directory is open."""
-        now_s, is_paused = time.monotonic(), False
-        if not self._last_look_s <= now_s < self._next_look_s:
-            if now_s < self._last_look_s:
-                # The program has replaced time.monotonic(), as tests do. The new one is behind.
-                self._begin_anew()
-            self._lease_dir.ensure_open()
-            is_paused = self._files.exists("PAUSED")
-            if not self._backlog.seen:
-                self._files.shrink("pending", self._clock.new_id())
-            self._last_look_s = now_s
-            if not is_paused:  # while paused, the next call looks again, so that resume() is seen
-                self._next_look_s = now_s + _LOOK_INTERVAL_S
-        if is_paused:
-            self._backlog.names = []
-            self._backlog.refill_s = now_s + 1
-        else:
-            self._backlog.relist(now_s)
-
-    def _begin_anew(self) -> None:
-        """Run all jobs now, after time.monotonic() was replaced. The runs set the times of the next
-        runs by the new clock. The old times may be far in the future of the new clock."""
-        for job in self._jobs:
-            job.reset()
-            job.run()
+    def _list(self) -> None:
+        """List the oldest names in pending/, unless the queue is paused."""
+        now_s = time.monotonic()
+        if self._is_paused:
+            self._batch.names = []
+            self.next_s["list"] = now_s + 1
+            return
+        self._batch.relist(now_s)
+        self.next_s["list"] = now_s + max(1, 20 * (time.monotonic() - now_s))
+        if not self._batch.seen:
+            self._files.shrink(self._clock.new_id())
 
     def drop_batch(self) -> None:
         """Make the next pop() look at PAUSED and at our lease directory before it takes a task."""
         with self._lock:
-            self._backlog.names = []
+            self._batch.names = []
             self._next_look_s = 0.0
 
     def end_scan(self) -> None:
-        scan, self._done_scan = self._done_scan, None
-        if scan is not None:
-            scan.close()
+        self._done_scan = None
 
-    # The jobs
+    # What is done
+
+    def _mtime_of_scheduled(self) -> tuple[int, int]:
+        status = self._files.lstat("scheduled")
+        return status.st_mtime_ns, status.st_ino
 
     def _enqueue_due(self) -> None:
         """Move the due tasks to the back of pending/, in the order of their due times.
 
-        Stop after _BASE_INTERVAL_S seconds, and go on in the next run, which comes at once. A run
-        must not be longer, because it holds the worker's lock, and no thread can renew a lease
-        without this lock."""
+        Stop after _BASE_INTERVAL_S seconds, and go on in the next run, which comes at once: no
+        thread can renew a lease without the worker's lock, which this thread holds."""
         now_ns = _latest_due_ns()
-        self._due_seen_ns = self._scheduled_mtime_ns()
-        due, names = [], sorted(self._files.names("scheduled"))
-        if not names:
-            self._files.shrink("scheduled", self._clock.new_id())
-        for name in filter(_FORMS["scheduled"], names):
+        self._first_due_ns = _MAX_STAMP_NS
+        self._due_seen = self._mtime_of_scheduled()
+        due = []
+        for name in filter(_FORMS["scheduled"], sorted(self._files.names("scheduled"))):
             due_ns = _stamp_of(name)
             if due_ns > now_ns:
-                self.enqueuing.sooner((due_ns - now_ns) / 1e9)
+                self.sooner("enqueue", (due_ns - now_ns) / 1e9)
+                self._first_due_ns = due_ns
                 break
             due.append(f"scheduled/{name}")
         end_s = time.monotonic() + _BASE_INTERVAL_S
@@ -3456,7 +3009,7 @@ class _Housekeeper:
             _for_each(self._worker.enqueue_scheduled, in_time)
         finally:
             if due and time.monotonic() >= end_s:
-                self.enqueuing.sooner(0)
+                self.sooner("enqueue", 0)
 
     def reclaim_ended(self) -> None:
         """Reclaim orphans, leases past their deadline, and leases of dead workers."""
@@ -3470,13 +3023,10 @@ class _Housekeeper:
         """Reclaim the ended leases of one worker. If the worker is dead, reclaim all its leases of
         this boot.
 
-        The lock on the directory shows whether the worker is dead. The lock is tried in two cases.
-        First, the directory has leases of this boot, which end if the worker is dead. Second, no
-        deadline in the directory is still to come: then the directory may be empty, and could be
-        removed. In any other case, the lock would change nothing. Every lease is detached or of
-        another boot, and so ends by its deadline only. And a lease whose deadline is still to come
-        keeps the directory."""
-        now_ns, leases = self._clock.now_ns(), self._files.entries(directory)
+        The lock shows whether the worker is dead. It is tried if a lease is of this boot, or if no
+        deadline is still to come: then the directory may be empty, and could be removed."""
+        now_ns = self._clock.now_ns()
+        leases = self._files.entries(directory)
         ended, running = [], []
         for entry in leases:
             if entry.stamp_ns > now_ns:
@@ -3485,8 +3035,8 @@ class _Housekeeper:
                 ended.append(entry.path)
         if running:
             # running[0] is the next deadline: names begin with deadlines, and entries() sorts them.
-            self.reclaiming.sooner((running[0] - now_ns) / 1e9)
-        has_own_boot = any(entry.boot in self._clock.boots for entry in leases)
+            self.sooner("reclaim", (running[0] - now_ns) / 1e9)
+        has_own_boot = any(entry.boot == self._clock.boot for entry in leases)
         try:
             _for_each(self._worker.reclaim, ended)
         finally:
@@ -3494,147 +3044,87 @@ class _Housekeeper:
                 self._reclaim_if_dead(directory, has_own_boot)
 
     def _renewed_recently(self, entry: _Entry) -> bool:
-        """Return whether a lease still runs, although its deadline has passed by our queue clock.
-        This is so only for a lease of another clock, which is a lease whose deadline another queue
-        clock has set.
-
-        The queue clocks of hosts drift apart: after a suspend, or an NTP step after the boot. But
-        the wall clocks of hosts agree. rename() sets st_ctime to the wall-clock time of the claim
-        or of the last renewal. The lease still runs if less than our own lease length has passed
-        since st_ctime.
-
-        In four cases, only the deadline counts: st_ctime is in the future, the lease is of our
-        clock, the lease is detached, or our own leases have no deadline.
-
-        A lease with the <boot> of our leases is usually of our clock. There are two exceptions.
-        First, if this process has a clock of its own (see own_clock_tag in _QueueClock), other such
-        processes use the same <boot>. Then only the leases in our own directory are of our clock.
-        Second, on a file system of several hosts, the clock file may have been made anew after this
-        host was suspended (_clock_began_anew). Workers that started with the old file keep the old
-        clock, which is behind ours. So by our clock, the deadline of such a worker's lease may be
-        before the claim or the renewal. Then the lease does not count as a lease of our clock."""
-        length_ns, clock = self._worker.length_ns, self._clock
-        if length_ns >= _FOREVER_NS or entry.boot == _DETACHED:
-            return False
-        has_own_clock = clock.boot == clock.own_clock_tag
-        is_ours = entry.boot == clock.boot and (
-            not has_own_clock or entry.directory == self._lease_dir.directory
-        )
-        if is_ours and self._files.if_shared is not None:
-            return False
-        with suppress(FileNotFoundError):  # RACE: another process settles or reclaims the task
-            age_ns = _wall_ns() - self._files.lstat(entry.path).st_ctime_ns
-            is_ours = is_ours and clock.now_ns() - entry.stamp_ns < age_ns + _BEHIND_NS
-            return not is_ours and 0 <= age_ns < length_ns
+        """Return whether a lease of another clock still runs, although its deadline has passed by
+        our queue clock. The queue clocks of hosts drift apart, but their wall clocks agree. So the
+        lease runs until our own lease length has passed since its last rename (st_ctime)."""
+        length_ns = self._worker.length_ns
+        if length_ns < _FOREVER_NS and entry.boot not in (self._clock.boot, _DETACHED):
+            with suppress(FileNotFoundError):  # RACE: another process settles or reclaims the task
+                return 0 <= _wall_ns() - self._files.lstat(entry.path).st_ctime_ns < length_ns
         return False
 
     def _reclaim_if_dead(self, directory: str, has_own_boot: bool) -> None:
-        """If a worker is dead, reclaim its leases of this boot, then remove its directory if the
-        directory is empty.
+        """If the lock of a lease directory is free, reclaim its leases of this boot, then remove
+        the directory if it is empty.
 
-        A worker counts as dead if the lock on its directory is free. has_own_boot: the directory
-        has leases of this boot. Without such leases, a directory that was changed in the last
-        minute stays. This minute is for mounts (FUSE) where other hosts do not see a flock on a
-        directory. On such a mount, an idle worker of another host looks dead, and its empty
-        directory is removed after the minute. The worker's next listing of pending/, within a
-        second, makes the directory again. Without the minute, the directory would be removed again
-        each second."""
+        Without a lease of this boot, a directory that was changed in the last minute stays. On some
+        mounts (FUSE), other hosts do not see a flock on a directory: an idle worker looks dead
+        there, and would have to make its directory again each second."""
         lock = self._files.open_dir(directory)
         if lock is None:
             return
         with closing(lock):
             if lock.try_exclusive() and lock.is_at_path():
-                self._worker.reclaim_all(directory, self._clock.boots)
-                # The worker may have died before it promoted a payload (room 14), so run the repair
-                # job. But if a foreign file keeps the directory here for long, each run of the
-                # reclaim job comes to this line. So the repair job is brought forward only after
-                # its rest_end_s.
-                if time.monotonic() >= self.repairing.rest_end_s:
-                    self.repairing.sooner(0)
-                if has_own_boot or not 0 <= _wall_ns() - os.fstat(lock.fd).st_mtime_ns < _IDLE_NS:
-                    # The directory stays if files are left in it, such as leases of another boot.
-                    _remove_empty_dir(self._files.root + directory)
-
-    def node_stats(self, directory: str) -> NodeStats:
-        """Count the leases of one worker, and find out whether the worker is alive."""
-        leases, now_ns, is_free = self._files.entries(directory), self._clock.now_ns(), None
-        lock = self._files.open_dir(directory)
-        if lock is not None:
-            with closing(lock):
-                is_free = lock.try_exclusive()
-        liveness = "alive" if is_free is False else "unknown"
-        if is_free and any(entry.boot in self._clock.boots for entry in leases):
-            liveness = "dead"
-        expired = sum(entry.stamp_ns <= now_ns for entry in leases)
-        node = directory.removeprefix("inflight-")
-        return NodeStats(node, len(leases), expired, liveness)
+                self._worker.reclaim_all(directory, self._clock.boot)
+                # The worker may have died before it promoted a payload. If a foreign file keeps the
+                # directory here, each run comes to this line, so mind the pause after a long run.
+                if time.monotonic() >= self.rested_s["repair"]:
+                    self.sooner("repair", 0)
+                if has_own_boot or not 0 <= _wall_ns() - lock.status().st_mtime_ns < _IDLE_NS:
+                    self._files.remove_empty_dir(directory)
 
     def _purge_done(self) -> None:
         """Delete tasks that were done more than keep_done seconds ago. A run lasts _PURGE_SLICE_S
-        seconds at most. If the listing of done/ is not at its end then, the next run goes on with
-        it. At the end of the listing, a large empty done/ is replaced: see _Files.shrink()."""
-        keep_s, began_s = self._worker.keep_done, time.monotonic()
-        end_s, before_s = began_s + _PURGE_SLICE_S, time.time() - keep_s
-        if self._done_scan is None:
-            self._done_scan = os.scandir(f"{self._files.root}done")
+        seconds at most, and the next run goes on with the listing of done/."""
+        keep_s = self._worker.keep_done
+        began_s = time.monotonic()
+        before_s = time.time() - keep_s
+        scan = self._done_scan = self._done_scan or self._files.scan("done")
         was_old = False
-        for entry in self._done_scan:
-            if _FORMS["done"](entry.name):
-                was_old |= _unlink_if_older(entry.path, before_s)
-            if time.monotonic() >= end_s:
+
+        def purge(name: str) -> None:
+            nonlocal was_old
+            was_old |= self._files.unlink_if_older(f"done/{name}", before_s)
+
+        for name in filter(_FORMS["done"], scan):
+            _for_each(purge, [name])
+            if time.monotonic() >= began_s + _PURGE_SLICE_S:
                 # If this run met old tasks, the next run comes soon. One run per _BASE_INTERVAL_S
                 # might delete fewer tasks than the workers finish in that time.
                 took_s = time.monotonic() - began_s
-                self._purging.sooner(5 * took_s if was_old else _BASE_INTERVAL_S)
+                self.sooner("purge", 5 * took_s if was_old else _BASE_INTERVAL_S)
                 return
-        self.end_scan()
-        self._files.shrink("done", self._clock.new_id())
-        self._purging.every_s = min(max(_BASE_INTERVAL_S, keep_s / 10), 600.0)
+        self._done_scan = None
+        self.every_s["purge"] = min(max(_BASE_INTERVAL_S, keep_s / 10), 600.0)
 
     def remove_stale_files(self) -> None:
-        """Remove the files that killed processes left behind: see stale_files(). No task is lost: a
-        stale file in creating/ was written by a call that did not return, or it has the older
-        payload of a task, which a push has exchanged for a newer one. Also replace keys/ and
-        checkpoints/ if they are large and empty, and restore the clock file."""
+        """Remove the files that killed processes left behind: see stale_files()."""
         before_s = time.time() - _LEFTOVER_NS / 1e9
         for path in self.stale_files():
-            if path.endswith(".pending"):  # a directory that shrink() made
-                _remove_empty_dir(self._files.root + path)
-            else:  # a file. If it is a directory, a person made it, and it stays.
-                _unlink_if_older(self._files.root + path, before_s)
-        for directory in ("keys", "checkpoints"):
-            self._files.shrink(directory, self._clock.new_id())
-        self._clock.restore()
+            self._files.unlink_if_older(path, before_s)  # a person's directory stays
 
     def stale_files(self) -> list[str]:
-        """Return the paths of the stale files. These are the files in creating/ that are more than
-        an hour old, and the checkpoints of that age whose task neither waits nor is leased.
-
-        Such a checkpoint is there because a person ended the task by hand. Or a worker was killed
-        after the end of the task, and before it removed the checkpoint. In creating/, both the time
-        in the name and st_ctime must be more than an hour ago. One alone is not enough: wall clocks
-        can be set, and the queue clocks of hosts drift apart."""
-        old = {it.id for it in self._files.entries("checkpoints") if self._is_stale(it)}
-        # RACE: another process moves a task during a search, and the search misses the task. So
-        # search twice.
-        for _ in range(2 if old else 0):
-            old -= {it.id for it in self._files.find(*_LIVE)}
+        """Return the paths of the files in creating/ that are more than an hour old, and of the
+        checkpoints that were saved more than a month ago: their tasks were ended by hand, or their
+        workers were killed. In creating/, both the time in the name and st_ctime must be that old,
+        because wall clocks can be set, and the queue clocks of hosts drift apart."""
         before_ns = self._clock.now_ns() - _LEFTOVER_NS
-        entries = self._files.entries("creating")
-        creating = [it.path for it in entries if it.stamp_ns < before_ns and self._is_stale(it)]
-        return creating + [f"checkpoints/{ident}" for ident in sorted(old)]
+        old = [it for it in self._files.find("creating") if it.stamp_ns < before_ns]
+        stale = [it for it in old if self._is_stale(it, _LEFTOVER_NS)]
+        saved = self._files.entries("checkpoints")
+        stale += [it for it in saved if self._is_stale(it, _OLD_CHECKPOINT_NS)]
+        return [it.path for it in stale]
 
-    def _is_stale(self, entry: _Entry) -> bool:
+    def _is_stale(self, entry: _Entry, age_ns: int) -> bool:
         with suppress(FileNotFoundError):  # RACE: another process ends the push or the task
-            return self._files.lstat(entry.path).st_ctime_ns < _wall_ns() - _LEFTOVER_NS
+            return self._files.lstat(entry.path).st_ctime_ns < _wall_ns() - age_ns
         return False
 
 
 # ==================================================================================================
-# 12. FemtoQueue: the public interface. The methods stand in the order of a task's life.
-#     Invariant: a method checks its arguments before it changes anything. Only push_many() checks
-#     each payload just before the push of the payload. Room 5 says which locks there are, and in
-#     what order they are taken.
+# 13. FemtoQueue: the public interface. The methods stand in the order of a task's life.
+#    Invariant: a method checks its arguments before it changes anything. Only push_many() checks
+#    each payload just before its push.
 # ==================================================================================================
 
 
@@ -3673,7 +3163,7 @@ class FemtoQueue:
         again. Only done(), fail(), release() or its deadline ends such a lease. False: a lease also
         ends with its worker.
 
-    These settings are fixed: assigning to one raises AttributeError.
+    These settings are fixed: assigning to one changes nothing.
 
     Raises TypeError or ValueError if an argument is invalid. Raises OSError if a directory of the
     queue can't be made or read, or if the path of data_dir is too long.
@@ -3721,29 +3211,22 @@ class FemtoQueue:
         self.poll_interval_s = poll_interval_s
         self.detached = bool(detached)
         self._files = _open_files(path, self.sync_after_write)
-        # A push uses shorter paths than a pop(). Without this check, data_dir could have a path
-        # that lets tasks be pushed, but never delivered.
-        node_bytes = len(self._given_node_id or "1234567-0a1b2c3d")
-        if len(os.fsencode(self._files.root)) + node_bytes + _LEASE_BYTES > _PATH_MAX:
-            raise _os_error(errno.ENAMETOOLONG, path)
         self._files.make_dirs()
+        if text := _trust_problem(self._files):
+            _warn_once(f"{self._files.path}: {text}")
         self._clock = _QueueClock(self._files)
         self._init_worker()
         _fork_hooks[self] = FemtoQueue._after_fork
 
-    def __setattr__(self, name: str, value: object) -> None:
-        if name in _SETTINGS and name in self.__dict__:
-            raise AttributeError(f"{name} is fixed when the object is made; make another object")
-        object.__setattr__(self, name, value)
-
     def _init_worker(self) -> None:
-        # Bypass __setattr__(), which refuses a second assignment. In a forked child, this line sets
-        # the node_id again: it is new, unless the program has given one.
-        self.__dict__["node_id"] = self._given_node_id or f"{os.getpid()}-{self._clock.tag}"
+        # In a forked child, the node_id is new, unless the program has given one.
+        self.node_id = self._given_node_id or f"{os.getpid()}-{self._clock.tag}"
         self._worker = _Worker(self, self._files, self._clock)
+        self._delivery = self._worker.delivery
 
     def _after_fork(self) -> None:
-        self._worker.house.end_scan()
+        # The lease directory of the parent is no longer open here.
+        self._files.keep_open(self._worker.lease_dir.directory, None)
         self._clock.init_worker()
         self._init_worker()
 
@@ -3767,40 +3250,30 @@ class FemtoQueue:
                 later push replaces `data` there. When done() or fail() ends the leased task, `data`
                 becomes a task with this id. If the leased task comes back instead, its next
                 delivery carries `data`, as a first attempt.
-            "update": `data` replaces the payload of the leased task, and push() returns the id of
-                this task. The running delivery keeps the old payload, and only a later delivery
-                carries `data`. If done() ends the task, `data` is never delivered. But if a payload
-                already waits behind the task, `data` replaces that payload, as with "buffer".
+            "update": the next delivery of the leased task carries `data`, and push() returns the id
+                of this task. If done() or fail() ends the task before, `data` is never delivered.
+                But if a payload of "buffer" is behind the task already, `data` replaces it there.
             "reject": raise KeyInFlight.
 
         Raises TypeError if `data` is not bytes-like, if `key` is not a str, or if `if_in_flight` is
         "update" or "reject" without a key. Raises ValueError if the key is too long or empty, or if
         `if_in_flight` is not one of the three. Raises KeyInFlight for "reject". Raises the OSError
         of the system call if the disk did not take the task. With a key, also raises OSError where
-        there is no flock(2).
+        there is no flock(2), and EDEADLK in a signal handler that has interrupted a call for the
+        same lock.
 
-        If push() raises, `data` is not in the queue, except in three cases. (If only the sync of
-        the task failed, push() undoes the push before it raises.) First, a worker may have claimed
-        the task before the sync failed. Second, the disk may have refused to undo the push. The
-        last paragraph has the third case.
+        If push() raises, `data` is not in the queue, except in two cases. A worker may have claimed
+        the task before its sync failed. Or the disk refused to undo the push.
 
         On disk: when push() returns, the file of the task is in pending/. With a key, `data` may
-        instead be in keys/, or in the file of the key's task, wherever that file is. The file is
-        written in creating/, and then moved by rename(2). A rename is atomic (POSIX): no worker
-        sees half a task. With sync_after_write, push() also calls fsync(2) for the file and for the
-        directory.
-
-        The payload of a task is replaced by renameat2(2) with RENAME_EXCHANGE. Where names can't be
-        exchanged (on NFS, on FUSE, and on systems other than Linux), rename(2) replaces the payload
-        of a task that is scheduled or leased. If the task is in pending/, a worker may claim the
-        task during the replacement. So the new payload waits in keys/ instead, and the claim of the
-        task takes the payload along. If a replacement by rename(2) succeeded, and the sync after it
-        failed, push() raises although the payload has been replaced.
+        instead be in keys/, or in the file of the key's task in scheduled/. The file is written in
+        creating/, and then moved by rename(2). A rename is atomic (POSIX): no worker sees half a
+        task. With sync_after_write, push() also calls fsync(2) for the file and for the directory.
         """
         if key is not None or if_in_flight != "buffer":
             return self._push_keyed(data, key, if_in_flight, None)
         ident = self._clock.new_id()
-        self._files.publish(ident, data, f"pending/{ident}")
+        self._files.publish(ident, data, f"pending/{ident}", self.sync_after_write)
         return ident
 
     def push_many(self, iterable: Iterable[_BytesLike]) -> list[str]:
@@ -3813,35 +3286,25 @@ class FemtoQueue:
         Raises TypeError if `iterable` is a single payload, or if one of the payloads is not
         bytes-like. Raises OSError if the disk did not take a task, and any exception that
         `iterable` raises. The tasks before the error are in the queue. The attribute `pushed_ids`
-        of the exception has the ids of these tasks, and the message of an OSError has their number.
-        But if the sync at the end of the batch failed, all its tasks are removed again. Then
-        `pushed_ids` has only the ids of the tasks that could not be removed, usually because a
-        worker had taken them.
+        of the exception has the ids of these tasks. If the sync at the end of the batch failed,
+        power loss may still undo them.
 
         On disk: when push_many() returns, the files of the tasks are in pending/. With
         sync_after_write, one syncfs(2) makes the whole batch durable on ext4, xfs, btrfs and f2fs.
-        On other file systems, and on systems other than Linux, each file is synced by fsync(2), and
-        at the end pending/ once.
+        On other file systems, and on systems other than Linux, each task is synced as by push().
         """
         if isinstance(iterable, (_BytesLike, str)):
             raise TypeError("push_many takes an iterable of payloads; for one payload use push")
         ids: list[str] = []
-        pending, is_synced = f"{self._files.root}pending", False
+        syncs_once = self.sync_after_write and self._files.has_syncfs()
+        syncs_each = self.sync_after_write and not syncs_once
         try:
-            sync, each = _batch_sync(pending) if self.sync_after_write else (_no_op, False)
-            try:
+            with self._files.synced_batch() if syncs_once else nullcontext():
                 for data in iterable:
                     ident = self._clock.new_id()
-                    self._files.publish(ident, data, f"pending/{ident}", sync=each)
+                    self._files.publish(ident, data, f"pending/{ident}", syncs_each)
                     ids.append(ident)
-            finally:
-                sync()
-                is_synced = True
         except BaseException as error:
-            if not is_synced:
-                ids = [it for it in ids if not self._files.remove(f"pending/{it}")]
-            if isinstance(error, OSError) and error.strerror:
-                error.strerror = f"{error.strerror} ({len(ids)} tasks of the batch were pushed)"
             with suppress(Exception):  # an exception class of the caller may refuse the attribute
                 error.pushed_ids = ids  # type: ignore[attr-defined]
             raise
@@ -3865,8 +3328,7 @@ class FemtoQueue:
             task is due at once. For a task that is due at once, pass 0.
         key:  as in push(). If a task of the key waits, due or not, the task gets the new time
             together with the new payload.
-        if_in_flight:  as in push(). A payload that is buffered waits for its time, too. A payload
-            that updates the leased task itself ("update") has no due time: time_us is ignored.
+        if_in_flight:  as in push(). A payload that is buffered waits for its time, too.
 
         Raises TypeError if `time_us` is neither a number nor a datetime. Raises ValueError if the
         time is not before the year 2255, or if a datetime has no time zone. Raises ValueError for a
@@ -3883,7 +3345,7 @@ class FemtoQueue:
         due_ns = _due_time_ns(time_us)
         ident = self._clock.new_id()
         path = f"scheduled/{_task_name(due_ns, 0, ident)}"
-        self._files.publish(ident, data, path)
+        self._files.publish(ident, data, path, self.sync_after_write)
         self._worker.note_arrival(path)
         return ident
 
@@ -3898,6 +3360,7 @@ class FemtoQueue:
             raise TypeError(f"if_in_flight={if_in_flight!r} needs a key")
         name, payload = _encode_key(key), _as_bytes(data)
         due_ns = None if time_us is None else _due_time_ns(time_us)
+        _notice_fork()
         # RACE: another worker's pop() claims the waiting task before put() replaces the payload, or
         # a person moves the file. Then put() returns "", and the next round finds the task where it
         # is now: in flight, for example.
@@ -3933,9 +3396,7 @@ class FemtoQueue:
         the id of the task. For example, this user has no right to read or move the file, or the
         payload does not fit into memory. A task that can't be read goes to the back of the queue,
         and the next pop(), in this process or another, takes the next task. The delivery counts as
-        an attempt: after max_attempts deliveries, the task goes to failed/. A task that can't be
-        moved stays in its place. After two troubles with a task, this object passes the task over
-        for 1 s. Each further trouble doubles this pause, up to an hour.
+        an attempt: after max_attempts deliveries, the task goes to failed/.
 
         A call that waits looks for a task when inotify(7) reports a change, when a task comes due,
         and when a lease ends. It usually finds the tasks of a worker at most half a second after
@@ -3947,11 +3408,13 @@ class FemtoQueue:
         succeeds and the others get ENOENT (POSIX). The rename is not synced: after power loss the
         task may wait in its old place again.
         """
+        if os.getpid() != _process_id:  # inlined: a call would be 2 % of pop()
+            _after_fork_in_child()
         if timeout == 0 and lease_ms is None:
-            return self._worker.take_oldest(self._length_ns)
+            return self._delivery.take_oldest(self._length_ns)
         length_ns = _lease_length_ns("lease_ms", lease_ms, self._length_ns)
         return self._worker.waits.wait_for(
-            lambda: self._worker.take_oldest(length_ns, True), _end_s(timeout)
+            lambda: self._delivery.take_oldest(length_ns), _end_s(timeout)
         )
 
     async def pop_async(
@@ -3961,14 +3424,15 @@ class FemtoQueue:
 
         timeout, lease_ms:  as in pop(), but the default timeout is None: wait without a limit.
 
-        Coroutines that wait on the same queue object get tasks in the order of their calls.
+        While the call waits, it uses a thread.
 
         Cancelling the call leaves no task leased. If the call has just taken a task, the task
         returns to its place, and the delivery is not counted.
         """
         length_ns = _lease_length_ns("lease_ms", lease_ms, self._length_ns)
+        _notice_fork()
         return await self._worker.waits.wait_for_async(
-            lambda: self._worker.take_oldest(length_ns, True), _end_s(timeout), ""
+            lambda: self._delivery.take_oldest(length_ns), _end_s(timeout), ""
         )
 
     def take(
@@ -4001,8 +3465,9 @@ class FemtoQueue:
 
         On disk: as after pop().
         """
-        look = self._finder_of(key, id, lease_ms, wait=True)
-        return self._worker.waits.wait_for(look, _end_s(timeout))
+        end_s = _end_s(timeout)
+        look = self._finder_of(key, id, lease_ms, end_s)
+        return self._worker.waits.wait_for(look, end_s)
 
     async def take_async(
         self,
@@ -4016,24 +3481,25 @@ class FemtoQueue:
 
         The parameters are as in take(), but the default timeout is None: wait without a limit.
 
-        Coroutines that wait for the same key or id get the task in the order of their calls.
         Cancelling the call has the same effect as in pop_async(). take_async() never blocks on the
         lock of the key. If another thread or process holds the lock, take_async() tries again a
         little later, and so on until the timeout.
         """
-        look = self._finder_of(key, id, lease_ms, wait=False)
-        return await self._worker.waits.wait_for_async(look, _end_s(timeout), repr((key, id)))
+        look = self._finder_of(key, id, lease_ms, 0)
+        return await self._worker.waits.wait_for_async(look, _end_s(timeout), f"{key} {id}")
 
     def _finder_of(
-        self, key: str | None, id: str | None, lease_ms: float | None, wait: bool
+        self, key: str | None, id: str | None, lease_ms: float | None, until_s: float
     ) -> _Look[FemtoTask]:
-        """Check the arguments of take(), and return the function that looks for the task once."""
+        """Check the arguments of take(), and return the function that looks for the task once.
+        until_s: as in _Keys.lock()."""
         length_ns = _lease_length_ns("lease_ms", lease_ms, self._length_ns)
         if (key is None) == (id is None):
             raise TypeError("take needs either a key or an id")
         ident = "" if id is None else _check_id(id)
-        name = "" if key is None else _encode_key(key)
-        return functools.partial(self._worker.take_named, name, ident, length_ns, wait)
+        tag = "" if key is None else _key_tag(_encode_key(key))
+        _notice_fork()
+        return functools.partial(self._delivery.take_named, tag, ident, length_ns, until_s)
 
     def drain(self, timeout: float | None = None) -> Iterator[FemtoTask]:
         """Iterate over tasks until no task is pending, scheduled or in flight.
@@ -4053,10 +3519,11 @@ class FemtoQueue:
         _end_s(timeout)  # raise for an invalid timeout now, not at the first task
 
         def look() -> Any:  # returns False if no work is left, which ends the wait
-            task = self._worker.take_oldest(self._length_ns, True)
+            task = self._delivery.take_oldest(self._length_ns)
             return task if task or self._files.has_work() else False
 
         def wait() -> FemtoTask | None:
+            _notice_fork()
             return self._worker.waits.wait_for(look, _end_s(timeout), False) or None
 
         return iter(wait, None)
@@ -4152,7 +3619,7 @@ class FemtoQueue:
             due_ns = _wall_ns() + int(min(delay_s * 1e9, _FOREVER_NS))
             target = f"scheduled/{_task_name(due_ns, attempts, ident)}"
         elif front:
-            target = _front_path(ident, attempts)
+            target = _push_place(ident, attempts)
         else:
             target = self._worker.back_path(ident, attempts)
         self._worker.requeue(task, target)
@@ -4346,8 +3813,12 @@ class FemtoQueue:
 
         On disk: when pause() returns, the file data_dir/PAUSED is there.
         """
-        open(f"{self._files.root}PAUSED", "ab").close()
-        self._worker.house.drop_batch()
+        files = self._files
+        flags = _CREATE_FLAGS | _NO_FOLLOW_OR_BLOCK
+        files.refresh()
+        with suppress(FileExistsError):
+            os.close(os.open(files.root.prefix + "PAUSED", flags, 0o644, dir_fd=files.root.fd))
+        self._worker.maintenance.drop_batch()
 
     def resume(self) -> None:
         """Hand out tasks again, no matter which process paused the queue.
@@ -4359,7 +3830,7 @@ class FemtoQueue:
 
         On disk: when resume() returns, the file data_dir/PAUSED is gone.
         """
-        _unlink_if_exists(f"{self._files.root}PAUSED")
+        self._files.unlink_if_exists("PAUSED")
 
     @property
     def paused(self) -> bool:
@@ -4368,7 +3839,7 @@ class FemtoQueue:
         if is_paused:
             # The caller now learns of the pause. So the next pop() must not hand out a task of the
             # batch, which may have been listed before the pause.
-            self._worker.house.drop_batch()
+            self._worker.maintenance.drop_batch()
         return is_paused
 
     # Dead letters and upkeep
@@ -4424,15 +3895,12 @@ class FemtoQueue:
         if not given <= {*_ENDED}:
             raise ValueError(f"states must be of {' and '.join(map(repr, _ENDED))}, not {given!r}")
         wanted = [state for state in _ENDED if state in given]
-        root, before_s = self._files.root, time.time() - older_than_s
-        entries = self._files.find(*wanted)
-        count = sum(_unlink_if_older(root + entry.path, before_s) for entry in entries)
-        reasons = filter(_parse_reason, self._files.names("failed") if "failed" in wanted else ())
+        files, before_s = self._files, time.time() - older_than_s
+        count = sum(files.unlink_if_older(it.path, before_s) for it in files.find(*wanted))
+        reasons = filter(_parse_reason, files.names("failed") if "failed" in wanted else ())
         for name in reasons:
-            if not self._files.exists(f"failed/{name[:_ID_LENGTH]}"):
-                _unlink_if_older(f"{root}failed/{name}", before_s)
-        for state in wanted:
-            self._files.shrink(state, self._clock.new_id())
+            if not files.exists(f"failed/{name[:_ID_LENGTH]}"):
+                files.unlink_if_older(f"failed/{name}", before_s)
         return count
 
     def check(self, repair: bool = False) -> list[Finding]:
@@ -4447,7 +3915,7 @@ class FemtoQueue:
 
         The findings are:
         - a network file system, or a directory on another file system than data_dir
-        - a queue clock that is ahead of the wall clock, and a clock file that this object made anew
+        - a queue clock that is ahead of the wall clock
         - foreign names
         - records that are not whole, and files or directories that can't be read
         - an id in two places
@@ -4470,7 +3938,7 @@ class FemtoQueue:
         # The first scheduled task is due first. If its age is negative, the task is not due.
         ages_ns += [_wall_ns() - it.stamp_ns for it in scheduled[:1]]
         age_ns = max(ages_ns, default=-1)
-        nodes = tuple(map(self._worker.house.node_stats, files.node_dirs()))
+        nodes = tuple(_node_stats(self._worker, it) for it in files.node_dirs())
         return Stats(
             pending=len(pending),
             scheduled=len(scheduled),
@@ -4516,12 +3984,12 @@ class FemtoQueue:
         if (id is None) == (key is None):
             raise TypeError("peek needs either an id or a key")
         if id is None:
-            path = self._worker.keys.path_of(_encode_key(key))
+            path = self._worker.keys.path_of(_key_tag(_encode_key(key)))
             entry = _parse(*path.split("/")) if path else None
         else:
             # The states are searched in the order in which a task usually moves. So the search
             # usually finds a task that moves meanwhile, in a state that is searched later.
-            entry = self._files.find_id(_check_id(id), "keys", *_LIVE, *_ENDED)
+            entry = self._worker.keys.find_entry(_check_id(id), "keys", *_LIVE, *_ENDED)
         return entry and self._read_entry(entry)
 
     def contains(self, key: str) -> bool:
@@ -4531,7 +3999,7 @@ class FemtoQueue:
 
         Raises TypeError if the key is not a str, and ValueError if the key is too long or empty.
         """
-        return self._worker.keys.path_of(_encode_key(key)) != ""
+        return self._worker.keys.path_of(_key_tag(_encode_key(key))) != ""
 
     def keys(self, state: str) -> Iterator[str]:
         """Iterate over the keys of the tasks in a state.
@@ -4573,7 +4041,8 @@ class FemtoQueue:
         if entry.directory == "failed":
             # Show the task even if the reason is missing, or if this user may not read the reason.
             with suppress(FileNotFoundError, PermissionError):
-                task.error = self._files.text(f"failed/{entry.id}.error").removesuffix("\n")
+                text = self._files.text(f"failed/{entry.id}.error", _REASON_BYTES)
+                task.error = text.removesuffix("\n")
         return task
 
     def _read_all(self, entries: Iterable[_Entry], data: bool) -> Iterator[FemtoTask]:
@@ -4605,19 +4074,19 @@ class FemtoQueue:
         The object may be used again after close(). Dropping the last reference to the object, or
         leaving its `with` block, does what close() does.
         """
-        # Room 10 tells what happens to a task that another thread is just taking (TOPIC: close).
-        worker, lease_dir = self._worker, self._worker.lease_dir
+        _notice_fork()
+        worker = self._worker
         # While the interpreter ends, do not wait for worker.lock: a thread that has ended may hold
-        # it. If worker.lock is held, do nothing here. When the process ends, the kernel closes the
-        # lease directory and drops its flock. Then other workers reclaim the leases.
+        # it. When the process ends, the kernel drops the flock, and other workers reclaim the
+        # leases.
         if not worker.lock.acquire(blocking=not sys.is_finalizing()):
             return
         try:
-            lease_dir.close_count += 1
+            worker.lease_dir.close_count += 1
             worker.renewer.stop()
             worker.waits.end_all()
-            worker.house.end_scan()
-            lease_dir.give_up()
+            worker.maintenance.end_scan()
+            worker.lease_dir.give_up()
         finally:
             worker.lock.release()
 
@@ -4631,16 +4100,12 @@ class FemtoQueue:
         self.close()
 
     def __del__(self) -> None:
-        # `_worker` is missing if the constructor raised.
-        if _is_whole and "_worker" in self.__dict__:
-            _finalize(self.close)
-            # The worker and its parts refer to each other. So free what they hold at once, without
-            # the garbage collector.
-            self._worker.__dict__.clear()
+        with suppress(Exception):  # as in _OpenFile
+            self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
         settings = {name: getattr(self, name) for name in _SETTINGS}
-        settings["data_dir"] = os.path.dirname(self._files.root)
+        settings["data_dir"] = self._files.path
         settings["node_id"] = self._given_node_id
         return functools.partial(type(self), **settings), ()
 
@@ -4651,108 +4116,113 @@ _SETTINGS = FemtoQueue.__init__.__annotations__.keys() - {"return"}
 
 
 # ==================================================================================================
-# 13. Key states: where the task of each key is, in files that are written under the locks of keys.
-#     Invariant: the file keys/<hash> has a line for each key of this hash that has a task. The line
-#     is "<key> <path of the task> <name of the newer payload in keys/, or ->", with the key
-#     percent-encoded. Some calls read the file without the lock. So a change of the file is one
-#     pwrite(), which does not shorten the file. An empty line ends the text. Any bytes after the
-#     empty line are the rest of an older, longer text. If no key of the hash has a task left, the
-#     file is removed. A line is a hint, which room 14 checks and corrects. A key without a line has
-#     no task, unless power loss removed the line, or a person moved a task. In these cases, the
-#     claim of the task writes the line, and repair() finds the payloads in keys/ that no line
-#     names. A queue on a file system that other hosts write to has no such files (room 20). Room 5
-#     has the order of locks.
+# 14. Keys: one task for each key, and newer payloads behind it, in keys/.
+#    The hash of the key is the tag in the ids of the key's tasks, and stands for the key. A thread
+#    that moves a task with a key holds the lock of the key. But a claim by pop() and the undoing of
+#    a claim move a task without this lock, and so does a person.
+#    Invariant: a key has at most one task in pending/, scheduled/ and inflight-*/ together, and at
+#    most one newer payload behind it. The claim that delivers the task takes the payload along. If
+#    the task ends, the payload becomes a task; a payload of "update" is removed instead.
+#    The text of the symbolic link keys/<hash> is the path of the key's task, and of the payload
+#    behind it. The link is made anew for each change, and is a hint, which find() checks and
+#    corrects. A key without a link has no task, unless power loss removed the link, or a person
+#    moved a task. Then the claim of the task makes the link, and repair() finds the payloads that
+#    no link names.
+#
+#    TOPIC: the steps of a task with a key. The third column says what is on disk after a step, the
+#    last what happens if the process is killed then. "Old" and "new" are payloads. C is the file
+#    creating/<new id>, L a lease, T and U paths of a task that waits. K is a file in keys/.
+#
+#    Push onto the waiting task T: put(), _replace(). K has the id of the task.
+#      1. write new to C                     T old, C new   old is delivered; C is stale
+#      2. rename T to K                      K old, C new   find() promotes K: old is delivered
+#      3. rename C over K                    K new          find() promotes K: new is delivered
+#      4. remove an older payload            K new          as after 3
+#      5. rename K to U: 0 attempts, and     U new          new is delivered
+#         the place of T or the new time
+#      6. link U                             U new          as after 5
+#    Push of a key without a task: put(), _add()
+#      1. write new to C                     C new          there is no task; C is stale
+#      2. link U                             C new          find() finds no task, removes the link
+#      3. rename C to U                      U new          new is delivered
+#    Push behind the leased task L: put(), _add(). K has an id of its own.
+#      1. write new to C                     L old, C new   old goes on; C is stale
+#      2. link L and K                       L old, C new   as after 1; find() corrects the link
+#      3. rename C to K                      L old, K new   K becomes a task, or the next claim
+#                                                           takes K along
+#    Take along, by the claim of T with K behind it: to_deliver(), _take_along()
+#      1. rename T to L (a pop() does not    L old, K new   L is reclaimed, and the next claim takes
+#         hold the lock of the key)                         K along
+#      2. link L and K, remove the           L old, K new   as after 1
+#         checkpoint of old
+#      3. rename K over L                    L new          L is reclaimed, and new is delivered
+#      4. link L                             L new          as after 3
+#    If K is due later, or if L is not a first attempt, the task waits again instead:
+#      3. rename L to U: 0 attempts, and     U old, K new   the next claim takes K along
+#         the time of K if that is later
+#      4. if K is due later, rename K        U new          new is delivered at its time
+#         over U
+#    End of L with K behind it: _Worker.move_leased(), move_keyed(), _promote()
+#      1. rename L to done/ or failed/       K new          find(), in the next call for the key, or
+#                                                           repair() does step 2
+#      2. rename K to pending/, scheduled/   new            new is delivered, under its own id
+#      3. link the new task                  new            as after 2
+#    Retry of a failed task F: _Worker.requeue_failed(), reserve(), move_keyed()
+#      1. link P, F's future path            F              find() finds no task, removes the link
+#      2. remove the reason of F             F              F is failed, without a reason
+#      3. rename F to P                      P              P is delivered
 # ==================================================================================================
 
-
-class _States(dict[str, "tuple[str, str]"]):
-    """The states of the keys of one hash: a dict from an encoded key to two paths.
-
-    The first path is the last known place of the key's task. The second is the path in keys/ of the
-    newer payload behind the task. A path is "" if there is no task, or no payload. A key that is
-    not in the dict has neither.
-    `saved` is the text of keys/<hash>, or "" if the file does not exist. `outdated` has the paths
-    of payloads that younger payloads have replaced (room 20)."""
-
-    saved = ""
-    outdated: tuple[str, ...] = ()
-
-    def __missing__(self, key: str) -> tuple[str, str]:
-        return "", ""
-
-    def text(self) -> str:
-        known = ((key, path, buffered[5:]) for key, (path, buffered) in self.items() if path)
-        return "".join(f"{key} {path} {buffered or '-'}\n" for key, path, buffered in known)
+_LINK_BYTES = 512  # a longer link is not ours
+_FIND_WAIT_S = 0.1  # how long peek(id) waits for the lock of a key
 
 
-def _parse_key_states(content: bytes, tag: str) -> _States:
-    states, text = _States(), content.decode("ascii", "replace").partition("\n\n")[0]
-    for match in map(_parse_key_state, text.splitlines()):
-        # Ignore a line if the id of its task or of its payload does not end with this hash. With
-        # such a line, a push would overwrite a file of another key, or a task without a key.
-        if match and _tag_of(match[2]) == tag and match[4][-9:] in ("-", f"-{tag}"):
-            states[match[1]] = match[2], "" if match[4] == "-" else f"keys/{match[4]}"
-    states.saved = f"{text}\n"
-    return states
+def _later_ns(payload_path: str) -> int | None:
+    """Return the time at which a payload in keys/ is due, or None if it is due now."""
+    due_ns = _payload_due_ns(payload_path)
+    return due_ns if due_ns is not None and due_ns > _latest_due_ns() else None
 
 
-class _KeyStates:
-    """The states of keys, and the locks under which they are changed.
-
-    `_held_locks` has the locks that the threads of this object hold, by the thread and the name of
-    the lock. The attribute `states` of a lock has the states that were loaded under the lock, by
-    tag. The references in `_held_locks` are weak, so that only the frame of lock() keeps a lock
-    alive. If Ctrl-C comes between any two lines of lock(), the lock still ends with the frame."""
+class _Keys:
+    """The tasks with a key, for one worker. _SharedKeys stands in for it on file systems that other
+    hosts write to."""
 
     def __init__(self, worker: _Worker) -> None:
-        self._worker, self._files, self._clock = worker, worker.files, worker.clock
-        self._held_locks = weakref.WeakValueDictionary[tuple[int, str], _FileLock]()
+        self._worker = worker
+        self._files = worker.files
+        self._clock = worker.clock
+        # The locks that the threads of this object hold, by the thread and the name of the lock.
+        # Weak: only the frame of lock() keeps a lock alive. If Ctrl-C comes between any two lines
+        # of lock(), the lock ends with the frame.
+        self._locks = weakref.WeakValueDictionary[tuple[int, str], _FileLock]()
+
+    # Locks and links
 
     @contextmanager
-    def lock(self, tag: str, wait: bool = True) -> Iterator[_States]:
-        """Hold the lock of the keys of one hash for the block, and yield the states of the keys.
-        Changes that the block makes to the states are saved at the end of the block. Raises
-        BlockingIOError if wait is False and another thread or process holds the lock.
+    def lock(self, tag: str, until_s: float = _FOREVER_S) -> Iterator[None]:
+        """Hold the lock of the keys of one hash for the block. Raises BlockingIOError if the lock
+        is not free at the time until_s (monotonic clock; 0: try once). A nested call in the same
+        thread uses the lock that the thread holds.
 
-        A nested call in the same thread uses the lock that the thread holds, and shares the states.
-        The file of the lock is never removed. If it were removed, a process that waits for the lock
-        could get the lock of the removed file, while another process locks a new file.
-        """
+        The file of the lock is never removed. A process that waits for a removed file would get its
+        lock while another process locks a new file."""
         name = tag[-2:]
         holder = threading.get_ident(), name
-        lock = outer = self._held_locks.get(holder)
-        if lock is None or lock.fd < 0:  # fd < 0: Ctrl-C came while the lock was being closed
+        lock = outer = self._locks.get(holder)
+        if lock is None or lock.fd is None:  # None: Ctrl-C came while the lock was being closed
             lock = self._open_lock(name)
         try:
-            lock.acquire_exclusive(wait)
             if lock is not outer:
-                # Look for SHARED only now. RACE: while this thread waits for the lock, another
-                # local object holds the lock, finds SHARED, moves a task, and saves no state. If
-                # this thread had looked for SHARED before the wait, it would now load outdated
-                # states from keys/<hash>.
-                self.become_shared_if_marked()
-            self._held_locks[holder] = lock
-            states = lock.states.get(tag) or lock.states.setdefault(tag, self._load(tag))
-            try:
-                yield states
-            finally:
-                with suppress(OSError):  # a line is a hint: a wrong one is corrected
-                    self._save(tag, states)
+                lock.acquire_exclusive(until_s)
+                self._locks[holder] = lock
+            yield
         finally:
             if lock is not outer:
                 lock.close()
 
-    def become_shared_if_marked(self) -> bool:
-        """If the file SHARED exists in a data_dir on a local file system, change the class of this
-        object to _SharedKeys (room 20), and return True.
-
-        SHARED shows that data_dir is, or was, also used through a mount of another kind. The
-        workers on that mount keep no key states, and our lock may fail to exclude them. See
-        "mounts" in room 20."""
-        if not self._files.has_other_mounts():
-            return False
-        self.__class__ = self._files.if_shared[0]
-        return True
+    def _has_lock(self, tag: str) -> bool:
+        held = self._locks.get((threading.get_ident(), tag[-2:]))
+        return held is not None and held.fd is not None
 
     def _open_lock(self, name: str) -> _FileLock:
         try:
@@ -4766,461 +4236,384 @@ class _KeyStates:
         self._files.make_dir(name)
         self._files.sync_dir("")
 
-    def lock_of(self, path: str, wait: bool = True) -> AbstractContextManager[Any]:
-        """Return a context manager that holds the lock of a task's key, and yields the states. For
-        a task without a key, the context manager does nothing, and yields None. path: any text that
-        ends with the task's id."""
-        return self.lock(_tag_of(path), wait) if _is_keyed(_id_of(path)) else nullcontext()
+    def lock_of(self, path: str, until_s: float = _FOREVER_S) -> AbstractContextManager[Any]:
+        """Return a context manager that holds the lock of a task's key. For a task without a key,
+        it does nothing. path: any text that ends with the task's id."""
+        ident = path[-_ID_LENGTH:]
+        return self.lock(_tag_of(ident), until_s) if ident[21] > "7" else _NO_LOCK
 
-    def _load(self, tag: str) -> _States:
-        try:
-            fd = os.open(f"{self._files.root}keys/{tag}", _READ_FLAGS)
-        except FileNotFoundError:
-            return _States()
-        try:
-            return _parse_key_states(os.read(fd, os.fstat(fd).st_size), tag)
-        finally:
-            os.close(fd)
+    def _linked(self, tag: str) -> tuple[str, str]:
+        """Return the last known path of a key's task, and of the payload behind it, or ""."""
+        with _ignore_missing(errno.EINVAL):  # EINVAL: not a link
+            where, name = self._files.place(f"keys/{tag}")
+            text = os.readlink(name, dir_fd=where.fd)
+            match = _parse_link(text) if len(text) < _LINK_BYTES else None
+            # A path whose id is not of this hash would let a push overwrite another key's file.
+            if match and {_tag_of(match[2]), _tag_of(match[4] or match[2])} == {tag}:
+                return match[1], match[3] or ""
+        return "", ""
 
-    def _save(self, tag: str, states: _States, sync: bool = False) -> None:
-        """Write the states to keys/<hash> if they have changed. If no key of the hash has a task
-        any more, remove the file. sync: True: in a durable queue, also sync the changed file and
-        keys/."""
-        path = f"keys/{tag}"
-        if (text := states.text()) != states.saved:
-            if text:
-                self._write(path, f"{text}\n".encode("ascii"))
-            else:
-                self._files.remove(path)
-            states.saved = text
-            if sync:
-                self._files.sync_with_dir(path)
-
-    def _create(self, path: str) -> int:
-        """Make a file in keys/, and return its descriptor. The file gets the rights of data_dir,
-        because the workers of all users read and write the file."""
-        root, flags = self._files.root, _CREATE_FLAGS | _NO_FOLLOW_OR_BLOCK
-        try:
-            fd = os.open(root + path, flags, 0o666)
-        except FileNotFoundError:
+    def _link(self, tag: str, path: str, behind: str = "", sync: bool = False) -> None:
+        """Make the link keys/<hash>, if it would change; remove it if there is no task."""
+        link = f"keys/{tag}"
+        if not path:
+            self._files.remove(link)
+            return
+        if (path, behind) == self._linked(tag):
+            return
+        if not self._files.exists("keys"):
             self._make_dir("keys")
-            fd = os.open(root + path, flags, 0o666)
-        _follow_owner(fd, root)
-        return fd
-
-    def _write(self, path: str, content: bytes) -> None:
-        """Write over the beginning of a file in keys/; make the file if it does not exist."""
+        new_path = f"creating/{self._clock.new_id()}"
+        where, name = self._files.place(new_path)
+        os.symlink(f"{path} {behind}".rstrip(), name, dir_fd=where.fd)
         try:
-            fd = os.open(self._files.root + path, os.O_WRONLY | _NO_FOLLOW_OR_BLOCK)
-        except FileNotFoundError:
-            fd = self._create(path)
-        except PermissionError:
-            # Another user made the file, and this user may not write to it. For example, data_dir
-            # got rights for this user later. Replace the file. No other process writes to the file
-            # now, because this thread holds the lock of the key.
-            self._files.remove(path)
-            fd = self._create(path)
-        try:
-            os.pwrite(fd, content, 0)
-        finally:
-            os.close(fd)
-
-
-# ==================================================================================================
-# 14. Keys: finding, claiming, moving and pushing the tasks with a key. For a task that has a key,
-#     other rooms call lock_of(), to_deliver(), move_keyed(), reserve() and newest_path(). For a key
-#     itself, they call put(), find_or_repair(), may_have_task() and path_of(). For all keys, they
-#     call repair() and paths_without_task().
-#     Invariant: a key has at most one task in pending/, scheduled/ and inflight-*/ together. Behind
-#     the task, there is at most one newer payload, in keys/. The claim that delivers the task takes
-#     the payload along: the payload replaces the task's own payload. If the task ends, the payload
-#     becomes a task.
-#     A thread that moves a task with a key holds the lock of the key. But a claim by pop() and the
-#     undoing of a claim move a task without this lock, and so does a person.
-#
-#     TOPIC: the steps of a task with a key. Each table lists the steps of one operation, in the
-#     order of the code. The second column says what is on disk after the step. The third says what
-#     happens if the process is killed after the step. "Old" and "new" are payloads. C is the file
-#     creating/<new id>. K is the new payload's file in keys/. L is the lease. T, U and P are paths
-#     of a task that waits. After a kill, keys/<hash> may name an older path of a task:
-#     find_or_repair() then finds the task by its id. A stale file in creating/ is removed after an
-#     hour. There are tables for a push onto a waiting task, a push of a key without a task, a push
-#     behind a leased task, take along, release, end, and retry.
-#
-#     Push onto the waiting task T: put(), _replace()
-#
-#       step                                on disk        after a kill
-#       1. write new to C                   T old, C new   old is delivered; C is stale
-#       2. if the name of T has attempts,   T old, C new   as after 1; the work on old begins anew
-#          remove the checkpoint of T
-#       3. unless U is T, rename T to U; U  U old, C new   old is delivered, as a first attempt or
-#          has 0 attempts or the new time                  at the new time; C is stale
-#       4. exchange U and C                 U new, C old   new is delivered; C is stale
-#       5. remove C                         U new          new is delivered
-#       6. save U in keys/<hash>, unless    U new          new is delivered
-#          U is T
-#
-#     With sync_after_write, C is synced in step 1, and U after step 3 and after step 4. If names
-#     cannot be exchanged, and U is in scheduled/, step 4 renames C over U, and step 5 has nothing
-#     to do. This is safe, because no pop() claims a task there. If names cannot be exchanged, and U
-#     is in pending/, _add_or_buffer() puts the new payload behind U instead. The same is done if a
-#     payload is behind the task already. After the steps 1 to 3, the steps are then:
-#
-#       4. save U and K in keys/<hash>      U old, C new   old is delivered; find_or_repair() sees
-#                                                          that K is missing, and corrects the state
-#       5. rename C to K                    U old, K new   the next claim takes K along
-#
-#     If a payload B is behind the task already (old, B and new are three payloads), the name of K
-#     has the id of B and the due time of new. So step 5 is: rename the file of B to K, unless this
-#     file is at K already; exchange K and C; remove C. If names cannot be exchanged, C is renamed
-#     over K. After a kill, the next claim takes along the payload that is in keys/, B or new.
-#
-#     Push of a key without a task: put(), _add_or_buffer()
-#
-#       1. write new to C                   C new          there is no task; C is stale
-#       2. save U in keys/<hash>            C new          find_or_repair() finds no task, and
-#                                                          removes U from the state; C is stale
-#       3. rename C to U                    U new          new is delivered
-#
-#     Push behind the leased task L: put(), _add_or_buffer()
-#
-#       1. write new to C                   L old, C new   old goes on; C is stale
-#       2. save L and K in keys/<hash>      L old, C new   as after 1; find_or_repair() removes K
-#                                                          from the state
-#       3. rename C to K                    L old, K new   if the task ends, K becomes a task; if
-#                                                          the task waits again, its next claim
-#                                                          takes K along
-#
-#     With if_in_flight="update", and if nothing is behind L, the steps 2 and 3 are replaced by:
-#     exchange L and C; remove C. If names cannot be exchanged, C is renamed over L.
-#
-#     Take along, by the claim of a task T with K behind it: to_deliver(), _take_along()
-#
-#       1. rename T to L; a pop() does not  L old, K new   L is reclaimed, K stays behind the task,
-#          hold the lock of the key                        and the next claim takes K along
-#       2. save L in keys/<hash>            L old, K new   as after 1
-#       3. remove the checkpoint of old     L old, K new   as after 1
-#       4. rename K over L                  L new          L is reclaimed, and new is delivered
-#       5. save keys/<hash>, without K      L new          as after 4
-#
-#     If K is due later, or if L is not a first attempt, the task waits again instead:
-#
-#       4. rename L to U, with 0 attempts,  U old, K new   the next claim takes K along
-#          and with the time of K, if K is
-#          due later
-#       5. if K is due later, rename K      U new          new is delivered at its time
-#          over U
-#       6. save U in keys/<hash>            as before      as before
-#
-#     Release of L with K behind it: _Worker.move_leased(), move_keyed()
-#
-#       1. rename L to U, with 0 attempts,  U old, K new   the next claim takes K along
-#          and with the time of K, if K is
-#          due later
-#       2. save U in keys/<hash>            U old, K new   as after 1
-#
-#     End of L with K behind it: _Worker.move_leased(), move_keyed(), _promote()
-#
-#       1. rename L to done/ or failed/,    K new          find_or_repair(), in the next call for
-#          or remove L                                     the key, or repair(), in a job (11),
-#                                                          does step 2
-#       2. rename K to pending/ or          new            new is delivered, under its own id
-#          scheduled/
-#       3. save the path in keys/<hash>     new            as after 2
-#
-#     Retry of a failed task F: _Worker.requeue_failed(), reserve(), move_keyed()
-#
-#       1. save P, the path in pending/     F              F is failed; find_or_repair() finds no
-#          that F will have, in keys/<hash>                task, and removes P from the state
-#       2. remove the reason of F           F              F is failed, without a reason
-#       3. rename F to P                    P              P is delivered
-# ==================================================================================================
-
-
-def _future_due_ns(buffered: str) -> int | None:
-    """Return the time at which a payload in keys/ is due. Return None if this time has come, or if
-    the payload has no due time."""
-    due_ns = _stamp_of(buffered) if "~" in buffered else 0
-    return due_ns if due_ns > _latest_due_ns() else None
-
-
-class _KeyedTasks(_KeyStates):
-    """The steps of a task with a key after the push: finding, claiming and moving it."""
+            self._files.rename(new_path, link)
+        except BaseException:
+            self._files.remove(new_path)
+            raise
+        if sync:
+            self._files.sync_dir("keys")
 
     # Finding
 
-    def find_or_repair(self, states: _States, name: str) -> tuple[str, str]:
-        """Find the task of an encoded key, and the payload behind the task. Return both paths. A
-        path is "" if there is no task, or no payload. If the state is wrong, correct the state. If
-        the task has ended, make a task of the payload. The caller holds the lock of the key."""
-        task, behind = states[name]
-        # CRASH: the state may name a path where no file is, for the task or for the payload. A
-        # process died after it saved the path and before it renamed the file to the path. Or a
-        # process moved the file away, and died before it saved the state.
-        path, buffered = self._locate(task, *_LIVE), self._locate(behind, "keys")
-        if behind and not buffered:
-            # CRASH: a process promoted the payload, and died before it saved the state. Then a task
-            # has the id of the payload. This task is the task of the key, even if a person has
-            # moved the older task, which had ended, back to pending/.
-            # CRASH: a process died before it renamed the payload into keys/, or after it took the
-            # payload along and before it saved the state. Then no task has the id of the payload,
-            # and the task at `path` stays the task of the key.
+    def find(self, tag: str) -> tuple[str, str]:
+        """Return the paths of the task of a key, and of the payload behind the task, or "". If the
+        link is wrong, correct it. If the task has ended, make a task of the payload. The caller
+        holds the lock of the key."""
+        task, behind = self._linked(tag)
+        # CRASH: the link may name a path where no file is, for the task or for the payload. A
+        # process died between a link and the rename that follows it or that came before it.
+        path = self._locate(task, *_LIVE)
+        payload = self._locate(behind, "keys")
+        if task and not path and (aside := self._locate(task, "keys")):
+            # CRASH: a process died in _replace(). The task is in keys/.
+            path = self._promote(aside)
+        if behind and not payload:
+            # CRASH: a process promoted the payload, and died before it linked the task. Then a task
+            # has the id of the payload, even if a person has moved the older task, which had ended,
+            # back to pending/.
             path = self._locate(behind, *_LIVE) or path
         elif not path:
-            # The key has no task, so the payload becomes the task, if there is a payload. CRASH: a
-            # process died after the task ended and before it promoted the payload. Or a person
-            # removed the task.
-            path, buffered = self._promote(buffered), ""
-        states[name] = path, buffered
-        return path, buffered
+            # CRASH: a process died after the task ended and before it promoted the payload. Or a
+            # person removed the task.
+            path, payload = self._promote(payload), ""
+        with suppress(OSError):  # the link is a hint: a wrong one is corrected
+            if (path, payload) != (task, behind):
+                self._link(tag, path, payload)
+        return path, payload
 
     def _locate(self, path: str, *where: str) -> str:
         """Return `path` if its file exists, or if `path` is "". If the file is missing, look for a
-        file with the same id in the directories `where`. Return the path of that file, or "" if no
-        file has the id."""
-        if not path or self._files.exists(path):
+        file with the same id in the directories `where`. Return the path of that file, or ""."""
+        if not path or (_state_of(path) in where and self._files.exists(path)):
             return path
         entry = self._files.find_id(_id_of(path), *where)
         return entry.path if entry else ""
 
-    def may_have_task(self, name: str) -> bool:
-        """Return whether an encoded key may have a task: whether keys/<hash> exists. Without this
-        file, the key has no task, except after power loss or a move by a person (see the banner of
-        room 13). The method takes no lock. If SHARED exists, the method calls
-        become_shared_if_marked(), and returns True."""
-        return self.become_shared_if_marked() or self._files.exists(f"keys/{_key_tag(name)}")
+    def may_have_task(self, tag: str) -> bool:
+        """Return whether a key may have a task: whether it has a link. Takes no lock."""
+        return self._linked(tag)[0] != ""
 
-    def path_of(self, name: str) -> str:
-        """Return the path of an encoded key's task, or "" if the key has no task."""
-        if not self.may_have_task(name):
-            # A missing pending/ is disk trouble: stat() raises for it.
-            os.stat(f"{self._files.root}pending")
+    def path_of(self, tag: str) -> str:
+        """Return the path of a key's task, or "" if the key has no task."""
+        if not self.may_have_task(tag):
+            self._files.lstat("pending")  # a missing pending/ is disk trouble
             return ""
         try:
-            with self.lock(_key_tag(name)) as states:
-                return self.find_or_repair(states, name)[0]
+            with self.lock(tag):
+                return self.find(tag)[0]
         except OSError as error:
-            if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
+            if error.errno not in _REFUSED_ERRNOS:
                 raise
-        # The file system is read-only, or this user may only read the queue. So the lock could not
-        # be taken, or find_or_repair() could not promote a payload.
-        return self._seen(name)
-
-    def _seen(self, name: str) -> str:
-        """Do what path_of() does, but without the lock, and without a correction of the state. If
-        the task is gone, return the path of the payload behind it. A task that moves at the same
-        time may be missed."""
-        task, behind = self._load(_key_tag(name))[name]
+        # This user may only read the queue: look without the lock, and without a correction.
+        task, behind = self._linked(tag)
         return self._locate(task, *_LIVE) or self._locate(behind, "keys", *_LIVE)
 
+    def find_entry(self, ident: str, *states: str) -> _Entry | None:
+        """Return the entry of an id in one of these states, or None. RACE: a push to the key of the
+        task has moved it to keys/ for a moment. So look again under the lock, if it is free soon
+        and this user may take it."""
+        entry = self._files.find_id(ident, *states)
+        if entry is None and _is_keyed(ident) and self.may_have_task(_tag_of(ident)):
+            with suppress(OSError), self.lock(_tag_of(ident), time.monotonic() + _FIND_WAIT_S):
+                entry = self._files.find_id(ident, *states)
+        return entry
+
     def newest_path(self, entry: _Entry) -> str:
-        """Return the path of the payload to show for a task. For a task that waits, this is the
-        newer payload behind the task. If there is no such payload, or if the task does not wait,
-        return the path of the task itself.
+        """Return the path of the payload to show for a task: that of the newer payload behind a
+        task that waits, or else the path of the task.
 
         RACE: a worker claims the task, and takes the newer payload along, before the caller reads
-        the payload. Then no file is at the returned path, and the caller tries to read the task's
-        own record, which may have moved as well."""
+        the payload. Then no file is at the returned path."""
         if _is_keyed(entry.id) and entry.directory in _WAITING_DIRS:
-            self.become_shared_if_marked()
-            for path, buffered in self._load(_tag_of(entry.id)).values():
-                if buffered and _id_of(path) == entry.id:
-                    return buffered
+            path, behind = self._linked(_tag_of(entry.id))
+            if behind and _id_of(path) == entry.id:
+                return behind
         return entry.path
+
+    # Pushing
+
+    def put(
+        self, name: str, payload: bytes | memoryview, if_in_flight: str, due_ns: int | None
+    ) -> str:
+        """Push a payload for an encoded key.
+
+        Returns the id of the task that gets the payload, or the payload's own id if it is put
+        behind a leased task. Returns "" if a pop() or a person moved the task meanwhile: the caller
+        must try again. Raises KeyInFlight."""
+        tag = _key_tag(name)
+        self._refuse_nested(tag)
+        with self.lock(tag):
+            path, behind = self.find(tag)
+            is_leased = _state_of(path) == "inflight"
+            if is_leased and if_in_flight == "reject":
+                raise KeyInFlight(_decode_key(name), _id_of(path))
+            header = _header(payload, name)
+            with self._files.replacement(self._clock.new_id(), header, payload) as new_path:
+                if path and not is_leased:
+                    return self._replace(new_path, path, behind, due_ns)
+                is_update = is_leased and if_in_flight == "update"
+                return self._add(tag, new_path, path, behind, due_ns, is_update)
+
+    def _refuse_nested(self, tag: str) -> None:
+        """Raise OSError if this thread has the lock of the key: a signal handler or a finalizer has
+        interrupted a call of this object between two of its steps."""
+        if self._has_lock(tag):
+            raise OSError(errno.EDEADLK, _NESTED, f"{self._files.path}/locks/{tag[-2:]}")
+
+    def _replace(self, new_path: str, path: str, behind: str, due_ns: int | None) -> str:
+        """Replace the payload of the waiting task at `path` by the file `new_path`, and set its
+        attempts to 0. Return the id of the task, or "" if the task is no longer at `path`."""
+        ident = _id_of(path)
+        target = _fresh_path(path, due_ns)
+        is_scheduled = path.startswith("scheduled/")
+        aside = _payload_path(ident, _stamp_of(path) if is_scheduled else None)
+        try:
+            # No pop() can claim the task from now on.
+            self._files.rename(path, aside)
+        except FileNotFoundError:
+            # RACE: a pop() claimed the task, or a person moved it, after find().
+            for directory in _WAITING_DIRS:  # a missing directory is disk trouble
+                self._files.lstat(directory)
+            self._files.remove(new_path)
+            return ""
+        try:
+            self._files.rename_onto(new_path, aside)
+            if behind:
+                self._files.remove(behind)
+            if "~" in path:  # only such a task may have been delivered before
+                self._files.remove(f"checkpoints/{ident}")
+            self._files.rename(aside, target)
+        except BaseException:
+            with suppress(OSError):
+                self._files.rename(aside, path)
+            raise
+        self._worker.note_arrival(target)
+        self._link(_tag_of(ident), target)
+        self._files.sync_with_dir(target)
+        return ident
+
+    def _add(
+        self, tag: str, new_path: str, path: str, behind: str, due_ns: int | None, is_update: bool
+    ) -> str:
+        """If the key has no task, make a task of the file `new_path`. If it has a leased task at
+        `path`, put the file behind the task, in place of an older payload."""
+        is_update = is_update and (not behind or _is_update(behind))
+        ident = _id_of(behind) or self._new_id_after(path, tag)
+        target = _payload_path(ident, due_ns, is_update)
+        if not path:
+            target = _task_path(target)
+        try:
+            # Link first. Without a link, a later push would add a second task of the key, and a
+            # claim would not take the payload along: see to_deliver().
+            self._link(tag, path or target, target if path else "", sync=True)
+            if behind not in ("", target):
+                self._files.move(behind, target)
+            self._files.rename(new_path, target)
+            self._files.sync_dir(os.path.dirname(target))
+        except BaseException:
+            if not behind:
+                self._files.remove(target)
+            # RACE: a worker claims the new task before remove(). Then find() finds the lease.
+            with suppress(OSError):
+                self.find(tag)
+            raise
+        self._worker.note_arrival(target)
+        return _id_of(path) if is_update else ident
+
+    def _new_id_after(self, path: str, tag: str) -> str:
+        """Return an id that is younger than that of the task at `path`, even if the clock of this
+        host is behind. A forged id of the far future is not followed."""
+        order_ns = self._clock.next_order()
+        if path and _stamp_of(_id_of(path)) < _latest_order_ns():
+            order_ns = max(order_ns, _stamp_of(_id_of(path)) + 1)
+        return _new_name(order_ns, tag)
 
     # Claiming
 
-    def to_deliver(self, lease: str, key: str, data: bytes, waiting: str) -> bytes | None:
-        """Return the payload to deliver for a task that was just claimed from the path `waiting`.
+    def to_deliver(self, lease: _Lease, data: bytes) -> bytes | None:
+        """Return the payload to deliver for a task that was just claimed. data: what was read from
+        its file. Returns None if the task is not to be delivered now: it is a dead letter, or waits
+        again. Raises FileNotFoundError if the file of the lease is gone.
 
-        data: the payload that was read from the lease.
-
-        Returns None if the task is not to be delivered now: it is a dead letter, or waits again.
-        Raises FileNotFoundError if the file of the lease is gone.
-
-        In the common case, the state names this task, and no payload is behind the task. Then no
-        lock is taken here. No payload is missed: a push first saves the path of a payload in the
-        state, and then puts the payload behind the task. The state is read here after the claim. So
-        the state names each payload that was put behind the task before the claim.
-
-        RACE: the lease ends before the state is read here. Another worker claims the task, takes
-        the newer payload along, and saves a state that names no payload behind the task. But `data`
-        is the older payload. So _has_no_buffered() first reads the state, and then checks that the
-        lease exists. If it exists, it had not ended when the state was read.
-
-        The state may also name no task, or another task of the key, for one of three reasons. A
-        person moved a task by `mv failed/ID pending/`. Power loss removed the state, and a push may
-        then have added a task. Or the task was promoted, and the state that names it is not saved
-        yet. In each case, _note_or_give_way() decides under the lock which task is delivered.
-        """
-        name = _encode_key(key)
-        if self._has_no_buffered(name, lease):
+        In the common case, the link names this task and no payload behind it, and no lock is taken.
+        No payload is missed: a push first links a payload, and then puts it behind the task, and
+        the link is read here after the claim. If the link names no task or another one, a person or
+        power loss was at work, and _link_or_give_way() decides under the lock."""
+        tag = _tag_of(lease.path)
+        if self._has_nothing_behind(tag, lease.path):
             return data
-        with self.lock(_tag_of(lease)) as states:
-            if self._note_or_give_way(states, name, lease):
+        with self.lock(tag):
+            behind = self._link_or_give_way(tag, lease.path)
+            if behind is None:
                 return None
-            if not states[name][1]:
-                return data
-            return self._take_along(states, name, waiting)
+            return self._take_along(lease, behind) if behind else data
 
-    def _has_no_buffered(self, name: str, lease: str) -> bool:
-        if self.become_shared_if_marked():
-            return False
-        path, buffered = self._load(_tag_of(lease))[name]
-        self._files.lstat(lease)  # only after the state was read: see the RACE in to_deliver()
-        return _id_of(path) == _id_of(lease) and not buffered
-
-    def _note_or_give_way(self, states: _States, name: str, lease: str) -> bool:
-        """Save in the state that the task with this lease is the task of its key, and return False.
-        But if the key has another task, make a dead letter of the leased task, and return True.
-        Raises FileNotFoundError if the file of the lease is gone."""
+    def _has_nothing_behind(self, tag: str, lease: str) -> bool:
+        path, behind = self._linked(tag)
+        # RACE: the lease ends before the link is read here. Another worker claims the task, and
+        # takes the newer payload along. But `data` is the older payload. So the lease must exist
+        # after the link was read.
         self._files.lstat(lease)
-        path, buffered = self.find_or_repair(states, name)
+        return _id_of(path) == _id_of(lease) and not behind
+
+    def _link_or_give_way(self, tag: str, lease: str) -> str | None:
+        """Link the task with this lease, and return the path of the payload behind it, or "". If
+        the key has another task, make a dead letter of the leased one, and return None."""
+        self._files.lstat(lease)  # raises if the lease is gone
+        path, behind = self.find(tag)
         if path and _id_of(path) != _id_of(lease):
-            self._quarantine_second(name, lease, path)
-            return True
-        states[name] = lease, buffered
-        # An error of _save() is raised, and _Worker._undo_after_error() undoes the claim. If the
-        # task were delivered, but missing from keys/<hash>, a push would add a second task.
-        self._save(_tag_of(lease), states)
-        return False
+            self._quarantine_second(path, lease)
+            return None
+        # An error undoes the claim. If the task were delivered, but not linked, a push would add a
+        # second task.
+        self._link(tag, lease, behind)
+        return behind
 
-    def _quarantine_second(self, name: str, path: str, other: str) -> None:
-        self._worker.quarantine(path, str(KeyInFlight(_decode_key(name), _id_of(other))))
+    def _quarantine_second(self, other: str, path: str) -> None:
+        self._worker.quarantine(path, f"its key has another task: {_id_of(other)}")
 
-    def _take_along(self, states: _States, name: str, waiting: str) -> bytes | None:
-        """Replace the payload of a leased task by the newer payload behind it, and return the newer
-        payload.
+    def _take_along(self, lease: _Lease, behind: str) -> bytes | None:
+        """Replace the payload of a leased task by the newer payload behind it, and return it.
 
-        Returns None if the task was put back, for one of two reasons. First, the newer payload is
-        due later. Then the newer payload has replaced the older one, and waits in scheduled/.
-        Second, after an undone claim or a move by a person, the lease still counts the attempts of
-        the older payload. But the newer payload must begin with a first attempt. So the task waits
-        with 0 attempts, and the newer payload stays behind the task until the next claim.
-
-        RACE: a person moves the lease before the rename here. Then this method raises
-        FileNotFoundError, and the newer payload stays in keys/. CRASH: see "Take along" in the
-        banner of this room."""
-        lease, buffered = states[name]
-        due_ns = _future_due_ns(buffered)
-        self._files.remove(f"checkpoints/{_id_of(lease)}")  # of the older payload
-        if due_ns is None and _attempts_of(lease) == 1:
-            self._files.put_in_place(buffered, lease, must_exist=True)
-            states[name] = lease, ""
-            return self._files.read(lease, _id_of(lease))[0]
-        target = self._files.move(lease, _fresh_path(waiting, due_ns))
-        states[name] = target, buffered
-        if due_ns is not None:  # safe: no pop() claims a task in scheduled/
-            self._files.put_in_place(buffered, target, must_exist=True)
-            states[name] = target, ""
+        Returns None if the task waits again. The newer payload is due later, and waits in
+        scheduled/. Or the lease counts the attempts of the older payload, but the newer one must
+        begin with a first attempt, at the next claim."""
+        path = lease.path
+        ident, tag = _id_of(path), _tag_of(path)
+        due_ns = _later_ns(behind)
+        self._files.remove(f"checkpoints/{ident}")  # of the older payload
+        if _is_update(behind) or (due_ns is None and _attempts_of(path) == 1):
+            # RACE: a person moves the lease before the rename. Then FileNotFoundError is raised,
+            # and the payload stays behind.
+            self._files.rename_onto(behind, path)
+            with suppress(OSError):
+                self._link(tag, path)
+            return self._files.read(path, ident)[0]
+        target = self._files.move(path, _fresh_path(lease.source, due_ns))
+        if due_ns is not None:  # no pop() claims a task in scheduled/
+            self._files.rename_onto(behind, target)
+            behind = ""
+        with suppress(OSError):
+            self._link(tag, target, behind)
         self._worker.note_arrival(target)
         return None
 
     # Moving
 
-    def move_keyed(self, source: str, target: str, wait: bool = True) -> str:
-        """Move a task with a key under the lock of the key, and return the new path of the task, as
-        _Worker.move_task() does.
+    def move_keyed(self, source: str, target: str, until_s: float = _FOREVER_S) -> str:
+        """Move a task with a key under the lock of the key, and return its new path.
 
-        The target decides what happens to a payload behind the task. If the task ends, the payload
-        becomes a task. If the task waits again, the payload stays behind the task, and the task's
-        attempts are set to 0. If the task waits again and the payload is due later, the task waits
-        in scheduled/ for that later time, instead of at `target`. If the target is a renewed lease,
-        the payload stays behind the task.
-
-        Raises FileNotFoundError if the task is gone. Raises BlockingIOError if the lock is not free
-        and wait is False."""
-        ident = _id_of(source)
-        with self.lock(_tag_of(ident), wait) as states:
-            name = next((key for key, it in states.items() if _id_of(it[0]) == ident), "")
-            buffered = self._locate(states[name][1], "keys") if name else ""
-            if buffered and _state_of(target) in _WAITING_DIRS:
-                target = _fresh_path(target, _future_due_ns(buffered))
+        If the task ends, the payload behind it becomes a task. If the task waits again, the payload
+        stays behind it, the attempts are set to 0, and the due time of the payload holds if it is
+        later. Raises FileNotFoundError if the task is gone, BlockingIOError as lock() does."""
+        tag = _tag_of(source)
+        with self.lock(tag, until_s):
+            path, behind = self._linked(tag)
+            is_linked = _id_of(path) == _id_of(source)
+            behind = self._locate(behind, "keys") if is_linked else ""
+            if behind and not _is_update(behind) and _state_of(target) in _WAITING_DIRS:
+                target = _fresh_path(target, _later_ns(behind))
             try:
                 target = self._files.move(source, target)
-                if name and _ends_at(target):
-                    states[name] = self._promote(buffered), ""
-                elif name:
-                    states[name] = target, buffered
+                if is_linked:
+                    is_over = _ends_at(target)
+                    path, behind = (self._promote(behind), "") if is_over else (target, behind)
+                    with suppress(OSError):
+                        self._link(tag, path, behind)
             except BaseException:
                 # The error may have come after the end of the task, and before the promotion of the
-                # payload behind the task. Then repair() promotes the payload, so let it run soon.
-                self._worker.house.repairing.sooner(_BASE_INTERVAL_S)
+                # payload behind it.
+                self._worker.maintenance.sooner("repair", _BASE_INTERVAL_S)
                 raise
         return target
 
-    def _promote(self, buffered: str) -> str:
-        """Make a task of a payload in keys/, and return the path of the task. Return "" if
-        `buffered` is "", or if the payload is no longer at the path `buffered`."""
-        if not buffered:
+    def _promote(self, payload: str) -> str:
+        """Make a task of a payload in keys/, and return the path of the task. Return "" if there is
+        none, or if it is a payload of "update", which ends with the task and is removed."""
+        if not payload:
+            return ""
+        if _is_update(payload):
+            self._files.remove(payload)
             return ""
         try:
-            path = self._files.move(buffered, _waiting_path(buffered))
+            path = self._files.move(payload, _task_path(payload))
         except FileNotFoundError:
             return ""
         self._worker.note_arrival(path)
         self._files.sync_with_dir(path)
         return path
 
-    def reserve(self, states: _States, source: str, target: str) -> None:
-        """Save in the state that the failed task at `source` will be at `target`. If the record at
-        `source` is corrupt or has no key, do nothing. Raises KeyInFlight if the key has another
-        task. Raises FileNotFoundError if the failed task is gone."""
-        name = self._key_in(source)
-        if not name:
-            return
-        path, _ = self.find_or_repair(states, name)
-        if path:
-            raise KeyInFlight(_decode_key(name), _id_of(path))
-        states[name] = target, ""
-        self._save(_tag_of(source), states, sync=True)
-
-    def _key_in(self, path: str) -> str:
-        """Return the encoded key of a record. Return "" if the record has no key, or is corrupt. No
-        error is raised for a corrupt record: if its task waits, a later pop() quarantines it."""
+    def reserve(self, source: str, target: str) -> None:
+        """Link the path that the failed task at `source` will have. Raises KeyInFlight if the key
+        has another task, FileNotFoundError if the failed task is gone. A corrupt record is not
+        linked: a later pop() quarantines it."""
         try:
-            _, key = self._files.read_listed(path, _id_of(path))
+            _, key = self._files.read(source, _id_of(source))
         except CorruptTask:
-            return ""
-        return "" if key is None else _encode_key(key)
+            return
+        path, _ = self.find(_tag_of(source))
+        if path:
+            raise KeyInFlight(key or "", _id_of(path))
+        self._link(_tag_of(source), target, sync=True)
 
     # Repair
 
     def repair(self) -> None:
-        """Promote the payloads whose task is gone, remove keys/<hash> if no key of the hash has a
-        task, and add missing payloads to the states (_adopt). Raises the first OSError after all
-        hashes were tried."""
-        payloads = {path for path in self._paths() if "-" in path}
+        """Promote the payloads whose task is gone, remove the links of keys without a task, and
+        link the payloads that no link names, because power loss or a person removed the link."""
+        payloads = defaultdict[str, list[str]](list)
+        for path in self._paths():
+            if "-" in path:
+                payloads[_tag_of(path)].append(path)
 
         def repair(tag: str) -> None:
             try:
-                with self.lock(tag, wait=False) as states:
-                    for name in [*states]:
-                        self.find_or_repair(states, name)
-                    self._adopt(states, {it for it in payloads if _tag_of(it) == tag})
+                with self.lock(tag, 0):
+                    self._repair(tag, payloads.get(tag, []))
             except BlockingIOError:  # RACE: another process pushes or moves a task under the lock
-                self._worker.house.repairing.sooner(1)
+                self._worker.maintenance.sooner("repair", 1)
 
-        _for_each(repair, sorted({*map(_tag_of, [*self.paths_without_task(), *payloads])}))
+        _for_each(repair, sorted({*map(_tag_of, self.paths_without_task()), *payloads}))
 
-    def _adopt(self, states: _States, payloads: set[str]) -> None:
-        """Add to the states each payload in keys/ that no state names. Power loss or a person has
-        removed the state that named this payload. But if the key has a younger task or a younger
-        payload, remove the older payload from keys/: a later push has replaced the older payload.
-        """
-        for buffered in sorted(payloads.difference(it for _, it in states.values())):
-            # RACE: another process promoted the payload or took it along, or a person moved the
-            # payload, after repair() listed keys/.
-            with suppress(FileNotFoundError):
-                # A payload without a valid key becomes a task, which a later pop() quarantines.
-                # In the states, "?" stands for the missing key: no valid key is encoded as "?".
-                name = self._key_in(buffered) or "?"
-                path, before = states[name]
-                if _id_of(buffered) < max(_id_of(path), _id_of(before)):
-                    self._files.remove(buffered)
-                else:
-                    states[name] = path, buffered
-                    self.find_or_repair(states, name)
+    def _repair(self, tag: str, payloads: list[str]) -> None:
+        """Repair one key. Of the records in keys/ that no link names, only the youngest stays, if
+        it is younger than the linked payload, or else than the task: a later push has replaced the
+        others."""
+        path, behind = self.find(tag)
+        strays = [it for it in payloads if it != behind and self._files.exists(it)]
+        if not strays:
+            return
+        youngest = max([*strays, *filter(None, [behind or path])], key=self._written_ns)
+        for it in {*strays, behind} - {youngest, ""}:
+            self._files.remove(it)
+        if youngest in strays:
+            self._link(tag, path or self._promote(youngest), youngest if path else "")
+
+    def _written_ns(self, path: str) -> int:
+        with _ignore_missing():  # RACE: a pop() or a person moves the task
+            return self._files.lstat(path).st_mtime_ns
+        return 0
 
     def paths_without_task(self) -> list[str]:
         """Return the paths in keys/ whose hash has no task."""
@@ -5229,213 +4622,47 @@ class _KeyedTasks(_KeyStates):
         return [path for path in found if _tag_of(path) not in busy]
 
     def _paths(self) -> list[str]:
-        # The paths in keys/ of the files of states and of the buffered payloads.
-        none_yet = suppress(FileNotFoundError, NotADirectoryError)
-        with none_yet, os.scandir(f"{self._files.root}keys") as entries:
-            files = sorted(entry.name for entry in entries if entry.is_file(follow_symlinks=False))
-            return [f"keys/{it}" for it in files if _parse_tag(it) or _FORMS["keys"](it)]
-        return []
+        names = sorted(self._files.names("keys"))
+        return [f"keys/{it}" for it in names if _parse_tag(it) or _FORMS["keys"](it)]
 
 
-class _Keys(_KeyedTasks):
-    """The push of a task with a key."""
-
-    def put(
-        self, name: str, payload: bytes | memoryview, if_in_flight: str, due_ns: int | None
-    ) -> str:
-        """Push a payload for an encoded key.
-
-        Returns the id of the task that gets the payload. But if the payload is put behind a leased
-        task, returns the payload's own id. If the payload becomes a task, the task has this id.
-        Returns "" if a pop() or a person moved the task meanwhile: the caller must try again.
-        Raises KeyInFlight if the task is leased and if_in_flight is "reject"."""
-        with self.lock(_key_tag(name)) as states:
-            path, buffered = self.find_or_repair(states, name)
-            is_leased = _state_of(path) == "inflight"
-            if is_leased and if_in_flight == "reject":
-                raise KeyInFlight(_decode_key(name), _id_of(path))
-            header = _header(payload, name)
-            with self._files.replacement(self._clock.new_id(), header, payload) as new_path:
-                if not path:
-                    return self._add_or_buffer(states, name, new_path, due_ns)
-                with suppress(FileNotFoundError):
-                    if not is_leased:
-                        self._replace(states, name, new_path, due_ns)
-                    elif if_in_flight == "update" and not buffered:
-                        self._overwrite(new_path, path)
-                    else:
-                        return self._add_or_buffer(states, name, new_path, due_ns)
-                    return _id_of(path)
-                # A FileNotFoundError was suppressed. A missing pending/ or scheduled/ is disk
-                # trouble: in this case, lstat() raises the error again.
-                for directory in _WAITING_DIRS:
-                    self._files.lstat(directory)
-                # RACE: a pop() claimed the task or undid its claim, or a person moved the task,
-                # after find_or_repair().
-                self._files.remove(new_path)
-                return ""
-
-    def _add_or_buffer(self, states: _States, name: str, new_path: str, due_ns: int | None) -> str:
-        """If the key has no task, make a task of the payload in the file `new_path`. If the key has
-        a task, put the payload behind the task, in place of an older payload behind the task.
-        Return the payload's id."""
-        path, before = states[name]
-        # The id of the payload must be younger than that of the task, even if the clock of this
-        # host is behind. A payload with an older id counts as replaced (_adopt(), _younger()).
-        younger = _stamp_of(_id_of(path)) + 1 if path else 0
-        order = max(self._clock.next_order(), younger)
-        ident = _id_of(before) or _new_name(order, _key_tag(name))
-        buffered = f"keys/{ident if due_ns is None else _task_name(due_ns, 0, ident)}"
-        target = buffered if path else _waiting_path(buffered)
-        states[name] = (path, buffered) if path else (target, "")
-        try:
-            # Save the state first. With the task missing from keys/<hash>, a later push would add a
-            # second task of the key. With the payload missing, a claim would not take it along: see
-            # to_deliver().
-            self._save(_key_tag(name), states, sync=True)
-            if before:
-                with self._renamed(before, target, new_path):
-                    self._overwrite(new_path, target)
-            else:
-                self._files.put_in_place(new_path, target)
-                self._files.sync_dir(os.path.dirname(target))
-        except BaseException:
-            if not before:
-                # The push failed: move the payload back to `new_path`. If _replace() is the caller,
-                # _renamed() sees the file there, and gives the task its old name back.
-                with suppress(OSError):
-                    self._files.put_in_place(target, new_path)
-                self._files.remove(target)
-            # RACE: a worker claims the new task before the payload is moved back. Then the lease is
-            # found here, and the state keeps the task.
-            with suppress(OSError):
-                self.find_or_repair(states, name)
-            raise
-        self._worker.note_arrival(target)
-        return ident
-
-    def _replace(self, states: _States, name: str, new_path: str, due_ns: int | None) -> None:
-        """Replace the payload of a waiting task by the payload in the file `new_path`, and set the
-        task's attempts to 0. The task keeps its place or, if due_ns is given, gets the new time.
-        Raises FileNotFoundError if the task was moved meanwhile. The first table in the banner of
-        this room has the steps.
-
-        If names cannot be exchanged, and the task is in pending/, the payload is put behind the
-        task. The same is done if a payload is behind the task already.
-
-        RACE: while the payload is put behind the task, a pop() claims the task without the lock,
-        and then reads the state. If the state names a payload behind the task, the pop() waits for
-        our lock, and takes the new payload along. If the state names no payload, because our save
-        is still to come, the pop() delivers the old payload, and the new payload is behind a leased
-        task.
-        """
-        path, buffered = states[name]
-        if "~" in path:  # only such a task may have been delivered before
-            self._files.remove(f"checkpoints/{_id_of(path)}")
-        with self._renamed(path, _fresh_path(path, due_ns), new_path) as target:
-            states[name] = target, buffered
-            is_safe = _state_of(target) == "scheduled"  # no pop() claims a task there
-            if buffered or not self._overwrite(new_path, target, or_rename=is_safe):
-                self._add_or_buffer(states, name, new_path, due_ns)
-        self._worker.note_arrival(target)
-
-    @contextmanager
-    def _renamed(self, path: str, target: str, new_path: str) -> Iterator[str]:
-        """Rename a record from `path` to `target`, and yield `target`. The block then replaces the
-        record by the file `new_path`. If the block raises OSError, and the new payload is not in
-        place, rename the record back.
-
-        CRASH: if the process dies after the rename and before the replacement, the old payload is
-        at the new time, or has 0 attempts. The replacement does not come first, because the new
-        payload could then be delivered before its time."""
-        if target == path:
-            yield path
-            return
-        target = self._files.move(path, target)
-        try:
-            # Without this sync, btrfs shows the old name, too, after power loss.
-            self._files.sync_with_dir(target)
-            yield target
-        except OSError:
-            if self._files.exists(new_path):  # else the new payload is in place, and stays there
-                self._files.move(target, path)
-            raise
-
-    def _overwrite(self, new_path: str, path: str, or_rename: bool = True) -> bool:
-        """Replace the record at `path` by the file `new_path`, and return True. Raises
-        FileNotFoundError if there is no record at `path`.
-
-        The two names are exchanged. If names cannot be exchanged, or_rename decides. True: rename
-        `new_path` over the record. False: change nothing, and return False.
-        RACE: a person or undo_claim() moves the record after put_in_place() has seen the record at
-        `path`, and before the rename over the record. Then the task exists twice.
-        CRASH: if the process dies after an exchange and before remove(), the old record is a stale
-        file in creating/.
-        """
-        is_swapped = self._files.swap(new_path, path)
-        if not is_swapped:
-            if not or_rename:
-                return False
-            self._files.put_in_place(new_path, path, must_exist=True)
-        try:
-            self._files.sync_with_dir(path)
-        except BaseException:
-            if is_swapped:
-                with suppress(OSError):
-                    self._files.swap(new_path, path)
-            raise
-        # After an exchange, the old record is at `new_path`. The old record is removed only after
-        # the sync: before the sync, the disk may have no other record of the task.
-        self._files.remove(new_path)
-        return True
+_NO_LOCK = nullcontext()
 
 
 # ==================================================================================================
 # 15. Waiting: for a task, in threads and in coroutines.
-#     A wait repeats a look until something is found, and sleeps between two looks. A look is a
-#     function that returns what it found, or None. A wait sleeps on a _Watcher. Invariant: a wait
-#     gets its watcher, then looks once more, and only then sleeps. If a task comes after this look,
-#     the watcher exists already. So the task ends the sleep, where events are reported. A coroutine
-#     never looks itself: one thread of the queue object looks on behalf of all its coroutines. The
-#     sleep of a wait ends in these cases:
-#     - A file comes to pending/ or scheduled/, or a name in data_dir is added or removed, such as
-#       PAUSED. On Linux, inotify reports the changes that any process of this host makes.
-#     - The time of the next housekeeping job or listing has come (_Housekeeper.wake_s, room 11). A
-#       job runs at its interval, and earlier if a task comes due or a lease ends. The job that
-#       looks for dead workers usually runs every _BASE_INTERVAL_S or more often.
-#     - The timeout of the wait is over, or another thread calls close() (_Watcher.wake). Room 10
-#       tells what happens then to a task that was just found (TOPIC: close).
-#     - A coroutine adds a _Request, or the timeout of a _Request is over. Each of the two wakes all
-#       waits of the queue object.
-#     - A short time is over. Sleeps are short where a task may come without an event: inotify is
-#       missing, or other hosts write to the file system. Sleeps of drain() and join() are short
-#       everywhere, because no event reports an empty queue. Short sleeps last 1 ms, 2 ms, 4 ms and
-#       so on, up to poll_interval_s.
+#    A wait repeats a look until something is found, and sleeps between two looks. A look is a
+#    function that returns what it found, or None.
+#    Invariant: a wait gets its watcher, then looks once more, and only then sleeps. If a task comes
+#    after this look, the watcher exists already, and the task ends the sleep. A sleep ends in these
+#    cases:
+#    - A file comes to pending/ or scheduled/, or a name in data_dir is added or removed, such as
+#      PAUSED. On Linux, inotify reports the changes that any process of this host makes.
+#    - The time of the next maintenance has come (_Maintenance.wake_s).
+#    - The timeout of the wait is over, or another thread calls close(): _Watcher.wake().
+#    - A short time is over, where a task may come without an event: inotify is missing, or other
+#      hosts write to the file system. For drain() and join(), no event reports an empty queue.
+#    A coroutine never looks itself: one thread of the queue object looks for all its coroutines.
 # ==================================================================================================
 
 # Masks of inotify(7). _IN_COMES: a file was created in the directory, or moved into it. With the
 # first number (IN_ONLYDIR), inotify refuses to watch anything but a directory. _IN_GOES: a file was
-# deleted or moved away. _IN_GOES is needed for data_dir only, where the removal of PAUSED must end
-# a sleep.
+# deleted or moved away. It is needed for data_dir only, where the removal of PAUSED ends a sleep.
 _IN_COMES, _IN_GOES = 0x01000000 | 0x100 | 0x80, 0x200 | 0x40
 # data_dir is watched first. If pending/ is replaced while the watches are added, the watch of
 # data_dir reports the new directory.
 _WATCHED = (("", _IN_COMES | _IN_GOES), ("pending", _IN_COMES), ("scheduled", _IN_COMES))
-_SERVER_LINGER_S = (
-    1.0  # the thread that serves coroutines ends after about this time without a request
-)
+_SERVER_LINGER_S = 1.0  # the thread that serves coroutines ends after this time without a request
 _MAX_IDLE = 4  # unused watchers to keep: by default a user may have 128 instances of inotify
 _Found = TypeVar("_Found")  # what a look finds
 _Look = Callable[[], "_Found | None"]
 
 
 def _readable(fds: Iterable[int], seconds: float) -> list[int]:
-    """Wait until a descriptor can be read, for at most `seconds`. Return the descriptors that can
-    be read.
+    """Wait until a descriptor can be read, for at most `seconds`. Return those that can be read.
 
-    select.poll() may be missing, because eventlet removes it. Then select.select() does the same
-    for descriptors below 1024. With a higher descriptor, return an empty list after 50 ms at the
-    latest, so that the wait looks again."""
+    eventlet removes select.poll(). select.select() takes its place for descriptors below 1024. With
+    a higher one, return an empty list after 50 ms at the latest, so that the wait looks again."""
     import select
 
     if not hasattr(select, "poll"):
@@ -5454,21 +4681,18 @@ class _Watcher:
     """Sleeps until a file comes to pending/ or scheduled/, a name in data_dir is added or removed,
     or wake() is called. Each wait has its own watcher.
 
-    `sees_all`: True if no event is missed: inotify watches the three directories, and only this
-    kernel writes to the file system. If `sees_all` is False, the caller must keep each sleep
-    short."""
+    sees_all: no event is missed. If it is False, the caller must keep each sleep short."""
 
-    def __init__(self, root: str) -> None:
+    def __init__(self, files: _Files) -> None:
         # The descriptors of inotify and of an eventfd for wake(). Empty if inotify is missing.
         self._fds: list[int] = []
-        # The watch descriptors of the directories, from the last call of _watch().
         self._watches: list[int] = []
-        self._root = root
+        self._path = files.path
         # If inotify is missing, this lock takes the place of the eventfd: wake() releases the lock.
         self._wake_lock = threading.Lock()
         self._wake_lock.acquire()
-        # Call _fs_type() before a descriptor is open, because _fs_type() may raise.
-        is_local = _fs_type(root) in _LOCAL_TYPES
+        # Before a descriptor is open, because _fs_type() may raise.
+        is_local = _fs_type(files.root) in _LOCAL_TYPES
         # inotify_init1() returns -1 if this user has too many instances.
         fd = _libc().inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC) if _libc() else -1
         self.sees_all = is_local and fd >= 0
@@ -5481,20 +4705,21 @@ class _Watcher:
         _fork_hooks[self] = _Watcher.close
 
     def _watch(self) -> bool:
-        """Watch the directories that are now at the paths in _WATCHED. Return whether a path leads
-        to another directory than at the last call, for example because of shrink(). The first call
-        returns True."""
+        """Watch the directories that are now at their paths. Return whether one is another than at
+        the last call, because pending/ was replaced. The first call returns True."""
         fd, add_watch = self._fds[0], _libc().inotify_add_watch
         before = self._watches
-        self._watches = [add_watch(fd, os.fsencode(self._root + it), to) for it, to in _WATCHED]
+        self._watches = [
+            add_watch(fd, os.fsencode(f"{self._path}/{name}"), events) for name, events in _WATCHED
+        ]
         self.sees_all &= min(self._watches) >= 0
         return self._watches != before
 
     def sleep(self, seconds: float) -> None:
         """Sleep until an event or a call of wake(), for at most `seconds`.
 
-        If a directory was replaced since the last call, return at once. The watcher did not watch
-        the new directory until now, and may have missed a task. So the caller must look again."""
+        If a directory was replaced since the last call, return at once, because a task may have
+        come to the new directory before it was watched."""
         if not self._fds:
             self._wake_lock.acquire(timeout=seconds)
             return
@@ -5517,18 +4742,13 @@ class _Watcher:
             os.close(self._fds.pop())
 
     def __del__(self) -> None:
-        if _is_whole:
-            _finalize(self.close)
+        with suppress(Exception):  # as in _OpenFile
+            self.close()
 
 
 class _Request:
-    """The wait of one coroutine.
-
-    look: The look to repeat.
-    line: "" for pop_async(), or a text with the key or id for take_async(). Requests with the same
-        `line` are served in the order of their arrival.
-    close_count: The number of times that the queue had been closed when the wait began.
-    answer: The future that gets the task, None or an exception."""
+    """The wait of one coroutine. Requests with the same `line` look for the same task, and are
+    served in the order of their arrival."""
 
     is_over = False  # True: the timeout of the wait is over
 
@@ -5536,7 +4756,9 @@ class _Request:
         import asyncio
         from concurrent.futures import Future
 
-        self.look, self.line, self.close_count = look, line, close_count
+        self.look = look
+        self.line = line
+        self.close_count = close_count
         self.loop = asyncio.get_running_loop()
         self.answer: Future[FemtoTask | None] = Future()
 
@@ -5545,98 +4767,63 @@ class _Waits:
     """The waits on one queue object."""
 
     def __init__(self, worker: _Worker) -> None:
-        self._worker, self._lease_dir, self._pid = worker, worker.lease_dir, os.getpid()
+        self._worker = worker
+        self._lease_dir = worker.lease_dir
+        self._pid = os.getpid()
         self._watchers: set[_Watcher] = set()  # the watchers of the current waits
         # Watchers for the next waits. If a watcher still has an old event, the next wait does one
         # look more than needed.
         self._idle: list[_Watcher] = []
-        # The waits of coroutines by the id() of the request, in the order of their arrival.
-        # Weak: a request lives as long as the event loop or the frame of its coroutine holds it.
+        # By the id() of the request, in the order of their arrival. Weak: a request lives as long as
+        # the event loop or the frame of its coroutine holds it.
         self._requests: weakref.WeakValueDictionary[int, _Request] = weakref.WeakValueDictionary()
-        # Held while a request is added, and while the thread that serves the requests starts or
-        # ends.
+        # Held while a request is added, and while the thread that serves them starts or ends.
         self._lock = threading.RLock()
         self._is_serving = False  # True: the thread that serves the requests runs
 
     def wait_for(self, look: _Look[_Found], end_s: float, has_events: bool = True) -> _Found | None:
-        """Repeat the look until it finds something, and return what it found. Return None when the
-        time end_s has come (monotonic clock), or when another thread calls close(). The banner of
-        this room says what ends the sleep between two looks.
+        """Repeat the look until it finds something, and return what it found. Return None at the
+        time end_s (monotonic clock), or when another thread calls close().
 
-        has_events: False if no event reports what the wait is for, as in drain() and join(). Then
-        all sleeps are short."""
+        has_events: False if no event reports what the wait is for. Then all sleeps are short."""
         close_count = self._lease_dir.close_count
-        pauses_s = _backoff_s(self._worker.poll_interval_s)
-        found = self._look(look, close_count)
+        pauses_s = _backoff_s(0.001, self._worker.poll_interval_s)
+        found = look()
         if found is not None or time.monotonic() >= end_s:
-            return self.hand_over(found)
+            return found
         with self._watcher(close_count) as watcher:
-            while True:
-                found = self._look(look, close_count)
+            while self._lease_dir.close_count == close_count:
+                found = look()
                 left_s = end_s - time.monotonic()
-                if found is not None or left_s <= 0 or self._lease_dir.close_count != close_count:
-                    return self.hand_over(found)
-                rest_s = self._worker.house.wake_s - time.monotonic()
+                if found is not None or left_s <= 0:
+                    return found
+                rest_s = self._worker.maintenance.wake_s - time.monotonic()
                 pause_s = next(pauses_s)
-                # If rest_s is not positive, a job or a listing is overdue: its time has just come,
-                # another thread runs the jobs now, or this look runs no jobs (join()). Or the last
-                # look had an error before it could set wake_s, and _look_for_all() did not raise
-                # the error here, but gave it to a coroutine. In all these cases, sleep for the
-                # short pause.
+                # If rest_s is not positive, some maintenance is overdue: its time has just come,
+                # another thread runs it now, or this look runs none. Then sleep for the short
+                # pause.
                 if rest_s <= 0:
                     rest_s = pause_s
                 elif not (watcher.sees_all and has_events):
                     rest_s = min(rest_s, pause_s)
                 watcher.sleep(min(left_s, rest_s))
-
-    def _look(self, look: _Look[_Found], close_count: int) -> _Found | None:
-        """Look once, for a wait that began when the queue had been closed `close_count` times.
-        Return what was found. If the queue has been closed since the wait began, return None, and
-        put back a task that was found."""
-        found = look()
-        if self._lease_dir.close_count == close_count:
-            return found
-        # RACE: another thread called close() during the look of this thread. So put the task back.
-        # The look may have opened the lease directory again after close(). If the directory is
-        # empty, give it up. This is safe even if a third thread already uses the queue object
-        # again. If the third thread has a lease, the directory is not empty. If the third
-        # thread has no lease, its next claim fails, and its next listing opens the directory again.
-        self._give_back(found)
-        # An OSError is ignored. The directory may be gone. If there is other trouble with the
-        # directory, the next listing raises the error.
-        with self._worker.lock, suppress(OSError):
-            if not os.listdir(self._lease_dir.path):
-                self._lease_dir.give_up()
         return None
 
-    def hand_over(self, found: _Found | None, wait: bool = True) -> _Found | None:
-        """Return what a look found. This is the last step before the caller of the wait gets the
-        result. If the result is a task, the delivery to the caller begins here.
+    def _give_back(self, found: object, until_s: float = _FOREVER_S) -> None:
+        """Put a task back, uncounted, because the wait that found it has ended. If it cannot be put
+        back now, the next reclaim does it.
 
-        Returns None if a reclaim came first: that of close() in another thread, or that of a job
-        after the deadline. If the reclaim could not move the task, for example because the lock of
-        the task's key was busy, this method puts the task back. wait: as in _give_back()."""
-        if isinstance(found, FemtoTask) and not self._lease_dir.undelivered.pop(found.path, ""):
-            self._give_back(found, wait)
-            return None
-        return found
-
-    def _give_back(self, found: object, wait: bool = True) -> None:
-        """Put a task back, uncounted, because the wait that found the task has ended. If the task
-        cannot be put back now, the reclaim job puts the task back later.
-
-        wait: wait for the lock of the task's key. A coroutine passes False, because another process
-        may be stopped while it holds the lock, and the event loop would stand still. If the lock is
-        not free, a thread of its own waits."""
+        until_s: as in _Keys.lock(). A coroutine passes 0: the event loop must not stand still. If
+        the lock is not free, a thread of its own waits."""
         # In a forked child the task belongs to the parent: do nothing.
         if not isinstance(found, FemtoTask) or os.getpid() != self._pid:
             return
         self._lease_dir.orphans.setdefault(found.path, _lease_of(found).source)
         try:
-            with self._worker.keys.lock_of(found.id, wait), self._worker.lock:
+            with self._worker.keys.lock_of(found.id, until_s), self._worker.lock:
                 self._worker.reclaim(found.path)
         except OSError as error:
-            if isinstance(error, BlockingIOError) and not wait:
+            if isinstance(error, BlockingIOError) and not until_s:
                 threading.Thread(target=self._give_back, args=(found,), daemon=True).start()
             else:
                 _log().warning("task %s is given back later: %s", found.id, error)
@@ -5646,7 +4833,7 @@ class _Waits:
         try:
             watcher = self._idle.pop()
         except IndexError:
-            watcher = _Watcher(self._worker.files.root)
+            watcher = _Watcher(self._worker.files)
         self._watchers.add(watcher)
         try:
             yield watcher
@@ -5662,10 +4849,9 @@ class _Waits:
         """Wake all waits, and drop the watchers that no wait uses. close() has added 1 to
         `close_count` before this call, so that each wait ends when it wakes."""
         self._wake()
-        # RACE: another thread is in _wake(). Its copy of `_watchers` still has a watcher whose wait
-        # has ended since, and which is now in `_idle`. The thread calls wake() of this watcher
-        # after the clear() here. The watcher must be open then. So the watchers are not closed
-        # here: each watcher is closed with its last reference.
+        # RACE: another thread is in _wake(), and calls wake() of a watcher whose wait has ended,
+        # after the clear() here. So the watchers are not closed here, but with their last
+        # reference.
         self._idle.clear()
 
     def _wake(self) -> None:
@@ -5677,32 +4863,28 @@ class _Waits:
     async def wait_for_async(
         self, look: _Look[FemtoTask], end_s: float, line: str
     ) -> FemtoTask | None:
-        """Wait as wait_for() does, without blocking the event loop. Requests with the same `line`
-        are served in the order of their arrival. One thread (_serve) looks on behalf of all
-        coroutines of this queue object. So a long look delays the other waiting coroutines, but no
-        event loop."""
+        """Wait as wait_for() does, without blocking the event loop. line: see _Request."""
         import asyncio
 
         request = _Request(look, line, self._lease_dir.close_count)
         left_s = min(end_s - time.monotonic(), _FOREVER_NS / 1e9)
-        # The loop's timer keeps the request alive. Without the timer, the request could become
-        # garbage: the thread has only a weak reference to the request, and the event loop has only
-        # a weak reference to the asyncio.Task of this coroutine.
+        # The timer also keeps the request alive: the event loop has only a weak reference to the
+        # asyncio.Task of this coroutine.
         timer = request.loop.call_later(left_s, self._time_out, request)
         try:
             with self._lock:
-                self._requests[id(request)] = request  # from now on, the thread looks on its behalf
+                self._requests[id(request)] = request
                 if self._is_serving:
                     self._wake()  # if the thread does not sleep, its next sleep ends at once
                 else:
                     threading.Thread(target=self._serve, daemon=True).start()
                     self._is_serving = True
-            return self.hand_over(await asyncio.wrap_future(request.answer), wait=False)
+            return await asyncio.wrap_future(request.answer)
         except BaseException:  # the coroutine was cancelled, or the answer is an exception
             # RACE: the thread sets a task as the answer before the cancel() of the answer here.
             # Then put that task back.
             if not request.answer.cancel() and request.answer.exception() is None:
-                self._give_back(request.answer.result(), wait=False)
+                self._give_back(request.answer.result(), 0)
             raise
         finally:
             timer.cancel()
@@ -5713,15 +4895,13 @@ class _Waits:
         self._wake()
 
     def _serve(self) -> None:
-        """Look for tasks on behalf of all waiting coroutines, until no coroutine waits. This method
-        runs in a thread of its own. An exception of a look goes to the request of that look. Any
-        other exception ends the thread, and goes to each coroutine that waits."""
+        """Look for tasks for all waiting coroutines, until none waits. An exception of a look goes
+        to its request. Any other exception ends the thread, and goes to all that wait."""
         try:
             while True:
                 self.wait_for(self._look_for_all, time.monotonic() + _SERVER_LINGER_S)
-                # RACE: a coroutine adds its request at this time. The coroutine holds the lock
-                # while it adds the request. If this thread does not see the request, the coroutine
-                # sees that _is_serving is False, and starts another thread.
+                # RACE: a coroutine adds its request now, under the lock. If this thread does not
+                # see it, the coroutine sees that _is_serving is False, and starts another thread.
                 with self._lock:
                     if not self._requests:
                         self._is_serving = False
@@ -5729,36 +4909,27 @@ class _Waits:
         except BaseException as error:
             with self._lock:
                 self._is_serving = False
-            for ref in self._requests.valuerefs():
-                request = ref()
-                if request is not None:
-                    self._answer(request, None, error)
+            for request in [*self._requests.values()]:
+                self._answer(request, None, error)
 
     def _look_for_all(self) -> None:
-        """Look once on behalf of the first request of each line. If the look finds a task or raises
-        an exception, the task or the exception is the answer to this request. After such an answer,
-        look on behalf of the next request of the same line.
-
-        A request whose timeout is over gets a last look, even if the request is not the first of
-        its line. The answer to this request is the task that the last look finds, or None."""
+        """Look for the first request of each line; after an answer, for the next of the same line.
+        A request whose timeout is over gets a last look."""
         empty_lines = set()
-        for ref in self._requests.valuerefs():
-            request = ref()
+        for request in [*self._requests.values()]:
             # An event loop that does not run could not take the task.
-            if request is None or not request.loop.is_running():
+            if request.answer.done() or not request.loop.is_running():
                 continue
             is_over = request.is_over  # read before the look, so that a look follows the timeout
-            if request.line in empty_lines and not is_over:
+            is_closed = self._lease_dir.close_count != request.close_count
+            if request.line in empty_lines and not (is_over or is_closed):
                 continue
             try:
-                task = self._look(request.look, request.close_count)
+                task = None if is_closed else request.look()
             except BaseException as error:
                 self._answer(request, None, error)
                 continue
-            # close() ends the wait, even if close() was called after the request was made and
-            # before it was added.
-            is_over |= self._lease_dir.close_count != request.close_count
-            if task is not None or is_over:
+            if task is not None or is_over or is_closed:
                 self._answer(request, task)
             if task is None:
                 empty_lines.add(request.line)
@@ -5766,8 +4937,8 @@ class _Waits:
     def _answer(
         self, request: _Request, task: FemtoTask | None, error: BaseException | None = None
     ) -> None:
-        """Answer a coroutine with a task, None or an error. If the wait of the coroutine has
-        already ended, put the task back."""
+        """Answer a coroutine with a task, None or an error. If its wait has already ended, put the
+        task back."""
         from concurrent.futures import InvalidStateError
 
         self._requests.pop(id(request), None)
@@ -5776,24 +4947,20 @@ class _Waits:
                 request.answer.set_result(task)
             else:
                 request.answer.set_exception(error)
-        except InvalidStateError:  # RACE: the coroutine was cancelled, or has been answered
+        except InvalidStateError:  # RACE: the coroutine was cancelled
             self._give_back(task)
 
 
 # ==================================================================================================
 # 16. Processing: the block of processing(), which keeps a lease and ends the delivery; checkpoints.
-#     A lease is renewed about every third of its length. The thread that renews leases pauses for a
-#     third of the shortest lease. If the lock of a task's key is busy, the thread tries to take the
-#     lock for up to a tenth of the pause. After a round with a failed renewal, the next pause is a
-#     tenth of the usual one. If the deadline passes before a renewal succeeds, the lease stays
-#     valid until a worker reclaims the task.
-#     Invariant: one thread per queue object renews the leases of all blocks that run. A thread that
-#     was replaced or stopped may still finish its round. A lease without a deadline starts no
-#     thread.
+#    A lease is renewed about every third of its length. After a round with a failed renewal, the
+#    next pause is a tenth of the usual one. If the deadline passes before a renewal succeeds, the
+#    lease stays valid until a worker reclaims the task.
+#    Invariant: one thread per queue object renews the leases of all blocks that run. A thread that
+#    was replaced or stopped may still finish its round.
 # ==================================================================================================
 
 _RENEWAL = 1 / 3  # the time between two renewals of a lease, as a part of its length
-_LOCK_PAUSE_S = 0.0005  # the pause of a renewal between two attempts to lock a key
 _LONGEST_RETRY_S = 3600.0  # the longest delay before a retry, after an exception in processing()
 
 
@@ -5838,13 +5005,14 @@ def _save_checkpoint(worker: _Worker, task: FemtoTask, payload: bytes) -> None:
         try:
             data, _ = files.read(lease.path, ident)
         except FileNotFoundError:
-            os.stat(files.root)  # raises if data_dir is gone, which is disk trouble
+            files.lstat("pending")  # raises if data_dir is gone, which is disk trouble
             raise worker.lease_lost(lease) from None
     record = _header(data) + payload
-    # An extra_mode, even 0, gives the file the owner and the rights of data_dir: the worker of the
-    # next delivery may run under another user.
-    with files.replacement(worker.clock.new_id(), _header(record), record, extra_mode=0) as path:
-        if not os.path.isdir(f"{files.root}checkpoints"):
+    # The worker of the next delivery may run under another user, so it gets the rights of data_dir
+    # to read the file. It is replaced by a rename, so only the owner may write to it.
+    mode = 0o600 | files.mode & 0o044
+    with files.replacement(worker.clock.new_id(), _header(record), record, mode) as path:
+        if not files.exists("checkpoints"):
             files.make_dir("checkpoints")
             files.sync_dir("")
         with worker.keys.lock_of(ident), worker.lock:
@@ -5852,7 +5020,7 @@ def _save_checkpoint(worker: _Worker, task: FemtoTask, payload: bytes) -> None:
             # put_in_place(), because both are under the worker's lock. No other worker reclaims the
             # task between them, unless this process is stopped for longer than the renewed lease.
             worker.renew(task)
-            files.put_in_place(path, f"checkpoints/{ident}")
+            files.rename(path, f"checkpoints/{ident}")
     files.sync_dir("checkpoints")
     task.checkpoint, lease.has_checkpoint = payload, True
 
@@ -5941,23 +5109,17 @@ class _LeaseRenewer:
         if id(task) not in self.blocks or next_left_ns >= lease.length_ns * (1 - _RENEWAL):
             return
         end_s = time.monotonic() + self._pause_s / 10
-        while not lease.outcome:
+        if not lease.outcome:
             try:
-                # Do not wait for the lock of the key: the process that holds it may be stopped, and
-                # the other leases must be renewed.
-                self._worker.renew(task, wait=False)
+                # Do not wait long for the lock of the key: the process that holds it may be
+                # stopped, and the other leases must be renewed.
+                self._worker.renew(task, until_s=end_s)
                 return
             except LeaseLost:
                 # Do not log this. Usually the end of the block will raise LeaseLost. Or RACE: the
                 # block itself has just ended the delivery, and nothing is wrong.
                 self.remove(task)
                 return
-            except BlockingIOError:
-                if time.monotonic() >= end_s:
-                    raise
-                # A process that pushes to the key all the time leaves the lock free for moments
-                # only. So try often.
-                time.sleep(_LOCK_PAUSE_S)
             except OSError as error:
                 _log().warning("task %s: its lease is not renewed: %s", task.id, error)
                 raise
@@ -5993,12 +5155,8 @@ class _Processing:
         Raises LeaseLost if the lease is lost. Another exception of _end(), such as an OSError,
         propagates. If the task is still leased then, the reclaim job soon takes it back."""
         task = self.task
-        # Do nothing in a child that was forked in the block: the child does not own the task. Also
-        # do nothing if the worker has no attributes any more. A block in a generator may become
-        # garbage together with its queue object. The garbage collector then ends the block, but may
-        # finalize the queue object first. If so, FemtoQueue.__del__() has given up the lease
-        # directory and removed the attributes of the worker.
-        if os.getpid() != self._pid or not vars(self._worker):
+        # Do nothing in a child that was forked in the block: the child does not own the task.
+        if os.getpid() != self._pid:
             return
         try:
             is_lost = isinstance(error, LeaseLost) and error.id == _id_of(self._lease.path)
@@ -6039,12 +5197,12 @@ class _Processing:
     def leave_to_reclaim(self) -> None:
         """Make the reclaim job take the task back soon, because the delivery could not be ended."""
         self._worker.lease_dir.orphans[self.task.path] = None
-        self._worker.house.reclaiming.sooner(0)
+        self._worker.maintenance.sooner("reclaim", 0)
 
 
 # ==================================================================================================
 # 17. Worker pool: the loop behind work() and the command `work`.
-#     Invariant: each task that the pool takes is settled or taken back, unless its lease is lost. A
+#    Invariant: each task that the pool takes is settled or taken back, unless its lease is lost. A
 #     reclaim job takes the task back if the task can't be settled because of trouble with the disk,
 #     or because the process ends first. This holds whatever step of the pool a signal interrupts.
 # ==================================================================================================
@@ -6191,6 +5349,7 @@ class _WorkerPool:
                 raise
             why = str(error) or type(error).__name__
             _log().error("task %s is passed over: %s", ident, why)
+            time.sleep(_BASE_INTERVAL_S)  # it may be the only task
             return None
         if task is not None or not self._drain:
             self._trouble_s = float("inf")
@@ -6338,10 +5497,27 @@ class _WorkerPool:
 
 
 # ==================================================================================================
-# 18. Inspection: check(). It reads names, records and locks, and reports what is wrong.
-#     Invariant: without `repair` nothing is changed. With `repair`, a change must be safe while
-#     other processes work on the queue.
+# 18. Inspection: stats() of one worker, and check(), which reports what is wrong.
+#    Invariant: without `repair` nothing is changed. With `repair`, a change must be safe while
+#    other processes work on the queue.
 # ==================================================================================================
+
+
+def _node_stats(worker: _Worker, directory: str) -> NodeStats:
+    """Count the leases of one worker, and find out whether the worker is alive."""
+    leases = worker.files.entries(directory)
+    now_ns = worker.clock.now_ns()
+    is_free = None
+    lock = worker.files.open_dir(directory)
+    if lock is not None:
+        with closing(lock):
+            is_free = lock.try_exclusive()
+    liveness = "alive" if is_free is False else "unknown"
+    if is_free and any(entry.boot == worker.clock.boot for entry in leases):
+        liveness = "dead"
+    expired = sum(entry.stamp_ns <= now_ns for entry in leases)
+    node = directory.removeprefix("inflight-")
+    return NodeStats(node, len(leases), expired, liveness)
 
 
 class _Inspector:
@@ -6351,70 +5527,71 @@ class _Inspector:
         self._worker, self._files, self._repair = worker, worker.files, repair
 
     def findings(self) -> Iterator[Finding]:
-        """Yield the findings of each part of check(). If a part raises OSError, the error is a
-        finding, too. The rest of that part is skipped, and the other parts still run."""
-        keys, house, root = self._worker.keys, self._worker.house, self._files.root
-        for look in (
-            self._system(),
-            self._names(),
-            self._records(),
-            self._mended(self._ended_leases, house.reclaim_ended),
-            self._mended(
-                lambda: dict.fromkeys(
-                    keys.paths_without_task(), ("key without a task", "no task of the key is left")
-                ),
-                keys.repair,
-            ),
-            self._mended(
-                lambda: dict.fromkeys(house.stale_files(), ("leftover", "more than an hour old")),
-                house.remove_stale_files,
-            ),
-        ):
-            try:
-                yield from look
-            except OSError as error:
-                _raise_if_no_errno(error)
-                path = os.path.relpath(error.filename or root, root)
-                yield Finding("unreadable", path, str(error))
+        """Yield the findings. With `repair`, the maintenance runs first, and what it mends is no
+        finding. If a part raises OSError, the error is a finding, and the other parts still run."""
+        maintenance = self._worker.maintenance
+        if self._repair:
+            for mend in (
+                maintenance.reclaim_ended,
+                self._worker.keys.repair,
+                maintenance.remove_stale_files,
+            ):
+                yield from self._errors_of(self._mended(mend))
+        for look in (self._trust(), self._names(), self._records(), self._left()):
+            yield from self._errors_of(look)
 
-    def _system(self) -> Iterator[Finding]:
-        if self._files.caveat:
-            yield Finding("network file system", ".", self._files.caveat)
-        clock = self._worker.clock
-        ahead_s = (clock.now_ns() - _wall_ns()) / 1e9
-        if ahead_s > 1:
-            why = "the date was set back, or a task is newer"
-            text = f"{ahead_s:.0f} s ahead of the wall clock: {why}"
-            yield Finding("clock", f"clock-{clock.boot}", text)
-        if clock.made_anew:
-            yield Finding("clock", f"clock-{clock.boot}", clock.made_anew, repaired=True)
+    def _errors_of(self, look: Iterator[Finding]) -> Iterator[Finding]:
+        try:
+            yield from look
+        except OSError as error:
+            _raise_if_no_errno(error)
+            path = os.path.relpath(error.filename or self._files.path, self._files.path)
+            yield Finding("unreadable", path, str(error))
+
+    def _mended(self, mend: Callable[[], None]) -> Iterator[Finding]:
+        mend()
+        return iter(())
+
+    def _trust(self) -> Iterator[Finding]:
+        if text := _trust_problem(self._files):
+            yield Finding("trust", ".", text)
+
+    def _left(self) -> Iterator[Finding]:
+        """Yield a finding for each dead worker, ended lease, key without a task and leftover."""
+        for directory in self._files.node_dirs():
+            stats = _node_stats(self._worker, directory)
+            if stats.liveness == "dead":
+                yield Finding("dead worker", directory, f"{stats.inflight} tasks leased")
+            elif stats.expired:
+                yield Finding("expired", directory, f"{stats.expired} leases have ended")
+        for path in self._worker.keys.paths_without_task():
+            yield Finding("key without a task", path, "no task of the key is left")
+        for path in self._worker.maintenance.stale_files():
+            yield Finding("leftover", path, "more than an hour old")
 
     def _names(self) -> Iterator[Finding]:
-        """Yield a finding for each directory on another file system, and for each foreign name."""
-        root, device = self._files.root, os.stat(self._files.root).st_dev
-        names = [it for it in sorted(_FORMS) if it not in (".", "inflight")]
-        directories = [it for it in names + self._files.node_dirs() if os.path.isdir(root + it)]
-        for name in directories:
-            with _ignore_missing():
-                if os.stat(root + name).st_dev != device:
-                    text = "not the file system of data_dir: rename() can't move files between them"
-                    yield Finding("file system", name, text)
+        """Yield a finding for each foreign name, but not for the lost+found of a mount point."""
+        files = self._files
+        directories = [it for it in sorted(_FORMS) if it not in (".", "inflight")]
+        directories += files.node_dirs()
+        directories = [it for it in directories if stat.S_ISDIR(files.mode_of(it))]
 
         # RACE: a worker makes its lease directory after `directories` was listed, and may remove it
-        # before is_dir() looks. Then `directories` lacks the name, and os.path.isdir() would return
-        # False. So a name of the form inflight-<node> is foreign only if a regular file or a
-        # symbolic link has the name.
+        # again. So a name of the form inflight-<node> is foreign only if it is a file or a link.
         def is_dir(name: str) -> bool:
-            is_other = os.path.isfile(root + name) or os.path.islink(root + name)
-            return name in directories or (_parse_node_dir(name) is not None and not is_other)
+            if _parse_node_dir(name):
+                mode = files.mode_of(name)
+                return not mode or stat.S_ISDIR(mode)
+            return name in (*directories, "lost+found")
 
         others: dict[str, Callable[[str], object]]
-        others = {".": is_dir, "failed": _parse_reason, "keys": _parse_tag}
-        for directory in (".", *directories):
-            is_known, is_other = _FORMS[_state_of(directory)], others.get(directory, _no_op)
-            for name in sorted(self._files.names(directory)):
+        others = {"": is_dir, "failed": _parse_reason, "keys": _parse_tag}
+        for directory in ("", *directories):
+            is_known = _FORMS[_state_of(directory or ".")]
+            is_other = others.get(directory, _no_op)
+            for name in sorted(files.names(directory)):
                 if not (is_known(name) or is_other(name)):
-                    path = os.path.normpath(f"{directory}/{name}")
+                    path = f"{directory}/{name}" if directory else name
                     yield Finding("foreign", path, "does not belong to the queue")
 
     def _records(self) -> Iterator[Finding]:
@@ -6443,42 +5620,15 @@ class _Inspector:
                         is_mended = True
                 yield Finding("corrupt", entry.path, error.reason, is_mended)
 
-    def _ended_leases(self) -> dict[str, tuple[str, str]]:
-        found = {}
-        for directory in self._files.node_dirs():
-            stats = self._worker.house.node_stats(directory)
-            if stats.liveness == "dead":
-                found[directory] = "dead worker", f"{stats.inflight} tasks leased"
-            elif stats.expired:
-                found[directory] = "expired", f"{stats.expired} leases have ended"
-        return found
-
-    def _mended(
-        self, look: Callable[[], dict[str, tuple[str, str]]], mend: Callable[[], None]
-    ) -> Iterator[Finding]:
-        """Yield a finding for each path that look() returns, with the kind and the text that look()
-        gives. With `repair`, call mend(), and then look() again. A path that the second look() does
-        not return counts as repaired."""
-        found = left = look()
-        if found and self._repair:
-            mend()
-            left = look()
-        for path, (kind, text) in found.items():
-            yield Finding(kind, path, text, path not in left)
-
 
 # ==================================================================================================
 # 19. Tickets: first come, first served, between processes.
-#     A line is a directory. A member is a participant in the line; its ticket is a file, which the
-#     member keeps locked. From time to time, a waiting member looks at the tickets, from the first
-#     one up to the first ticket whose member lives. If the member of a ticket is dead,
-#     TicketQueue._lives() removes the ticket.
-#     Invariant: a ticket's file is locked before the file gets the name of a ticket. Files get
-#     these names in the order of the numbers of the tickets. A member draws a number, and locks and
-#     renames its file, while it holds the lock of the file "last". If a process that did not heed
-#     the lock of "last" may have drawn a number meanwhile, the member removes its new ticket: see
-#     _Numbers.check(). After the lock of a ticket has ended, the member never locks it again. So
-#     any process may remove the ticket of a dead member.
+#    A line is a directory. A member is a participant in the line; its ticket is a file, which the
+#    member keeps locked.
+#    Invariant: a ticket's file is locked before the file gets the name of a ticket. Files get these
+#    names in the order of their numbers: a member draws a number, and locks and renames its file,
+#    while it holds the lock of the file "last". After the lock of a ticket has ended, the member
+#    never locks it again. So any process may remove the ticket of a dead member.
 # ==================================================================================================
 
 _MAX_REDRAWS = 8  # how often a member draws another number: see _join_with() and check()
@@ -6488,44 +5638,36 @@ _REDRAW_ERRNOS = (*_MISSING_ERRNOS, errno.EEXIST, errno.ENOTSUP)
 
 class _Numbers:
     """The numbers of the tickets in a line. The file "last" holds the number that was drawn last.
-    The caller of each method holds the lock of "last". Room 20 has another class for a file system
-    that other hosts write to. _open_files() chooses one of the two. If SHARED exists, _join_with()
-    changes to the class of room 20.
+    The caller of each method holds the lock of "last".
 
-    `late_part`: a part of stale_timeout. If a member has not touched its ticket for so long,
-    another host may be about to pass the ticket over. On a local file system, no other host passes
-    tickets over, so late_part is infinite."""
+    late_part: a part of stale_timeout. If a member has not touched its ticket for so long, another
+    host may be about to pass the ticket over. On a local file system, no host does."""
 
-    late_part = float("inf")
+    late_part = _FOREVER_S
 
     def __init__(self, files: _Files) -> None:
-        self._files, self._root = files, files.root
+        self._files = files
 
     def draw(self, last: _FileLock, highest: int) -> int:
         """Return the next number, and write it to "last". highest: the highest number in line.
         Raises the OSError of open() if this user may only read "last"."""
         if last.refused is not None:
             raise last.refused
-        text = os.read(last.fd, 20)  # after power loss the file may be empty or damaged
+        fd = last.fd or 0
+        text = os.read(fd, 20)  # after power loss the file may be empty or damaged
         number = max(int(text) if text.isdigit() else 0, highest) + 1
-        os.pwrite(last.fd, b"%020d" % number, 0)
+        os.pwrite(fd, b"%020d" % number, 0)
         return number
 
     def check(self, number: int) -> None:
-        """Raise FileExistsError if an object that does not heed our lock of "last" may have drawn a
-        number before this ticket was in line. On a local file system, only an object on another
-        kind of mount does not heed the lock ("mounts" in room 20).
-
-        RACE: this member finds no SHARED in _join_with(). Then an object on another kind of mount
-        makes SHARED, and draws a number, too. So FileExistsError is raised, and this member tries
-        again."""
-        if self._files.has_other_mounts():
-            raise FileExistsError(errno.EEXIST, "another mount is in use", self._root)
+        """Do nothing: on a local file system, every object heeds our lock of "last"."""
 
     def remove_dir(self) -> None:
-        os.unlink(f"{self._root}last")
-        # RACE: another process may make a new "last" now. Then the directory stays.
-        _remove_empty_dir(self._root)
+        self._files.unlink("last")
+        # RACE: another process may make a new "last" now. Then the directory stays. It also stays
+        # if it is a mount point.
+        with suppress(OSError):
+            os.rmdir(self._files.path)
 
 
 class _HeldTicket:
@@ -6558,7 +5700,7 @@ class TicketQueue:
     stale_timeout:  seconds (wall clock). A ticket of another host, or of an earlier boot, is passed
         over when it was not touched for so long. None: such a ticket is never passed over. Hosts
         that share a line need the same value, of more than 10 seconds. On a file system that is
-        certainly local, and if there is no file SHARED, the value has no effect (see below).
+        certainly local, the value has no effect (see below).
 
     A member is a participant in the line. Its ticket is a file, <number>~<boot>~<random>, which the
     member keeps locked. The lock ends with the process. So processes on the same host pass a dead
@@ -6566,9 +5708,8 @@ class TicketQueue:
 
     Other hosts do not rely on that lock, and neither does the same host after a reboot. They pass a
     ticket over when its file was not touched for stale_timeout seconds. But if the file system is
-    certainly local (on Linux), and if there is no file SHARED, the host still relies on the lock
-    after a reboot. Where the system shows no boot id, the reboot may go unnoticed. Then, too, the
-    host still relies on the lock.
+    certainly local (on Linux), the host still relies on the lock after a reboot. Where the system
+    shows no boot id, the reboot may go unnoticed. Then, too, the host still relies on the lock.
 
     Each call of is_head(ticket) on the object that holds the ticket touches the file. With a
     stale_timeout, turn() touches the file regularly, from the start of the wait to the end of the
@@ -6596,12 +5737,8 @@ class TicketQueue:
         path = _check_dir("queue_dir", queue_dir)
         boot_id = _read_boot_id() or (os.uname().nodename if hasattr(os, "uname") else "")
 
-        def open_dir() -> tuple[_Files, str]:
-            files = _open_files(path, is_durable=False)
-            return files, _boot_tag(boot_id, files.root)
-
-        self._files, self._boot = _despite_cleanup(open_dir, path)
-        self._root = self._files.root
+        self._files = _despite_cleanup(lambda: _open_files(path, is_durable=False), path)
+        self._boot = _boot_tag(boot_id, self._files.root)
         self._numbers: _Numbers = self._files.parts[-1](self._files)
         _fork_hooks[self] = lambda line: line._held_tickets.clear()
 
@@ -6616,16 +5753,19 @@ class TicketQueue:
         Raises OSError for trouble with the disk. Also raises OSError if each of several attempts
         failed because this host was cut off from the network and another host registered meanwhile.
         """
-        held = self._join_line()
+        held = self._join_line(_FOREVER_S)
         # If Ctrl-C comes before this line, the lock ends with the last reference to `held`.
         self._held_tickets[held.member] = held
         return _stamp_of(held.member), held.member
 
-    def _join_line(self) -> _HeldTicket:
+    def _join_line(self, until_s: float) -> _HeldTicket:
+        """Take the next ticket. Raises BlockingIOError if the lock of "last" is not free at the
+        time until_s (monotonic clock)."""
+        _notice_fork()
         redraws = 0
         while True:
             try:
-                with self._locked() as last:
+                with self._locked(until_s) as last:
                     return self._join_with(last)
             except OSError as error:
                 redraws += 1
@@ -6636,14 +5776,10 @@ class TicketQueue:
     def _join_with(self, last: _FileLock) -> _HeldTicket:
         """Take the next ticket. The caller holds the lock of "last".
 
-        RACE: this host is cut off from the network, and loses that lock without notice ("flock" in
-        room 20). Another host takes the lock, and draws a number. Or, in _locked(), the other host
-        removes this member's file as a leftover of a dead process, because the name of the file
-        still begins with ".". In both cases OSError is raised with one of _REDRAW_ERRNOS, and the
-        caller tries again. If the file was removed after its opening, flock() raises EBADF (NFS),
-        and acquire_exclusive() turns EBADF into ENOTSUP. So ENOTSUP is in _REDRAW_ERRNOS, too."""
-        if self._files.has_other_mounts():
-            self._numbers = self._files.if_shared[1](self._files)
+        RACE: this host is cut off from the network, and loses that lock without notice. Another
+        host draws a number, or removes this member's file as a leftover. Then OSError is raised
+        with one of _REDRAW_ERRNOS, and the caller tries again. ENOTSUP is among them: flock()
+        raises EBADF for a removed file (NFS), which acquire_exclusive() turns into ENOTSUP."""
         number = self._numbers.draw(last, max(map(_stamp_of, self._tickets()), default=0))
         began_s = time.time()
         name = f"{number:020d}~{self._boot}~{os.urandom(8).hex()}"
@@ -6676,6 +5812,7 @@ class TicketQueue:
         kept, but another member may have the turn now: the caller must stop the work, and call
         remove().
         """
+        _notice_fork()
         first = next(filter(self._lives, self._tickets()), "")
         is_first = first != "" and _stamp_of(first) == ticket
         for member, held in list(self._held_tickets.items()):
@@ -6702,9 +5839,10 @@ class TicketQueue:
         """
         if not isinstance(member, str) or not _parse_ticket(member):
             raise ValueError(f"member must be a name that register() returned, not {member!r}")
+        _notice_fork()
         held = self._held_tickets.pop(member, None)
         try:
-            return _unlink_if_exists(self._root + member)
+            return self._files.unlink_if_exists(member)
         finally:  # even if the file can't be removed, the member must no longer hold the lock
             if held is not None:
                 held.lock.close()
@@ -6731,12 +5869,12 @@ class TicketQueue:
         On a file system that other hosts write to, queue_dir is never removed. Another host might
         lock the removed file "last", and take the removed file for the new one.
         """
-        if not os.path.isdir(self._root):
+        if not os.path.isdir(self._files.path):
             return False
         with self._locked():
-            if self.is_empty() and os.listdir(self._root) == ["last"]:
+            if self.is_empty() and self._files.names("") == ["last"]:
                 self._numbers.remove_dir()
-        return not os.path.isdir(self._root)
+        return not os.path.isdir(self._files.path)
 
     @contextmanager
     def turn(self, timeout: float | None = None) -> Iterator[int]:
@@ -6752,7 +5890,12 @@ class TicketQueue:
         Raises OSError as register() does, and ValueError or TypeError for an invalid timeout.
         """
         end_s = float("inf") if timeout is None else time.monotonic() + _finite("timeout", timeout)
-        held, over = self._join_line(), threading.Event()
+        late = TimeoutError(f"no turn within {timeout} s")
+        try:
+            held = self._join_line(end_s)
+        except BlockingIOError as error:
+            raise late from error
+        over = threading.Event()
         member, ticket = held.member, _stamp_of(held.member)
         try:
             self._held_tickets[member] = held
@@ -6764,7 +5907,7 @@ class TicketQueue:
                     raise FemtoQueueError(f"ticket {ticket} was passed over, or removed")
                 left_s = end_s - time.monotonic()
                 if left_s <= 0:
-                    raise TimeoutError(f"ticket {ticket}: no turn within {timeout} s")
+                    raise late
                 # The next in line looks often, the others seldom.
                 time.sleep(min(0.002 * line.index(member), 0.05, left_s))
             yield ticket
@@ -6781,13 +5924,13 @@ class TicketQueue:
                 self._held_tickets.pop(member, None)
 
     def __del__(self) -> None:
-        # `_held_tickets` is missing if the arguments did not fit the parameters of __init__().
-        if _is_whole:
-            for member in list(self.__dict__.get("_held_tickets", ())):
-                _finalize(self.remove, member)
+        with suppress(Exception):  # as in _OpenFile
+            _notice_fork()
+            for member in list(self._held_tickets):
+                self.remove(member)
 
     def __reduce__(self) -> tuple[Any, ...]:  # a copy holds no ticket
-        return type(self), (os.path.dirname(self._root), self.stale_timeout)
+        return type(self), (self._files.path, self.stale_timeout)
 
     def _touch_until(self, member: str, over: threading.Event) -> None:
         pause_s = min(self._stale_s / 4, threading.TIMEOUT_MAX)
@@ -6808,44 +5951,39 @@ class TicketQueue:
         # RACE: another thread gives the ticket up, and closes its file. Then os.utime() raises
         # EBADF or EINVAL.
         with _ignore_missing(errno.EBADF, errno.EINVAL):
-            os.utime(held.lock.fd)
+            os.utime(held.lock.fd or 0)
             if time.time() - held.touched_s <= self._numbers.late_part * self._stale_s:
                 held.touched_s = began_s
                 return True
         return False
-
-    def _is_one_kernel(self) -> bool:
-        """Return whether, for certain, only processes of this kernel use the line. If so, a ticket
-        whose lock is free is of a dead member, whatever the <boot> of the ticket is."""
-        return self._files.is_local and not self._files.has_other_mounts()
 
     @property
     def _stale_s(self) -> float:
         return float("inf") if self.stale_timeout is None else self.stale_timeout
 
     @contextmanager
-    def _locked(self) -> Iterator[_FileLock]:
-        """Hold the lock of the file "last", and yield that lock.
-
-        CRASH: if a process dies in _join_with(), after open_lock() and before the rename, a file
-        whose name begins with "." stays in the line. The file also stays if its locking or its
-        rename raises an error. A process needs such a file only while the process holds the lock of
-        "last". So each such file that is found here is a leftover, and is removed. (Exception: a
-        host that lost the lock without notice may still need the file. Its registration then fails,
-        and is tried again: see _join_with().)"""
-        lock = _despite_cleanup(self._lock_last, self._root)
+    def _locked(self, until_s: float = _FOREVER_S) -> Iterator[_FileLock]:
+        """Hold the lock of the file "last", and yield that lock. until_s: as in _join_line()."""
+        lock = _despite_cleanup(lambda: self._lock_last(until_s), self._files.path)
         try:
+            # CRASH: a process that dies in _join_with(), after open_lock() and before the rename,
+            # leaves a file whose name begins with ".". A process needs such a file only while it
+            # holds the lock of "last", so each of them is a leftover here.
             for name in self._files.names(""):
                 if name[0] == "." and _parse_ticket(name[1:]):
-                    _unlink_if_exists(self._root + name)
+                    self._files.unlink_if_exists(name)
             yield lock
         finally:
             lock.close()
 
-    def _lock_last(self) -> _FileLock:
-        _make_dir(os.path.dirname(self._root), 0o700, sync=False)
+    def _lock_last(self, until_s: float) -> _FileLock:
+        try:
+            self._files.refresh()  # RACE: maybe_cleanup() has removed the directory
+        except FileNotFoundError:
+            _make_dir(self._files.path, 0o700, sync=False)
+            raise
         lock = self._files.open_lock("last")
-        lock.acquire_exclusive()
+        lock.acquire_exclusive(until_s)
         if not lock.is_at_path():  # RACE: maybe_cleanup() removed the file while we waited
             raise _os_error(errno.ENOENT, lock.path)
         return lock
@@ -6860,138 +5998,75 @@ class TicketQueue:
         this kernel use the line, the lock decides for every member."""
         with _ignore_missing():  # RACE: the member or another process removed the ticket
             with closing(self._files.open_lock(member, os.O_RDWR)) as lock:
-                if member.split("~")[1] == self._boot or self._is_one_kernel():
+                if member.split("~")[1] == self._boot or self._files.is_local:
                     is_dead = lock.try_exclusive()
                 else:
                     # Ask by the descriptor for the time of the last touch. If asked by the path, a
                     # network file system may return a time that is a minute old.
-                    is_dead = time.time() - os.fstat(lock.fd).st_mtime > self._stale_s
+                    is_dead = time.time() - lock.status().st_mtime > self._stale_s
             if not is_dead:
                 return True
-            os.unlink(self._root + member)
+            self._files.unlink(member)
         return False
 
 
 # ==================================================================================================
-# 20. Other file systems: those that other hosts may write to, and systems without flock. The door
-#     is _open_files(). When a queue object or a TicketQueue is made, _open_files() chooses the
-#     classes for its files, lease directory, keys and ticket numbers. Only the classes of the keys
-#     and of the ticket numbers may change later: see "mounts" below.
+# 20. Other file systems: those that other hosts may write to, and systems without flock. When a
+#    queue object or a TicketQueue is made, _open_files() chooses the classes for its files, lease
+#    directory, keys and ticket numbers.
 #
-#     TOPIC: what differs on other file systems. In short: Locks are polled. A file is synced before
-#     its rename. Before exists() looks for a file, the file's directory is opened. Key states are
-#     found by listings. Waits look again after short pauses. A lease of another host is reclaimed
-#     only after its deadline. If a rename raises ENOENT (NFS), a look at both paths tells whether
-#     the rename was carried out. A missing file is looked for several times (for GlusterFS). An old
-#     name that comes back after its rename is usually recognised (GlusterFS).
+#    TOPIC: what differs on other file systems. Five facts about NFS and GlusterFS have names. The
+#    comments in this part give these names in parentheses.
 #
-#     Seven facts about NFS and GlusterFS have names. The comments in this room give these names in
-#     parentheses.
+#      stale     After a change by another host, a host may see old names and contents for 30 s on
+#                NFS, and old contents for a second on GlusterFS. A listing, a rename, and a read
+#                that follows a listing are never stale, because the server itself answers them. So
+#                the tasks of a key are found by listings, and there are no links.
 #
-#       stale     After a change by another host, a host may see old names and contents for 30 s on
-#                 NFS, and old contents for a second on GlusterFS. A listing, a rename, and a read
-#                 that follows a listing are never stale, because the server itself answers them. So
-#                 the tasks of a key are found by listings, and key states are not kept in files.
+#      replaced  If another file was renamed over a file, the name may still lead to the old file,
+#                even after a listing (GlusterFS). Then open(), read() or close() raises ESTALE or
+#                ENOENT. The next attempt looks the name up again.
 #
-#       replaced  If another file was renamed over a file, the name may still lead to the old file,
-#                 even after a listing (GlusterFS). But old contents are not taken for new ones: the
-#                 attempt fails, because open(), read() or close() raises ESTALE or ENOENT. The next
-#                 attempt looks the name up again.
+#      healed    If a host was down or cut off while a file was renamed, the old name of the file
+#                may come back (GlusterFS). Then a finished task may come once more, an older
+#                payload too, and a late worker may not be told. If a key has several tasks for this
+#                reason, the youngest counts.
 #
-#       phantom   A name that GlusterFS has not healed may be listed for minutes, though it leads to
-#                 no file.
+#      replies   A rename that was carried out may raise ENOENT (NFS): the server reboots before it
+#                has answered, and the client repeats the request. So after ENOENT, a look at both
+#                paths tells whether the file has moved. GlusterFS loses no replies, but a replica
+#                may show a failed rename as carried out. So nothing is checked there.
 #
-#       healed    If a host was down or cut off while a file was renamed, the old name of the file
-#                 may come back (GlusterFS). The old name is then a second link to the same file, or
-#                 leads to a record that was replaced meanwhile. If a key has several tasks for this
-#                 reason, the youngest task counts. The ids tell which task is the youngest, as far
-#                 as the clocks of the hosts agree.
+#      flock     A host that is cut off from the network may lose its locks, and is not told (both).
 #
-#       replies   A rename that was carried out may raise ENOENT (NFS, perhaps others). This happens
-#                 if the server reboots before it has answered. Then the client repeats the request,
-#                 and the old name no longer exists. So after ENOENT, this room checks whether the
-#                 file has moved. GlusterFS loses no replies, but a replica may show a failed rename
-#                 as carried out. So on GlusterFS nothing is checked: a rename that raises counts as
-#                 failed.
+#    The overrides, the facts that make them necessary, and the file systems ("both": NFS and
+#    GlusterFS). With a *, the override does on FUSE what the row says for GlusterFS, elsewhere what
+#    it says for NFS.
 #
-#       flock     While flock() waits for a lock, it asks the server again only after 1, 2, 4 ...
-#                 seconds (NFS). If the network is cut during the wait, the request keeps the
-#                 servers busy for ever (GlusterFS). So locks are polled. A host that is cut off
-#                 from the network may lose its locks, and is not told (both).
+#      _SharedLock.reading_is_enough         flock (NFS)
+#      _SharedFiles.syncs_after_rename       a torn file would be visible to other hosts (both)
+#      _SharedFiles.head, lstat, text        replaced (GlusterFS)
+#      _SharedFiles.sync_file, open_lock     replaced (GlusterFS)
+#      _SharedFiles.exists, has_work, names  stale (NFS)
+#      _SharedFiles.read                     stale (both), replaced (GlusterFS)
+#      _SharedFiles.rename, unlink *         replies (NFS)
+#      _SharedFiles.shrink                   stale (both)
+#      _SharedLeaseDir.claim *               replies (NFS)
+#      _SharedKeys._linked                   stale, flock (both), healed (GlusterFS)
+#      _SharedKeys._link, may_have_task      stale (both)
+#      _SharedKeys._has_nothing_behind       stale (both)
+#      _SharedKeys.newest_path               stale (both)
+#      _SharedKeys._link_or_give_way         flock (both), healed (GlusterFS)
+#      _SharedNumbers.draw                   stale, flock (both)
+#      _SharedNumbers.check                  flock (both)
+#      _SharedNumbers.late_part              a host may be cut off or stopped for long (both)
+#      _SharedNumbers.remove_dir             stale (both)
 #
-#       mounts    One directory may be used through two kinds of mount at once. A process on an NFS
-#                 server may use the directory on its own disk. A host and a container may share a
-#                 directory through FUSE. The locks of the two kinds do not exclude each other. So
-#                 the first object on NFS, FUSE or a similar mount makes the file SHARED. Local
-#                 objects that find this file use _SharedKeys and _SharedNumbers, too. These two
-#                 classes allow for locks that were lost or do not exclude each other.
-#
-#     The overrides for these file systems follow. Beside the name of each override are the facts
-#     that make the override necessary, and the file systems: "both" means NFS and GlusterFS. Each
-#     override is used on every file system that is not known to be local (_open_files). An override
-#     with a * also looks at _SharedFiles.is_fuse: on GlusterFS and other FUSE mounts it does what
-#     the row says for GlusterFS, elsewhere what the row says for NFS.
-#
-#       _SharedLock.reading_is_enough         flock (NFS)
-#       _SharedLock.acquire_exclusive         flock (both)
-#       _SharedFiles.syncs_after_rename       a torn file would be visible to other hosts (both)
-#       _SharedFiles.head, lstat, text        replaced (GlusterFS)
-#       _SharedFiles.sync_file                replaced (GlusterFS)
-#       _SharedFiles.exists, has_work         stale (NFS)
-#       _SharedFiles.names                    stale (NFS), replaced (GlusterFS)
-#       _SharedFiles.read                     stale (both), replaced (GlusterFS)
-#       _SharedFiles.read_listed              phantom, replaced (GlusterFS)
-#       _SharedFiles.came_back *              healed (GlusterFS)
-#       _SharedFiles.check_lease, move_own    healed (GlusterFS)
-#       _SharedFiles.move *                   replies (NFS), healed (GlusterFS)
-#       _SharedFiles.put_in_place *           replies (NFS)
-#       _SharedFiles.shrink                   stale (both)
-#       _SharedFiles.open_lock                flock, mounts (both), replaced (GlusterFS)
-#       _SharedLeaseDir.claim *               replies (NFS), healed (GlusterFS)
-#       _SharedKeys.lock                      flock (both)
-#       _SharedKeys._load                     stale (both), healed and phantom (GlusterFS)
-#       _SharedKeys._save, _has_no_buffered   stale (both)
-#       _SharedKeys._paths                    mounts (both)
-#       _SharedKeys.may_have_task, newest_path  stale (both)
-#       _SharedKeys._note_or_give_way         flock (both), healed (GlusterFS)
-#       _SharedNumbers.draw                   stale, flock (both)
-#       _SharedNumbers.check                  flock (both)
-#       _SharedNumbers.late_part              a host may be cut off or stopped for long (both)
-#       _SharedNumbers.remove_dir             stale (both)
-#
-#     The overrides for systems without flock (Python has no module fcntl) follow. On these systems,
-#     the leases of a worker that died or was closed are reclaimed only after their deadlines. Tasks
-#     with a key and tickets are not available.
-#
-#       _Unlocked, _UnlockedFiles.open_dir    stand for the lock of a lease directory
-#       _UnlockedFiles.open_lock              raises ENOTSUP
-#       _UnlockedLeaseDir.claim               leaves a task with a key where it waits
-#
-#     Three places outside this room also do something for file systems that other hosts write to.
-#
-#       _Watcher.sees_all (15)                Inotify does not report the changes of other hosts. So
-#                                             a wait looks again after short pauses (both).
-#       _Keys._overwrite (14)                 The file system can't exchange two names. So a new
-#                                             payload is renamed over the old one, or is put into
-#                                             keys/, behind the task (both).
-#       _Housekeeper._renewed_recently (11)   The queue clocks of hosts drift apart. So after the
-#                                             deadline of another host's lease, the wall clock must
-#                                             usually show, too, that the lease has ended (both).
-#
-#     Other rooms take smaller measures. ESTALE counts as ENOENT (1). The error of the close() after
-#     a read is raised (6). No process removes the clock file of another host (7). The empty lease
-#     directory of an idle worker is kept for a minute (11). A payload that is put behind a task
-#     gets a younger id than the task, even if the clock is behind (14). The age of a ticket is read
-#     from its open file (19).
+#    On systems without flock (Python has no module fcntl), the leases of a worker that died or was
+#    closed end at their deadlines only. Tasks with a key and tickets are not available.
 # ==================================================================================================
 
 _FUSE_TYPE = 0x65735546  # f_type of every FUSE mount, not of GlusterFS alone
-_NETWORK_TYPES = {  # f_type of statfs(2), and the name that check() shows
-    **{0x6969: "NFS", _FUSE_TYPE: "FUSE", 0xFF534D42: "CIFS", 0xFE534D42: "SMB"},
-    **{0x517B: "SMB", 0x00C36400: "Ceph", 0x01021997: "9p", 0x0BD00BD0: "Lustre"},
-    **{0x01161970: "GFS2", 0x7461636F: "OCFS2", 0x47504653: "GPFS", 0x5346414F: "AFS"},
-    **{0x19830326: "BeeGFS"},
-}
 # The attempts to look at a file that may have been replaced. More than three were never needed.
 _LOOKS = 4
 
@@ -6999,66 +6074,67 @@ _LOOKS = 4
 # these looks take about _STALE_S seconds in all.
 _STALE_S = 12.0
 _LISTED_LOOKS = 33
-_LOCK_POLL_S = 0.01  # the pause between two attempts to take a lock
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def _open_files(data_dir: str, is_durable: bool) -> _Files:
-    """Make data_dir if it is missing, and return the _Files object for its file system.
+    """Make data_dir if it is missing, open it, and return the _Files object for its file system.
 
     A file system whose type is not in _LOCAL_TYPES counts as one that other hosts write to. Where
-    statfs(2) does not exist (not Linux), every file system counts as one that no other host writes
-    to. Raises OSError if data_dir can't be made. Also raises OSError if statfs(2) fails, because a
-    file system that other hosts write to must not be taken for a local one."""
-    # For "link/..", the kernel follows the link first, but os.path drops both parts. Remove each
-    # ".." once here, so that all later calls mean the same directory.
-    data_dir = os.path.abspath(data_dir)
+    statfs(2) does not exist (not Linux), every file system counts as a local one. Raises OSError if
+    data_dir can't be made or opened, or if statfs(2) fails."""
+    data_dir = data_dir.rstrip(os.sep) or os.sep
     _make_dir(data_dir, 0o700, is_durable)
-    fs_type = _fs_type(data_dir)
+    root = _OpenFile(None, data_dir, _ROOT_FLAGS)
+    with suppress(FileNotFoundError):  # the working directory was removed
+        # For messages, for inotify, and for a data_dir that is removed and made anew. Not
+        # os.path.abspath(): it would drop both parts of "link/..".
+        root.path = os.path.join(os.getcwd(), data_dir)
+    fs_type = _fs_type(root)
     if fs_type not in (0, *_LOCAL_TYPES):
-        files: _Files = _SharedFiles(data_dir, is_durable, fs_type)
+        files: _Files = _SharedFiles(root, is_durable, fs_type)
         files.parts = _SharedLeaseDir, _SharedKeys, _SharedNumbers
     elif fcntl is None:
-        files = _UnlockedFiles(data_dir, is_durable)
+        files = _UnlockedFiles(root, is_durable)
         files.parts = _UnlockedLeaseDir, _Keys, _Numbers
     else:
-        files = _Files(data_dir, is_durable)
-        files.parts, files.if_shared = (_LeaseDir, _Keys, _Numbers), (_SharedKeys, _SharedNumbers)
+        files = _Files(root, is_durable)
+        files.parts = _LeaseDir, _Keys, _Numbers
         # An overlay is not certainly local: its upper directory may also be used by its own path,
         # and locks taken there do not exclude locks taken through the overlay.
         files.is_local = fs_type in _LOCAL_TYPES - {_OVERLAY_TYPE}
     return files
 
 
-class _Unlocked(_FileLock):
-    """Stands for the lock of a lease directory where flock is missing. A claim uses the path of the
-    directory, because no descriptor is open."""
+def _trust_problem(files: _Files) -> str:
+    """Say who else decides what this process works on, if it runs as root; else return ""."""
+    if not hasattr(os, "geteuid") or os.geteuid() != 0:
+        return ""
+    status = files.root.status()
+    if status.st_uid:
+        return f"root works on the queue of user {status.st_uid}; better: runuser -u OWNER"
+    if files.mode & 0o022:
+        return "root works on a queue that others may write to; better: runuser -u OWNER"
+    return ""
 
-    fd: Any = None
 
-    def __init__(self, path: str) -> None:
-        self.path, self.prefix = path, f"{path}/"
+class _Unlocked(_OpenFile):
+    """Stands for the lock of a lease directory where flock is missing."""
 
-    def acquire_shared(self) -> bool | None:
+    def try_shared(self) -> bool | None:
         return None
 
-    try_exclusive = acquire_shared
-
-    def is_at_path(self) -> bool:
-        return os.path.isdir(self.path)
-
-    def close(self) -> None:
-        pass
-
-    __del__ = close
+    try_exclusive = try_shared
 
 
 class _UnlockedFiles(_Files):
     def open_lock(self, path: str, flags: int = _LOCK_FLAGS) -> _FileLock:
-        raise OSError(errno.ENOTSUP, _NO_FLOCK, path)
+        raise OSError(errno.ENOTSUP, _NO_FLOCK, f"{self.path}/{path}")
 
-    def open_dir(self, directory: str) -> _FileLock | None:
-        return _Unlocked(self.root + directory)
+    def open_dir(self, directory: str) -> Any:
+        with _ignore_missing():
+            return _Unlocked(self.root, directory)
+        return None
 
 
 class _UnlockedLeaseDir(_LeaseDir):
@@ -7088,51 +6164,24 @@ def _afresh(look: _Method) -> _Method:
 
 
 class _SharedLock(_FileLock):
-    """A lock that is polled at a constant rate (flock)."""
-
     # NFS turns flock() into a lock on a range of bytes. An exclusive lock of this kind needs a
     # descriptor that is open for writing.
     reading_is_enough = False
-
-    def acquire_exclusive(self, wait: bool = True) -> None:
-        while True:
-            try:
-                return super().acquire_exclusive(wait=False)
-            except BlockingIOError:
-                if not wait:
-                    raise
-            time.sleep(_LOCK_POLL_S)
 
 
 class _SharedFiles(_Files):
     """The steps on files that other hosts read and write at the same time.
 
     is_fuse: the file system is a FUSE mount. It is treated as GlusterFS, which heals names and
-    loses no replies.
-    phantoms: the paths that were found to be phantoms, and have not been read since."""
+    loses no replies."""
 
     # A file is synced before its rename. Otherwise another host could read a torn file between the
     # rename and the sync.
     syncs_after_rename = False
 
-    def __init__(self, data_dir: str, is_durable: bool, fs_type: int) -> None:
-        super().__init__(data_dir, is_durable)
+    def __init__(self, root: _OpenFile, is_durable: bool, fs_type: int) -> None:
+        super().__init__(root, is_durable)
         self.is_fuse = fs_type == _FUSE_TYPE
-        self.phantoms: set[str] = set()
-        if kind := _NETWORK_TYPES.get(fs_type):
-            ends = "other hosts' leases end by their deadlines only"
-            self.caveat = f"{kind}: {ends}, and waiting is polling"
-        self._is_marked = False
-        self._mark()
-
-    def _mark(self) -> None:
-        """Make SHARED. Objects on a local mount look for this file, to learn that a mount of
-        another kind is in use: see "mounts" at the top of this room. If the disk is full, or if
-        this user may only read the directory, do nothing: the next open_lock() tries again."""
-        with _ignore_missing(*_NO_WRITE_ERRNOS):
-            with suppress(FileExistsError):
-                os.close(os.open(f"{self.root}SHARED", _CREATE_FLAGS, 0o666))
-            self._is_marked = True
 
     # Looking
 
@@ -7146,17 +6195,18 @@ class _SharedFiles(_Files):
         """Open a directory, so that the names in it are looked up anew. nfs(5) calls this
         close-to-open consistency."""
         with suppress(OSError):  # the look that follows meets the same trouble, and raises OSError
-            os.close(os.open(self.root + directory, os.O_RDONLY | os.O_DIRECTORY))
+            _OpenFile(self.root, directory or ".").close()
 
     def exists(self, path: str) -> bool:
         self._refresh(os.path.dirname(path))
         return super().exists(path)
 
     def names(self, directory: str) -> list[str]:
-        with suppress(FileNotFoundError, NotADirectoryError):
-            return _afresh(os.listdir)(self.root + directory)
-        self._refresh("")  # another host may just have made the directory
-        return super().names(directory)
+        found = super().names(directory)
+        if not found and directory not in _STATE_DIRS:
+            self._refresh("")  # another host may just have made the directory
+            found = super().names(directory)
+        return found
 
     def has_work(self) -> bool:
         self._refresh("")  # another host may just have made keys/
@@ -7165,316 +6215,170 @@ class _SharedFiles(_Files):
     def read(self, path: str, ident: str) -> _Record:
         """Read a record. For a checkpoint, and for the lease of a task with a key, list the
         directory first. Another host may have replaced the file before this host claimed the task.
-        A read that follows a listing is not stale."""
-        state = _state_of(path)
-        if state == "checkpoints" or (state == "inflight" and _is_keyed(ident)):
-            self.names(os.path.dirname(path))
-            return self.read_listed(path, ident)
-        return self._read_once(path, ident)
+        A read that follows a listing is not stale. If the read finds no file, read again as long as
+        the listing shows the name: another file may have been renamed over it (replaced).
 
-    def read_listed(self, path: str, ident: str) -> _Record:
-        """Read a record whose name was listed just now. If the read finds no file, read again as
-        long as the listing shows the name: another file may have been renamed over it (replaced). A
-        name that is still listed after the last look is a phantom. A known phantom gets fewer
-        looks.
-
-        Raises FileNotFoundError if the name is no longer listed, or is a phantom.
-
-        The limit is a number of looks, not a time. While a mount hangs, time passes without an
-        answer from the server. With a limit of time, a file that exists could count as a
-        phantom."""
-        directory, name = os.path.split(path)
-        looks = 5 if path in self.phantoms else _LISTED_LOOKS
-        for pause_s in itertools.islice(_backoff_s(_STALE_S / 24), looks):
+        The limit is a number of looks, not a time: while a mount hangs, time passes without an
+        answer from the server."""
+        state, (directory, name) = _state_of(path), os.path.split(path)
+        if not (state == "checkpoints" or (state == "inflight" and _is_keyed(ident))):
+            return self._read_once(path, ident)
+        for pause_s in itertools.islice(_backoff_s(0.001, _STALE_S / 24), _LISTED_LOOKS):
+            is_listed = name in self.names(directory)
             try:
-                record = self._read_once(path, ident)
-                self.phantoms.discard(path)
-                return record
+                return self._read_once(path, ident)
             except FileNotFoundError:
-                if name not in self.names(directory):
+                if not is_listed:
                     raise
             time.sleep(pause_s)
-        self.phantoms.add(path)
         raise _os_error(errno.ENOENT, path)
-
-    def came_back(self, path: str) -> bool:
-        """Return whether `path` is an old name of a finished task, and GlusterFS has brought this
-        name back (healed). In this case, the file at `path` is in done/, too.
-
-        Only a second link to the same file counts. A copy does not count: a person may copy a file
-        from done/ to run the task again. A second link in failed/ does not count either: if the
-        task was retried, the name in failed/ may be the one that came back."""
-        if not self.is_fuse:
-            return False
-        with suppress(FileNotFoundError):  # if the file is missing, the caller's read raises it
-            ours = self.lstat(path)
-            return ours.st_nlink > 1 and self._is_at(ours, f"done/{_id_of(path)}")
-        return False
-
-    def check_lease(self, lease: str) -> None:
-        """Raise FileNotFoundError if the deadline of a lease has passed, and another worker has got
-        the task since the deadline. In this case, the name of the lease was gone for a while, and
-        has come back (healed).
-
-        Another worker has got the task if the file is in done/, too, or if another lease of the
-        task has a later deadline. Other links of the file do not count, and so the link count is
-        not tested. A person may have made such a link, or an older name of the file may have come
-        back. So the late worker is not noticed if the other worker has given the task back, has
-        failed it, or has removed it (keep_done). In these cases, no worker has the task.
-
-        RACE: while a replica is down, another worker reclaims the task and finishes it. The replica
-        is healed, and the name of the reclaimed lease comes back, as a second link of the file in
-        done/. Without this check, done() of the late worker would not raise LeaseLost: a rename()
-        does nothing, and succeeds, if both names lead to the same file."""
-        if _stamp_of(lease) > self.clock.now_ns():
-            return
-        ours, ident = self.lstat(lease), _id_of(lease)
-        # In this order, the task is not missed if the other worker finishes it meanwhile.
-        stamps = [it.stamp_ns for it in self.find("inflight") if it.id == ident]
-        if max(stamps, default=0) > _stamp_of(lease) or self._is_at(ours, f"done/{ident}"):
-            raise _os_error(errno.ENOENT, self.root + lease)
-
-    def _is_at(self, ours: os.stat_result, path: str) -> bool:
-        """Return whether a file is also at `path`. `ours`: what lstat() returned for the file."""
-        return self.exists(path) and os.path.samestat(ours, self.lstat(path))
 
     # Moving
 
-    def move(self, source: str, target: str) -> str:
-        target = self._free_path(target)
+    def rename(self, source: str, target: str) -> None:
         with self._found_moved(source, target):
-            return super().move(source, target)
-        return target
+            super().rename(source, target)
 
-    def move_own(self, source: str, target: str) -> str:
-        self.check_lease(source)
-        return self.move(source, target)
-
-    def _free_path(self, path: str) -> str:
-        """Return the path for a task that is to be moved to `path`. This is usually `path` itself.
-        But if the task has a key and is to wait, and another record has this path already (healed),
-        return a path with a higher number of attempts.
-
-        A rename to `path` would replace the other record. Both are records of the same task, and
-        the other record may be the newer one. If each record has its own name, both records are
-        delivered."""
-        is_at_risk = self.is_fuse and _state_of(path) in _WAITING_DIRS and _is_keyed(_id_of(path))
-        while is_at_risk and self.exists(path):
-            name = _task_name(_stamp_of(path), _attempts_of(path) + 1, _id_of(path))
-            path = f"{_state_of(path)}/{name}"
-        return path
-
-    def put_in_place(self, source: str, target: str, must_exist: bool = False) -> None:
-        with self._found_moved(source, target):
-            super().put_in_place(source, target, must_exist)
+    def unlink(self, path: str) -> None:
+        with self._found_moved(path, ""):
+            super().unlink(path)
 
     @contextmanager
     def _found_moved(self, source: str, target: str) -> Iterator[None]:
-        """Wrap a block that renames source to target. Suppress a FileNotFoundError of the block if
-        the rename was carried out in spite of the error (replies).
+        """Wrap a block that renames source to target, or removes it (target ""). Suppress a
+        FileNotFoundError of the block if the rename was carried out in spite of the error
+        (replies).
 
-        If the source is a lease whose deadline has passed, the error is not suppressed. Another
-        worker may have reclaimed the task and ended it in the same way. The disk then looks as if
-        this rename had been carried out. On GlusterFS no error is suppressed: see "replies" at the
-        top of this room."""
+        If the source is a lease whose deadline has passed, the error is not suppressed: another
+        worker may have reclaimed the task and ended it in the same way."""
         before = None
+        began_ns = _wall_ns()
         is_lease = _state_of(source) == "inflight"
         if not (self.is_fuse or (is_lease and _stamp_of(source) <= self.clock.now_ns())):
-            before = os.lstat(self.root + source)
+            before = super().lstat(source)
         try:
             yield
         except FileNotFoundError:
-            if before is None or not self._was_moved(before, source, target):
+            if before is None or not self._was_moved(before, began_ns, source, target):
                 raise
 
-    def _was_moved(self, before: os.stat_result, source: str, target: str) -> bool:
-        """Return whether a file has moved from source to target. `before`: what lstat() returned
-        for the file before the rename.
-
-        The source must be gone, and the same file must be at the target. A target of "" stands for
-        a removal. In that case, no file is looked for at the target.
-
-        If the file comes from creating/ and is younger than half an hour, no file is looked for at
-        the target either. Another worker may already have moved the file on. The missing source is
-        enough to show that the rename was carried out, because other processes remove a file from
-        creating/ only if it is more than an hour old. The age is taken from the wall clock, because
-        the monotonic clock stands still while this host is suspended."""
+    def _was_moved(self, before: os.stat_result, began_ns: int, source: str, target: str) -> bool:
+        """Return whether this call has moved a file from source to target. `before`: what lstat()
+        returned for the file before the call, which began at began_ns (wall clock)."""
         if self.exists(source):
             return False
         is_ours = _state_of(source) == "creating"
+        # If the file comes from creating/ and is younger than half an hour, the missing source is
+        # enough: others remove a file there only after an hour. Another worker may have moved the
+        # file on from the target.
         if not target or (is_ours and _wall_ns() < before.st_mtime_ns + _LEFTOVER_NS // 2):
             return True
-        return self._is_at(before, target)
-
-    def shrink(self, directory: str, new_name: str) -> None:
-        """Do nothing. If the directory were replaced, other hosts might look into the old one for a
-        long time (stale)."""
+        if not self.exists(target):
+            return False
+        after = self.lstat(target)
+        # If the last change is older than the call, another host moved the file. The clocks of
+        # hosts agree to a second.
+        return os.path.samestat(before, after) and after.st_ctime_ns > began_ns - 10**9
 
     @_afresh
     def open_lock(self, path: str, flags: int = _LOCK_FLAGS) -> _FileLock:
-        if not self._is_marked:
-            self._mark()
-        return _SharedLock(self.root + path, flags, self.root)
+        where, _ = self.place(path)
+        return _SharedLock(where, os.path.basename(path), flags, self.lock_mode())
+
+    def shrink(self, new_name: str) -> None:
+        """Do nothing: other hosts might look into the old directory for a long time (stale)."""
 
 
 class _SharedLeaseDir(_LeaseDir):
-    """A lease directory on a file system that other hosts write to. If a claimed task is already
-    done (healed), claim() removes the lease and returns False. If the rename of a claim was carried
-    out but raised an error, claim() finds the lease and returns True (replies)."""
-
-    _files: _SharedFiles
-
     def claim(self, source: str, lease: _Lease) -> bool:
-        if not super().claim(source, lease):
-            if not self._was_claimed(lease.path):
-                return False
-            self.undelivered[lease.path] = source
-        if not self._files.came_back(lease.path):
-            return True
-        _log().warning("%s, which came back, is removed: its task is done", lease.path)
-        self._files.remove(lease.path)
-        self.undelivered.pop(lease.path, None)
-        self.orphans[lease.path] = None  # in case remove() has failed, and the file is still there
-        return False
+        return super().claim(source, lease) or self._was_claimed(lease.path)
 
     def _was_claimed(self, lease: str) -> bool:
         """Return whether the rename of a claim was carried out, although super().claim() returned
         False (replies)."""
-        if self._files.is_fuse:
+        files: Any = self._files
+        if files.is_fuse or self._held is None:
             return False
         try:
-            return os.path.basename(lease) in os.listdir(self.path)
+            return os.path.basename(lease) in files.names(self.directory)
         except OSError:
             self.orphans[lease] = None  # the listing failed, so the lease may be there
-            self._worker.house.drop_batch()  # let pop() see if the lease directory is gone
+            self._worker.maintenance.drop_batch()
             return False
-
-
-def _younger(buffered: str, path: str) -> str:
-    """Return `buffered`, the path of a payload in keys/, if the payload is younger than the task at
-    `path`. Otherwise return "": the payload was promoted or replaced, and then its name came back
-    (healed). So the payload is not behind the task."""
-    return buffered if _id_of(buffered) > _id_of(path) else ""
 
 
 class _SharedKeys(_Keys):
-    """Finds the tasks of a key by listings, usually with the lock of the key held. The states of
-    keys are not kept in files (stale). A known phantom is ignored. A _Keys object that finds SHARED
-    becomes an object of this class (mounts): see become_shared_if_marked()."""
+    """Finds the tasks of a key by listings, because links could be stale."""
 
-    @contextmanager
-    def lock(self, tag: str, wait: bool = True) -> Iterator[_States]:
-        """Hold the lock of the keys of a hash, as on a local file system, and yield their states.
-        Remove each payload that a younger payload has replaced.
+    def _linked(self, tag: str, but: str = "") -> tuple[str, str]:
+        """Return the paths of a key's task and of the payload behind it, as the listings show them,
+        without the file at `but`. If this thread has the lock, remove an older payload.
 
-        RACE: a host is cut off while it pushes a payload behind a task, and loses this lock
-        (flock). Another host takes the lock, and also pushes a payload behind the task. Then both
-        payloads are in keys/, and the next lock() removes the older one."""
-        with super().lock(tag, wait) as states:
-            for path in states.outdated:
-                self._files.remove(path)
-            yield states
-
-    def _load(self, tag: str, but: str = "") -> _States:
-        """Return the states of a hash as the listings show them, without the file at `but`.
-
-        RACE: another process moves a task after its name was listed here and before its record is
-        read. Then the directories are listed again, at most _MAX_LISTINGS times. After that,
-        FileNotFoundError is raised."""
-        for _ in range(_MAX_LISTINGS):
-            with suppress(FileNotFoundError):
-                return self._listed(tag, but)
-        return self._listed(tag, but)
-
-    def _listed(self, tag: str, but: str) -> _States:
-        """Do as _load(), but list the directories once. Raises FileNotFoundError if a listed file
-        is missing when its record is read."""
-        states = _States()
+        RACE: a host is cut off while it pushes a payload behind a task, and loses the lock (flock).
+        Another host takes the lock, and also pushes a payload. Then both payloads are in keys/."""
+        path = behind = ""
         for entry in self._files.find("keys", *_LIVE):
-            if _tag_of(entry.id) != tag or entry.path == but or self._files.came_back(entry.path):
+            if _tag_of(entry.id) != tag or entry.path == but:
                 continue
-            if name := self._key_at(entry):
-                path, buffered = states[name]
-                if entry.directory == "keys":
-                    older, buffered = sorted((buffered, entry.path), key=_id_of)
-                    states[name] = path, buffered
-                    if older and _id_of(older) != _id_of(buffered):
-                        states.outdated += (older,)
-                # The youngest task counts, because an older task may have come back (healed).
-                elif entry.id >= _id_of(path):
-                    states[name] = entry.path, _younger(buffered, entry.path)
-        return states
+            if entry.directory == "keys":
+                older, behind = sorted((behind, entry.path), key=_id_of)
+                if older and _id_of(older) != _id_of(behind) and self._has_lock(tag):
+                    self._files.remove(older)
+            # The youngest task counts, because an older task may have come back (healed).
+            elif entry.id >= _id_of(path):
+                path = entry.path
+        # An older payload was promoted or replaced, and then its name came back (healed).
+        return path, behind if _id_of(behind) > _id_of(path) else ""
 
-    def _key_at(self, entry: _Entry) -> str:
-        """Do as _key_in(), but return "" for a known phantom. If any other file is missing, raise
-        FileNotFoundError, so that _load() lists again. The task may have moved to a directory that
-        was listed before the move, and this listing would miss the task."""
-        was_phantom = entry.path in self._files.phantoms
-        try:
-            return self._key_in(entry.path)
-        except FileNotFoundError:
-            if not was_phantom:
-                raise
-            return ""
-
-    def _save(self, tag: str, states: _States, sync: bool = False) -> None:
-        # No file has the states. But with `sync`, the caller may need keys/ next, for a payload.
+    def _link(self, tag: str, path: str, behind: str = "", sync: bool = False) -> None:
+        # There is no link. But with `sync`, the caller may need keys/ next, for a payload.
         if sync:
             self._make_dir("keys")
 
-    def _paths(self) -> list[str]:
-        # Leave out the files of key states: a local object may have made them before it found
-        # SHARED.
-        return [path for path in super()._paths() if "-" in path]
-
-    def may_have_task(self, name: str) -> bool:
+    def may_have_task(self, tag: str) -> bool:
         return True
 
     def newest_path(self, entry: _Entry) -> str:
-        # super().newest_path() lists all tasks. So call it only if keys/ has a payload of this
+        # super().newest_path() lists all tasks, so call it only if keys/ has a payload of this
         # hash.
         tag = _tag_of(entry.id)
-        is_behind = any(_tag_of(buffered.id) == tag for buffered in self._files.entries("keys"))
+        is_behind = any(_tag_of(it.id) == tag for it in self._files.entries("keys"))
         return super().newest_path(entry) if is_behind else entry.path
 
-    def _has_no_buffered(self, name: str, lease: str) -> bool:
+    def _has_nothing_behind(self, tag: str, lease: str) -> bool:
         return False
 
-    def _note_or_give_way(self, states: _States, name: str, lease: str) -> bool:
-        """Note a claimed task as the task of its key, and return False. But if the key has another
-        task, one of the two tasks gives way. Return True if the claimed task gives way. Raises
-        FileNotFoundError if the lease of the claimed task is gone.
+    def _link_or_give_way(self, tag: str, lease: str) -> str | None:
+        """Return the path of the payload behind a claimed task, or "". But if the key has another
+        task, one of the two gives way. Return None if it is the claimed one.
 
         - The other task is younger: the claimed task is quarantined.
         - The other task is older, and waits or has a lease whose deadline has passed: the other
           task is quarantined.
         - The other task is older, and the deadline of its lease has not passed: a worker may be
-          running the other task, or that lease may only have come back (healed). So the claimed
-          task waits in scheduled/ until that deadline, but for at most _STALE_S. The delivery is
-          not counted. The next claim of the waiting task decides again.
+          running it, or that lease may only have come back (healed). So the claimed task waits in
+          scheduled/ until that deadline, but for at most _STALE_S, uncounted.
 
-        RACE: two workers claim the two tasks at once. Each worker lists the directories after its
-        own claim. The worker of the older task finds the younger task, and quarantines the older
-        one. The worker of the younger task delivers it, or puts it into scheduled/ if the older
-        task is still leased. So at most one of the tasks runs."""
+        RACE: two workers claim the two tasks at once. Each lists the directories after its own
+        claim. The worker of the older task finds the younger one, and quarantines the older one. So
+        at most one of the tasks runs."""
         directory, ident = os.path.dirname(lease), _id_of(lease)
         if os.path.basename(lease) not in self._files.names(directory):
             raise _os_error(errno.ENOENT, lease)
-        path, buffered = self._load(_tag_of(lease), but=lease)[name]
+        path, behind = self._linked(tag, but=lease)
         other = _id_of(path)
         if other > ident:
-            self._quarantine_second(name, lease, path)
-            return True
+            self._quarantine_second(path, lease)
+            return None
         if path and other < ident:
             left_ns = self._worker.left_ns(path) if _state_of(path) == "inflight" else 0
             if left_ns > 0:
                 due_ns = _wall_ns() + min(left_ns, int(_STALE_S * 1e9))
                 target = f"scheduled/{_task_name(due_ns, _attempts_of(lease) - 1, ident)}"
                 self._worker.note_arrival(self._files.move(lease, target))
-                return True
-            self._quarantine_second(name, path, lease)
-        states[name] = lease, _younger(buffered, lease)
-        return False
+                return None
+            self._quarantine_second(lease, path)
+        return behind if _id_of(behind) > ident else ""
 
 
 class _SharedNumbers(_Numbers):
@@ -7494,13 +6398,12 @@ class _SharedNumbers(_Numbers):
 
     def draw(self, last: _FileLock, highest: int) -> int:
         noted = self._last_name()
-        # If no file last~<number> exists, a local object may have written the number into "last".
-        before = noted[5:] or os.read(last.fd, 20).decode("ascii", "replace")
-        number = max(int(before) if before.isdigit() else 0, highest) + 1
+        number = max(int(noted[5:] or 0), highest) + 1
         if noted:
-            os.rename(self._root + noted, f"{self._root}last~{number:020d}")
+            # Not _SharedFiles.rename(): if two hosts draw, one of the renames must fail.
+            _Files.rename(self._files, noted, f"last~{number:020d}")
         else:
-            os.close(os.open(f"{self._root}last~{number:020d}", _CREATE_FLAGS, 0o666))
+            os.close(self._files.create(f"last~{number:020d}"))
         return number
 
     def _last_name(self) -> str:
@@ -7514,7 +6417,7 @@ class _SharedNumbers(_Numbers):
         Another host drew a higher number, was the first in line, and may have its turn now. The
         lower number of this ticket would give this member a turn at the same time."""
         if self._last_name() > f"last~{number:020d}":
-            raise FileExistsError(errno.EEXIST, "another host was faster", self._root)
+            raise FileExistsError(errno.EEXIST, "another host was faster", self._files.path)
 
     def remove_dir(self) -> None:
         """Do nothing. If "last" were removed, another host could still open and lock the removed
