@@ -178,10 +178,7 @@ def fake_os(*missing: str, **functions: Any) -> types.ModuleType:
 
 SEAMS = {
     "file system type": "_fs_type",
-    "exchange": "_exchange",
     "C library": "_libc",
-    "sync of a batch": "_batch_sync",
-    "fork lock": "_fork_lock",
     "members of jobs": "_job_processes",
     "progress": "_Progress",
     "lines of top": "_top_lines",
@@ -231,14 +228,8 @@ def on_file_system(fs_type: int) -> Any:
     return seam("file system type", mock.Mock(return_value=fs_type))
 
 
-def without_exchange() -> Any:
-    """Return a patch: the kernel refuses to exchange two names (renameat2)."""
-    refused = OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-    return seam("exchange", mock.Mock(side_effect=refused))
-
-
 def without_libc() -> Any:
-    """Return a patch: inotify, statfs, syncfs and renameat2 do not exist."""
+    """Return a patch: inotify, fstatfs and syncfs do not exist."""
     return seam("C library", lambda: None)
 
 
@@ -282,6 +273,31 @@ def simulate_death(q: FemtoQueue) -> None:
 Hook = Callable[[str, tuple[Any, ...]], object]
 
 
+def path_at(fd: int | None, name: Any) -> Any:
+    """Return the full path of a name in the directory that the descriptor is open on."""
+    if fd is None or not isinstance(name, str) or os.path.isabs(name):
+        return name
+    return os.path.normpath(os.path.join(os.readlink(f"/proc/self/fd/{fd}"), name))
+
+
+def with_full_paths(
+    event: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Any, ...]:
+    """Return the arguments of a call, with full paths in place of names that are relative to a
+    descriptor, and in place of the descriptor that is listed."""
+    names = [*args]
+    if event == "list" and names and type(names[0]) is int:
+        names[0] = path_at(names[0], ".")
+    if event == "symlink":
+        names[1] = path_at(kwargs.get("dir_fd"), names[1])
+    elif "dir_fd" in kwargs:
+        names[0] = path_at(kwargs["dir_fd"], names[0])
+    for place, key in enumerate(("src_dir_fd", "dst_dir_fd")):
+        if key in kwargs:
+            names[place] = path_at(kwargs[key], names[place])
+    return tuple(names)
+
+
 def hooked_call(
     hook: Hook, after: bool, event: str, call: Callable[..., Any], asks: bool = False
 ) -> Any:
@@ -291,12 +307,13 @@ def hooked_call(
     def function(*args: Any, **kwargs: Any) -> Any:
         if args and type(args[0]) is str and args[0][:6] == "/proc/":  # the boot id: not on a disk
             return call(*args, **kwargs)
+        named = with_full_paths(event, args, kwargs)
         try:
             if not after:
-                hook(event, args)
+                hook(event, named)
             result = call(*args, **kwargs)
             if after:
-                hook(event, args)
+                hook(event, named)
             return result
         except OSError:
             if not asks:
@@ -333,8 +350,6 @@ class HookedLibrary:
         import ctypes
 
         function: Callable[..., Any] = getattr(self._library, name)
-        if name == "renameat2":
-            return function  # hooked() wraps femtoqueue's function that makes this call
 
         def call(*args: Any) -> Any:
             paths = [os.fsdecode(arg) for arg in args if isinstance(arg, bytes)]
@@ -368,7 +383,6 @@ def hooked(hook: Hook, *, after: bool = False) -> Iterator[None]:
         stack.enter_context(mock.patch.object(femtoqueue, "open", opens, create=True))
         if library is not None:
             stack.enter_context(seam("C library", lambda: HookedLibrary(library, wrap)))
-        stack.enter_context(seam("exchange", wrap("move", through_seam("exchange"))))
         if locks := sys.modules.get("fcntl"):
             stack.enter_context(mock.patch.object(femtoqueue, "fcntl", HookedModule(locks, wrap)))
         yield
@@ -426,18 +440,19 @@ def at_line(
 # The forms of names and records. This code is independent of femtoqueue's, so that an error there
 # is not repeated here.
 
-NUMBER, TAG = "0[0-8][0-9]{18}", "[0-9a-f]{8}"  # nanoseconds, up to the year 2255; random digits
-ID, KEYED_ID, STAMP = f"{NUMBER}-{TAG}", f"{NUMBER}-[89a-f][0-9a-f]{{7}}", f"{NUMBER}~[0-9]{{1,6}}~"
+NUMBER, BOOT = "0[0-8][0-9]{18}", "[0-9a-f]{8}"  # nanoseconds, up to the year 2255; random digits
+ID, KEYED_ID = f"{NUMBER}-[0-9a-f]{{16}}", f"{NUMBER}-[89a-f][0-9a-f]{{15}}"
+STAMP = f"{NUMBER}~[0-9]{{1,6}}~"
 TASKS = {  # the names of tasks in each state, as in femtoqueue's docstring
     # A file in these three directories may still have the name of a lease, with a boot id, because
     # a person has moved the file.
-    **dict.fromkeys(("pending", "done", "failed"), f"({STAMP}({TAG}~)?)?{ID}"),
+    **dict.fromkeys(("pending", "done", "failed"), f"({STAMP}({BOOT}~)?)?{ID}"),
     "scheduled": STAMP + ID,
-    "inflight": f"{STAMP}{TAG}~{ID}",
-    "keys": f"({STAMP})?{KEYED_ID}",
+    "inflight": f"{STAMP}{BOOT}~{ID}",
+    "keys": f"({STAMP}|update~)?{KEYED_ID}",
 }
 COMPANIONS = {"creating": rf"{ID}(\.(clock|error|pending))?", "failed": rf"{ID}\.error"}
-COMPANIONS["keys"] = "[89a-f][0-9a-f]{7}"
+COMPANIONS["keys"] = "[89a-f][0-9a-f]{15}"
 Record = tuple[bytes, "str | None"]
 
 
@@ -484,7 +499,8 @@ FOREVER_NS = 4 * 10**18  # the length of a lease without an end
 
 def key_tag(key: str) -> str:
     """Return the hash of a key: the end of the ids of its tasks, and the name of keys/<hash>."""
-    return f"{binascii.crc32(key.encode()) | 1 << 31:08x}"
+    digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
+    return f"{int.from_bytes(digest, 'big') | 1 << 63:016x}"
 
 
 class Child:
@@ -555,7 +571,6 @@ class QueueCase(unittest.TestCase):
     in_memory = True  # False: the tests promise something about the disk
     memory = memory_dir()
     fs_type: int | None = None  # the f_type that femtoqueue sees; None: the real one
-    exchanges = True  # False: the kernel refuses to exchange two names
 
     def setUp(self) -> None:
         self.path = self.new_dir(self.memory if self.in_memory else None)
@@ -563,8 +578,6 @@ class QueueCase(unittest.TestCase):
         LOG.disabled = True  # corrupt tasks are logged, and many tests make some
         if self.fs_type is not None:
             self.patched(on_file_system(self.fs_type))
-        if not self.exchanges:
-            self.patched(without_exchange())
 
     def patched(self, patch: Any) -> None:
         """Apply a patch, until the test ends."""
@@ -709,8 +722,8 @@ class QueueCase(unittest.TestCase):
                     known = is_ours(state, name) or name in self.foreign
                     self.assertTrue(known, f"{directory}/{name} has no valid form")
                     continue
-                self.assertNotIn(name[-29:], where, f"in {directory} too")
-                where[name[-29:]] = directory
+                self.assertNotIn(name[-37:], where, f"in {directory} too")
+                where[name[-37:]] = directory
         if not leftovers:
             self.assertEqual(set(self.names("creating")) - set(self.foreign), set())
         return where
@@ -820,7 +833,7 @@ class AsyncHandlers:
 NO_HANDLERS = 7, asyncio.sleep, lambda task: (yield task), AsyncHandlers(), AsyncHandlers().each
 NO_KEYS = "", "k" * 201, "\u00e9" * 101, "\udc80"
 NO_TEXTS = 7, b"k", ("k",)
-NO_TASK: tuple[dict[str, str], ...] = {}, {"key": "k", "id": f"{0:020d}-00000000"}
+NO_TASK: tuple[dict[str, str], ...] = {}, {"key": "k", "id": f"{0:020d}-0000000000000000"}
 NO_RELEASE = {"front": True, "delay_s": 1}, {"delay_s": -1}, {"delay_s": NAN}
 FIXED = "sync_after_write", "max_attempts", "keep_done", "timeout_stale_ms", "node_id"
 NO_SETTINGS: tuple[tuple[str, type[Exception], tuple[Any, ...]], ...] = (
@@ -1220,7 +1233,7 @@ class Lifecycle(QueueCase):
         in the directory that join() does not list at that moment. Fail if join() misses it."""
         q, other = self.queue(), self.queue("n2")
         lease = self.file(leased(q).path)
-        waits = self.file("pending", lease[-29:])
+        waits = self.file("pending", lease[-37:])
 
         def move(source: str, target: str) -> None:
             with contextlib.suppress(FileNotFoundError):
@@ -1312,8 +1325,8 @@ class Lifecycle(QueueCase):
         # out. For such a file, peek() raises CorruptTask, and the error says what is wrong.
         q, tasks = self.queue(), list[FemtoTask]()
         q.push(b"x" * 100_000, key="k")
-        self.put(f"{1:020d}-00000000", b"rubbish")
-        os.mkdir(self.file("pending", f"{2:020d}-00000000"))
+        self.put(f"{1:020d}-0000000000000000", b"rubbish")
+        os.mkdir(self.file("pending", f"{2:020d}-0000000000000000"))
         reads = calls_of("read", lambda: tasks.extend(q.tasks("pending", data=False)))
         self.assertEqual(
             [(task.size_bytes, task.key, task.data) for task in tasks],
@@ -2676,7 +2689,7 @@ class Keyed(QueueCase):
         buffered payloads."""
         task = q.peek(key="k")
         behind = [name for name in self.names("keys") if len(name) > 8]
-        return [task, task and task.path, *behind, *(q.peek(name[-29:]) for name in behind)]
+        return [task, task and task.path, *behind, *(q.peek(name[-37:]) for name in behind)]
 
     def test_keyed_push_that_raises_changes_nothing(self) -> None:
         """If a system call of a keyed push fails and the push raises, nothing has changed."""
@@ -2775,7 +2788,7 @@ class Keyed(QueueCase):
         # If a person removes the file while pop() looks at it, nothing is renamed. In particular,
         # pop() does not go on with "" as the name of the missing payload. With this name, the
         # directory keys/ itself could be renamed over an empty pending/.
-        q, name = self.queue(), f"{1:020d}-80000000"
+        q, name = self.queue(), f"{1:020d}-8000000000000000"
         os.mkdir(self.file("keys"))
         path = self.put(name, b"rubbish", "keys")
         remove = hooked(at_call("open", path, lambda: os.unlink(path), times=1))
@@ -3169,7 +3182,7 @@ class Healed(QueueCase):
         """push() recognises a phantom (a listed name without a file) after a limited number of
         looks, even if each listing takes seconds."""
         q = self.queue()
-        ident, seconds = f"{1:020d}-{q.push(b'1', key='k')[-8:]}", constant("stale")
+        ident, seconds = f"{1:020d}-{q.push(b'1', key='k')[-16:]}", constant("stale")
         with self.listed_phantom("pending", ident, listing_s=seconds) as slept:
             q.push(b"2", key="k")
         self.assertLess(len(slept), 40)
@@ -3751,7 +3764,7 @@ def is_look_at_task(name: str, args: tuple[Any, ...]) -> bool:
     if name not in ("open", "lstat", "close") or may_change(name, args):
         return False
     path = os.readlink(f"/proc/self/fd/{args[0]}") if name == "close" else args[0]
-    return is_id(path.removesuffix(".error")[-29:]) and "/creating/" not in path
+    return is_id(path.removesuffix(".error")[-37:]) and "/creating/" not in path
 
 
 Say = Callable[[str], None]
@@ -3874,7 +3887,7 @@ class Life:
 
     def litter(self) -> None:
         """Put a torn task into pending/."""
-        with open(os.path.join(self.q.data_dir, "pending", f"{1:020d}-00000000"), "wb") as file:
+        with open(os.path.join(self.q.data_dir, "pending", f"{1:020d}-0000000000000000"), "wb") as file:
             file.write(b"FQ1 00000000 9\ntorn")
 
     def mv(self) -> None:
@@ -4216,7 +4229,7 @@ class Interrupted(QueueCase):
         """Move all tasks in flight or in pending/ to pending/; with `is_bare`, under their ids."""
         for directory in os.listdir(self.path):
             for name in self.names(directory) if directory[:3] in ("inf", "pen") else ():
-                target = self.file("pending", name[-29:] if is_bare else name)
+                target = self.file("pending", name[-37:] if is_bare else name)
                 os.rename(self.file(directory, name), target)
 
     def ctrl_c(self, scenario: Scenario, settings: dict[str, Any]) -> Iterator[Ending]:
@@ -4296,8 +4309,8 @@ class Crash(PlainInterrupted):
         """A file that a killed push has left in creating/ is removed after an hour."""
         # A younger file stays, because its push may be under way. Foreign files stay.
         q, clock = self.queue(), self.clock()
-        old = f"{time.time_ns():020d}-0000aaaa"
-        self.foreign = ("notes.txt", f"{1:020d}-0000bbbb")
+        old = f"{time.time_ns():020d}-0000aaaa00000000"
+        self.foreign = ("notes.txt", f"{1:020d}-0000bbbb00000000")
         self.put(old, b"torn", "creating")
         self.put(self.foreign[0], b"", "creating")
         for name in (self.foreign[1], f"{old}.pending"):
@@ -4488,7 +4501,7 @@ class Faults(PlainInterrupted):
             (errno.ENOSPC, self.assertRaisesRegex(OSError, os.strerror(errno.ENOSPC))),
             (errno.ENOENT, contextlib.nullcontext()),
         ):
-            ident = self.put(f"{1:020d}-00000000", b"rubbish")[-29:]
+            ident = self.put(f"{1:020d}-0000000000000000", b"rubbish")[-37:]
 
             def take(code: int = code) -> None:
                 for lease in self.names("inflight-n1"):
@@ -5133,7 +5146,7 @@ class Fuzz:
                 if name.endswith(".error"):
                     reasons.add(name[:-6])
                 elif len(name) > 8:
-                    ident, parts = name[-29:], name.split("~")
+                    ident, parts = name[-37:], name.split("~")
                     demand(ident not in found, "a task is in two places")
                     attempts = int(parts[1]) if len(parts) > 1 else 0
                     found[ident] = directory, int(parts[0][:20]), attempts, "~" not in name
@@ -5415,7 +5428,7 @@ class Fuzz:
 
     def retry(self, w: Worker) -> None:
         failed = self.model.in_states("failed")
-        ident = self.chance.choice([task.id for task in failed] or ["0" * 20 + "-00000000"])
+        ident = self.chance.choice([task.id for task in failed] or ["0" * 20 + "-0000000000000000"])
         task = self.model.tasks.get(ident)
         other = self.model.task_of_key(task.key) if task else None
         try:
@@ -5560,7 +5573,7 @@ class Fuzz:
 
     def look_at_one(self, w: Worker) -> None:
         task = self.chance.choice([*self.model.tasks.values(), None])
-        found = w.q.peek(task.id if task else "0" * 20 + "-00000000")
+        found = w.q.peek(task.id if task else "0" * 20 + "-0000000000000000")
         expected = task and task.as_task
         demand(found == expected, f"peek() gave {found}, not {expected}")
         key = self.chance.choice(self.KEYS)
@@ -5635,7 +5648,7 @@ class Corruption(QueueCase):
         q = self.queue()
         for number, key in enumerate(("a" * 201, "%61", "a,b", "%")):
             self.put(f"{number:020d}-{key_tag(key)}", record(b"x", key.encode()))
-        self.put(f"{4:020d}-80000000", record(b"x", b"other"))
+        self.put(f"{4:020d}-8000000000000000", record(b"x", b"other"))
         q.push(b"good")
         self.assertEqual(self.drain(q), [b"good"])
         self.assertEqual(self.states(), {"failed": 5, "done": 1})
@@ -5659,7 +5672,7 @@ class Corruption(QueueCase):
         """Each damaged file moves to failed/ unchanged, its reason is written and logged as an
         error, and the same pop() delivers the next task."""
         LOG.disabled, q = False, self.queue()
-        idents = [f"{number:020d}-0000aaaa" for number in range(len(self.DAMAGED))]
+        idents = [f"{number:020d}-0000aaaa00000000" for number in range(len(self.DAMAGED))]
         for ident, (content, _) in zip(idents, self.DAMAGED, strict=True):
             self.put(ident, content)
         q.push(b"good")
@@ -5674,11 +5687,11 @@ class Corruption(QueueCase):
 
     def test_tasks_leaves_out_a_damaged_file_and_says_so(self) -> None:
         LOG.disabled, q = False, self.queue()
-        self.put(f"{1:020d}-0000aaaa", b"torn")
+        self.put(f"{1:020d}-0000aaaa00000000", b"torn")
         q.push(b"good")
         with self.assertLogs("femtoqueue", "WARNING") as logs:
             self.assertEqual([task.data for task in q.tasks("pending")], [b"good"])
-        self.assertRegex(logs.output[0], "left out: task 0+1-0000aaaa is corrupt: ")
+        self.assertRegex(logs.output[0], "left out: task 0+1-0000aaaa00000000 is corrupt: ")
 
 
 class TroubleOfOneTask(QueueCase):
@@ -5807,14 +5820,14 @@ class ForeignFiles(QueueCase):
         ".DS_Store",
         "README",
         "0" * 20,
-        "0" * 20 + "-0000aaaa.swp",
+        "0" * 20 + "-0000aaaa00000000.swp",
         "0" * 20 + "-0000AAAA",
-        "9" * 20 + "-0000aaaa",
+        "9" * 20 + "-0000aaaa00000000",
         "0" * 20 + "~1~" + "0" * 20 + "-xxxxxxxx",
-        "0" * 20 + "~1234567~" + "0" * 20 + "-0000aaaa",
-        *("0" * 19 + "-0000aaaa", "0" * 19 + "~1~" + "0" * 20 + "-0000aaaa"),
-        *("0" * 21 + "-0000aaaa", "0" * 21 + "~1~" + "0" * 20 + "-0000aaaa"),
-        "\u0660" * 20 + "-0000aaaa",  # digits of another alphabet
+        "0" * 20 + "~1234567~" + "0" * 20 + "-0000aaaa00000000",
+        *("0" * 19 + "-0000aaaa00000000", "0" * 19 + "~1~" + "0" * 20 + "-0000aaaa00000000"),
+        *("0" * 21 + "-0000aaaa00000000", "0" * 21 + "~1~" + "0" * 20 + "-0000aaaa00000000"),
+        "\u0660" * 20 + "-0000aaaa00000000",  # digits of another alphabet
         "zzz",
         "-rf",
         "new\nline",
@@ -5856,10 +5869,10 @@ class ForeignFiles(QueueCase):
             foreign |= self.litter(directory)
         # Three directories: one has the name of a file of key states, one has the name of a
         # buffered payload, and one has almost the name of a lease directory.
-        for name in ("keys/80000000", "keys/" + "0" * 20 + "-80000000", "inflight-bad name"):
+        for name in ("keys/8000000000000000", "keys/" + "0" * 20 + "-8000000000000000", "inflight-bad name"):
             os.mkdir(self.file(name))
             foreign.add(self.file(name))
-        task = f"{1:020d}-0000aaaa"
+        task = f"{1:020d}-0000aaaa00000000"
         for name in ("keys/0000aaaa", f"keys/{task}", f"done/{task}.error", "inflight-file"):
             foreign.add(os.path.normpath(self.put(name, b"", "")))
         os.symlink(self.file("pending"), self.file("inflight-link"))
@@ -5888,7 +5901,7 @@ class ForeignFiles(QueueCase):
             os.mkdir,
             os.mkfifo,
         )
-        idents = [f"{number:020d}-0000aaaa" for number in range(1, 5)]
+        idents = [f"{number:020d}-0000aaaa00000000" for number in range(1, 5)]
         for fs_type in (EXT4, FUSE):
             self.path = self.new_dir(self.memory)
             self.patched(on_file_system(fs_type))
@@ -8179,8 +8192,8 @@ class Checking(QueueCase):
         os.unlink(self.file("pending", self.names("pending")[-1]))
         ident = q.push(b"x")
         rubbish = {
-            f"pending/{order}-0000bbbb": b"torn",
-            f"creating/{order}-0000aaaa": b"torn",
+            f"pending/{order}-0000bbbb00000000": b"torn",
+            f"creating/{order}-0000aaaa00000000": b"torn",
             "notes.txt": b"",
             "failed/x.tmp": b"",
             f"done/{ident}": b"FQ1 00000000 1\nx",
@@ -8191,12 +8204,12 @@ class Checking(QueueCase):
         wanted = (
             ("foreign", "notes.txt", False),
             ("foreign", "failed/x.tmp", False),
-            ("corrupt", f"pending/{order}-0000bbbb", True),
+            ("corrupt", f"pending/{order}-0000bbbb00000000", True),
             ("twice", f"done/{ident}", False),
             ("corrupt", f"done/{ident}", False),
             ("dead worker", "inflight-dead", True),
             ("key without a task", f"keys/{self.names('keys')[0]}", True),
-            ("leftover", f"creating/{order}-0000aaaa", True),
+            ("leftover", f"creating/{order}-0000aaaa00000000", True),
         )
         self.assertEqual(self.found(q), [(kind, path, False) for kind, path, _ in wanted])
         self.assertEqual(self.found(q, repair=True), [*wanted])
@@ -8249,7 +8262,7 @@ class Checking(QueueCase):
 
     def test_unreadable_directory_is_reported_and_the_check_goes_on(self) -> None:
         q = self.queue()
-        self.put(f"{1:020d}-0000aaaa", b"torn")
+        self.put(f"{1:020d}-0000aaaa00000000", b"torn")
         with hooked(at_call("list", "/failed", errno_raiser(errno.EACCES))):
             kinds = {it.kind for it in q.check()}
         self.assertEqual(kinds, {"unreadable", "corrupt"})
@@ -8377,9 +8390,9 @@ $ femtoqueue push jobs held again waiting -> <held> <again> <waiting>
 $ femtoqueue pop jobs -> <lease>
 $ femtoqueue release jobs $(femtoqueue pop jobs)
 $ femtoqueue push jobs later --delay 1h -> <later>
-$ femtoqueue cancel jobs $waiting $held 00000000000000000001-0000aaaa $later
+$ femtoqueue cancel jobs $waiting $held 00000000000000000001-0000aaaa00000000 $later
 ! femtoqueue: task <held> is not waiting, or the queue is paused
-! femtoqueue: task 00000000000000000001-0000aaaa is not waiting, or the queue is paused
+! femtoqueue: task 00000000000000000001-0000aaaa00000000 is not waiting, or the queue is paused
 [1]
 $ states -> inflight-cli 1, pending 1
 $ femtoqueue pause jobs
@@ -8393,10 +8406,10 @@ $ femtoqueue push jobs x -> <x>
 $ femtoqueue push jobs later --delay 2h -> <later>
 $ femtoqueue release jobs --front $(femtoqueue pop jobs)
 $ femtoqueue pop jobs --timeout 1h -> <lease>
-$ echo torn > jobs/pending/00000000000000000001-0000aaaa
+$ echo torn > jobs/pending/00000000000000000001-0000aaaa00000000
 $ femtoqueue ls jobs
 STATE ID AGE TRY BYTES LEFT KEY NODE
-pending 00000000000000000001-0000aaaa ... 0 - - - -
+pending 00000000000000000001-0000aaaa00000000 ... 0 - - - -
 pending <x> ...s 0 1 - - -
 scheduled <later> ...s 0 5 2.0h - -
 inflight <keyed> ...s 2 5 ...m a%20b%0A/%C3%A9:@-._~ cli
@@ -8404,8 +8417,8 @@ $ femtoqueue ls jobs inflight --json
 {"state": "inflight", "id": "<keyed>", ... "key": "a b\n/\u00e9:@-._~", "node": "cli"}
 $ femtoqueue show jobs $keyed -> state inflight id <keyed> ... a%20b%0A/%C3%A9:@-._~ node cli 12345
 $ femtoqueue show jobs $keyed --payload && echo ' is all' -> 12345 is all
-$ femtoqueue show jobs 00000000000000000002-0000aaaa -> ! ...no task 0...2-0000aaaa [1]
-$ printf 'FQ1 00000000 0 %0300d\n' 0 > jobs/pending/00000000000000000001-f000aaaa
+$ femtoqueue show jobs 00000000000000000002-0000aaaa00000000 -> ! ...no task 0...2-0000aaaa00000000 [1]
+$ printf 'FQ1 00000000 0 %0300d\n' 0 > jobs/pending/00000000000000000001-f000aaaa00000000
 $ femtoqueue ls jobs pending | awk '{ print NF, length($7) }' -> 8 3 8 1 8 300 8 1
 # stat counts tasks, and its status can alert a monitor; without a terminal, top prints blocks
 $ femtoqueue push jobs x x -> <a> <b>
@@ -8434,9 +8447,9 @@ $ femtoqueue fail jobs $(femtoqueue pop jobs)
 $ femtoqueue retry jobs --all -> 1
 $ femtoqueue retry jobs $x -> ! femtoqueue: ... [1]
 $ femtoqueue check jobs
-$ echo torn > jobs/pending/00000000000000000001-0000aaaa
-$ femtoqueue check jobs -> corrupt pending/00000000000000000001-0000aaaa ... odd [1]
-$ femtoqueue check jobs --repair -> corrupt pending/00000000000000000001-0000aaaa ... mended ! ...
+$ echo torn > jobs/pending/00000000000000000001-0000aaaa00000000
+$ femtoqueue check jobs -> corrupt pending/00000000000000000001-0000aaaa00000000 ... odd [1]
+$ femtoqueue check jobs --repair -> corrupt pending/00000000000000000001-0000aaaa00000000 ... mended ! ...
 $ femtoqueue check jobs
 $ femtoqueue done jobs $(femtoqueue pop jobs)
 $ states -> done 1, failed 1
@@ -8965,7 +8978,7 @@ class CommandLine(QueueCase):
         """A wrong use ends with exit status 2 and a message of one line, and changes nothing."""
         for text, *lines in self.WRONG_USES:
             for line in lines:
-                self.check_wrong(line.replace("TASK", f"{1:020d}-0000aaaa"), text)
+                self.check_wrong(line.replace("TASK", f"{1:020d}-0000aaaa00000000"), text)
         with mock.patch.object(femtoqueue, "os", fake_os("fork")):
             self.check_wrong("work jobs -- true", "use FemtoQueue.work()")
         self.assertFalse(os.path.exists(self.path))
