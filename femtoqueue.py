@@ -284,7 +284,8 @@ class _OpenFile:
                 self.prefix = os.path.join(self.path, "")
                 os.stat(self.prefix)
         except OSError as error:
-            error.filename = self.path
+            if error.errno:  # else the error of a signal handler
+                error.filename = self.path
             raise
 
     def _open(self, flags: int) -> int:
@@ -300,7 +301,7 @@ class _OpenFile:
         with _ignore_missing():
             if self.parent is None or self.fd is None:
                 return os.path.samestat(os.stat(self.path), self.status())
-            found = os.stat(self.name, dir_fd=self.parent.fd, follow_symlinks=False)
+            found = os.lstat(self.name, dir_fd=self.parent.fd)
             return os.path.samestat(found, os.fstat(self.fd))
         return False
 
@@ -470,7 +471,7 @@ _FORMS = {
         "scheduled": f"{_NS}~{_ATTEMPTS}~(){_ID}",
         "inflight": f"{_NS}~{_ATTEMPTS}~{_BOOT}~{_ID}",
         # A newer payload. The tag of its id is the hash of a key.
-        "keys": rf"(?:{_NS}~{_ATTEMPTS}~|update~)?()({_NS}-[89a-f][0-9a-f]{{15}})",
+        "keys": rf"(?:{_NS}~0~|update~)?()()({_NS}-[89a-f][0-9a-f]{{15}})",
         "checkpoints": f"()(){_ID}",
         "done": _TASK_NAME,
         "failed": _TASK_NAME,
@@ -1360,7 +1361,6 @@ class _Files:
     """The files of one data_dir. Paths are relative to data_dir, as in "pending/<id>".
 
     path: the absolute path of data_dir.
-    root: data_dir, opened.
     is_durable: the setting sync_after_write.
     parts: the classes of the lease directory, the keys and the ticket numbers for this file system.
     clock: the queue clock, which sets this attribute. The _Files of a TicketQueue has no clock.
@@ -1373,9 +1373,9 @@ class _Files:
 
     def __init__(self, root: _OpenFile, is_durable: bool) -> None:
         self.path = root.path
-        self.root = root
         self.is_durable = is_durable
-        self._dirs: dict[str, _OpenFile] = {}
+        # The open directories by name; "" is data_dir.
+        self._dirs = {"": root}
         # Nothing in the queue may be written by those who may not write to data_dir. The umask
         # takes away more.
         self.mode = stat.S_IMODE(root.status().st_mode)
@@ -1401,25 +1401,28 @@ class _Files:
             os.mkdir(self.root.prefix + name, dir_fd=self.root.fd)
             # RACE: another process removes a new lease directory, because it is empty, before it is
             # opened here. Then _LeaseDir._open() finds that the directory is missing.
-            with suppress(OSError):
-                made = _OpenFile(self.root, name)
-                if made.fd is not None:
-                    _follow_owner(made.fd, self.root.status(), self.mode)
+            with _ignore_missing(errno.EACCES, errno.EPERM):
+                with closing(_OpenFile(self.root, name)) as made:
+                    if made.fd is not None:
+                        _follow_owner(made.fd, self.root.status(), self.mode)
+
+    @property
+    def root(self) -> _OpenFile:
+        """data_dir, opened."""
+        return self._dirs.get("") or self.dir("")
 
     def dir(self, name: str) -> _OpenFile:
         """Return an open directory of the queue; "" stands for data_dir. Only the directories of
         the queue, and the own lease directory, are kept open. Raises OSError if it is missing or a
         link."""
-        if not name:
-            return self.root
         found = self._dirs.get(name)
         if found is None:
-            found = self._opened(name)
+            found = self.opened(name) if name else _OpenFile(None, self.path, _ROOT_FLAGS)
             if not name.startswith("inflight-"):
                 self._dirs[name] = found
         return found
 
-    def _opened(self, name: str) -> _OpenFile:
+    def opened(self, name: str) -> _OpenFile:
         """Open a directory of the queue anew. Two listings in one opening would share a
         position."""
         try:
@@ -1428,18 +1431,23 @@ class _Files:
             if error.errno in (errno.ENOTDIR, errno.ELOOP):
                 why = "a directory of a queue must not be a link or a file"
                 raise OSError(errno.ENOTDIR, why, error.filename) from None
-            if error.errno not in _MISSING_ERRNOS or not self._reopen_root():
+            if error.errno not in _MISSING_ERRNOS or not self._drop_removed_root():
                 raise
-        return self._opened(name)
+        return self.opened(name)
 
-    def _reopen_root(self) -> bool:
-        """Open data_dir anew if it was removed. Return whether this was done."""
+    def _drop_removed_root(self) -> bool:
+        """If data_dir was removed, close it. Return whether this was done. The next call opens it
+        anew, if it was made anew."""
         with _ignore_missing():  # ESTALE
             if self.root.status().st_nlink:
                 return False
-        self.root = _OpenFile(None, self.path, _ROOT_FLAGS)
-        self._dirs.clear()
+        self.close()
         return True
+
+    def close(self) -> None:
+        """Close all directories. A thread that uses one of them keeps it open. The next call opens
+        them anew."""
+        self._dirs.clear()
 
     def keep_open(self, name: str, directory: _OpenFile | None) -> None:
         """Use this opening of a directory from now on. None: open the directory for each call."""
@@ -1450,9 +1458,9 @@ class _Files:
     def refresh(self) -> bool:
         """Stop using the directories that were removed or replaced, so that the next call opens
         them anew. Return whether there was one."""
-        if self._reopen_root():
+        if self._drop_removed_root():
             return True
-        gone = [name for name, it in [*self._dirs.items()] if not it.is_at_path()]
+        gone = [name for name, it in [*self._dirs.items()] if name and not it.is_at_path()]
         for name in gone:
             self._dirs.pop(name, None)
         return bool(gone)
@@ -1465,9 +1473,10 @@ class _Files:
 
     def named(self, error: OSError, path: str, target: str | None = None) -> OSError:
         """Put full paths into an error: those of calls with dir_fd have names only."""
-        error.filename = f"{self.path}/{path}"
-        if target:
-            error.filename2 = f"{self.path}/{target}"
+        if error.errno:  # else the error of a signal handler
+            error.filename = f"{self.path}/{path}"
+            if target:
+                error.filename2 = f"{self.path}/{target}"
         return error
 
     def _complete(self, error: BaseException, path: str) -> None:
@@ -1482,7 +1491,7 @@ class _Files:
         because it was not made yet, and (logged once) if this user may not read the lease directory
         of another. But for a directory of _STATE_DIRS, raise the OSError."""
         try:
-            opened = self._opened(directory)
+            opened = self.opened(directory)
         except OSError as error:
             if directory in _STATE_DIRS or not self._is_passed_over(directory, error):
                 raise
@@ -1500,7 +1509,7 @@ class _Files:
 
     def scan(self, directory: str) -> Iterator[str]:
         """Yield the names in a directory, while the system reads it."""
-        opened = self._opened(directory)
+        opened = self.opened(directory)
         with closing(opened), os.scandir(opened.prefix or opened.fd) as entries:
             for entry in entries:
                 yield entry.name
@@ -1576,7 +1585,7 @@ class _Files:
     def lstat(self, path: str) -> os.stat_result:
         where, name = self.place(path)
         try:
-            return os.stat(name, dir_fd=where.fd, follow_symlinks=False)
+            return os.lstat(name, dir_fd=where.fd)
         except OSError as error:
             raise self.named(error, path) from None
 
@@ -1805,11 +1814,12 @@ class _Files:
             return True
         return False
 
-    def remove_empty_dir(self, name: str) -> None:
+    def remove_empty_dir(self, path: str) -> None:
         # A directory that is not empty stays. POSIX lets the file system report ENOTEMPTY or
         # EEXIST. So does another user's directory in a sticky directory, and a mount point.
         with _ignore_missing(errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY, *_NO_WRITE_ERRNOS):
-            os.rmdir(self.root.prefix + name, dir_fd=self.root.fd)
+            where, name = self.place(path)
+            os.rmdir(name, dir_fd=where.fd)
 
     def shrink(self, new_name: str) -> None:
         """Replace an empty pending/ of more than 1 MiB by a new directory, because ext4 never
@@ -1893,6 +1903,8 @@ class _Files:
 #    queue clock of an object.
 # ==================================================================================================
 
+_LOOK_INTERVAL_NS = 10**8  # between two looks whether the directories are still at their names
+
 # TOPIC: which clock is used for what.
 #
 # - The queue clock gives the orders, and therefore the ids, and the deadlines of leases.
@@ -1941,6 +1953,7 @@ class _QueueClock:
         # Guards _order. An RLock, because a signal handler may push while its thread pushes.
         self._lock = threading.RLock()
         self._order = 0
+        self._next_look_ns = 0
 
     def now_ns(self) -> int:
         return _monotonic_ns() + self.anchor_ns
@@ -1952,6 +1965,10 @@ class _QueueClock:
         with self._lock:
             now_ns = int(time.monotonic() * 1e9) + self.anchor_ns
             order_ns = self._order = now_ns if now_ns > self._order else self._order + 1
+            if now_ns >= self._next_look_ns:
+                # A process that only pushes must notice, too, that a directory was replaced.
+                self._next_look_ns = now_ns + _LOOK_INTERVAL_NS
+                self._files.refresh()
             return f"0{order_ns}-{self.tag}"
 
     def next_order(self) -> int:
@@ -2177,11 +2194,14 @@ class _LeaseDir:
             if lock is None and not self._is_usable():
                 self._use_another()
             elif lock is not None:
-                if self._try_to_hold(lock, end_s):
-                    return
-                # The last reference to the lock may be lost late: an exception that is kept
-                # somewhere keeps this frame alive. So close the lock here.
-                lock.close()
+                try:
+                    if self._try_to_hold(lock, end_s):
+                        return
+                finally:
+                    # The last reference to the lock may be lost late: an exception that is kept
+                    # somewhere keeps this frame alive. So close the lock here.
+                    if lock is not self._held:
+                        lock.close()
             # RACE: another process finds the directory empty and not locked, and removes it, after
             # our make_dir() or before our lock. The next round makes it again.
         raise _os_error(_MISSING_ERRNOS[-1], f"{self._files.path}/{self.directory}")
@@ -2228,10 +2248,14 @@ class _LeaseDir:
         # RACE: another process removes the directory between our open() and our lock.
         if not lock.is_at_path():
             return False
+        # Not the descriptor of the lock: close() in another thread closes it during a read.
+        opened = self._files.opened(self.directory)
+        if not os.path.samestat(opened.status(), lock.status()):
+            return False
         # The old lock is closed here, with its last reference. If a person moves the old directory
         # back before, the old lock still shows other workers that its leases are in use.
         self._held = lock
-        self._files.keep_open(self.directory, lock)
+        self._files.keep_open(self.directory, opened)
         return True
 
     # Claiming
@@ -2289,8 +2313,8 @@ class _LeaseDir:
         """Close the lease directory. If no other object holds its lock, reclaim the leases in it,
         except detached ones, and remove it if it is empty. Without flock, all leases stay."""
         self._worker.maintenance.drop_batch()
-        lock, self._held = self._held, None
         self._files.keep_open(self.directory, None)
+        lock, self._held = self._held, None
         if lock is None or lock.fd is None:  # never opened, or closed by the garbage collector
             return
         with closing(lock):
@@ -2651,6 +2675,7 @@ class _Delivery:
         _MAX_LISTINGS listings could be delivered. Raises the OSError of the maintenance if no task
         waits."""
         batch = self._batch
+        close_count = self._lease_dir.close_count
         listings = losses = 0
         while True:
             if time.monotonic() >= self._maintenance.wake_s:
@@ -2661,7 +2686,11 @@ class _Delivery:
                     # or our lease directory is gone. So the next listing looks at the directory.
                     self._maintenance.drop_batch()
                 listings += 1
-                if listings > _MAX_LISTINGS or not self._maintenance.refill():
+                if (
+                    listings > _MAX_LISTINGS
+                    or self._lease_dir.close_count != close_count
+                    or not self._maintenance.refill()
+                ):
                     return None
                 continue
             lease = _Lease()
@@ -2671,11 +2700,11 @@ class _Delivery:
                     waiting = f"pending/{batch.names.pop()}" if batch.names else ""
                     is_claimed = waiting != "" and self._lease_dir.claim(waiting, lease)
                 task = self._deliver(lease) if is_claimed else None
+                if task is not None:
+                    return task
             except BaseException as error:
                 self._undo_after_error(lease, error)
                 raise
-            if task is not None:
-                return task
             if not is_claimed:
                 losses += 1
                 if losses % _LOSSES == 0:
@@ -2826,7 +2855,7 @@ class _Delivery:
 #    the workers of other hosts. A person can end any lease, by moving the file.
 # ==================================================================================================
 
-_LOOK_INTERVAL_S = 0.1
+_LOOK_INTERVAL_S = _LOOK_INTERVAL_NS / 1e9
 _BASE_INTERVAL_S = 0.4  # between two looks for due tasks and dead workers
 _REPAIR_INTERVAL_S = 600.0
 _LONGEST_PAUSE_S = 20.0
@@ -3100,8 +3129,13 @@ class _Maintenance:
     def remove_stale_files(self) -> None:
         """Remove the files that killed processes left behind: see stale_files()."""
         before_s = time.time() - _LEFTOVER_NS / 1e9
-        for path in self.stale_files():
+
+        def remove(path: str) -> None:
+            if path.endswith(".pending"):  # a directory that shrink() made
+                self._files.remove_empty_dir(path)
             self._files.unlink_if_older(path, before_s)  # a person's directory stays
+
+        _for_each(remove, self.stale_files())
 
     def stale_files(self) -> list[str]:
         """Return the paths of the files in creating/ that are more than an hour old, and of the
@@ -4087,6 +4121,7 @@ class FemtoQueue:
             worker.waits.end_all()
             worker.maintenance.end_scan()
             worker.lease_dir.give_up()
+            self._files.close()
         finally:
             worker.lock.release()
 
@@ -4137,7 +4172,8 @@ _SETTINGS = FemtoQueue.__init__.__annotations__.keys() - {"return"}
 #      1. write new to C                     T old, C new   old is delivered; C is stale
 #      2. rename T to K                      K old, C new   find() promotes K: old is delivered
 #      3. rename C over K                    K new          find() promotes K: new is delivered
-#      4. remove an older payload            K new          as after 3
+#      4. remove an older payload that is    K new          as after 3; before 4, the older payload
+#         behind the task                                   is delivered
 #      5. rename K to U: 0 attempts, and     U new          new is delivered
 #         the place of T or the new time
 #      6. link U                             U new          as after 5
@@ -4369,11 +4405,25 @@ class _Keys:
             if is_leased and if_in_flight == "reject":
                 raise KeyInFlight(_decode_key(name), _id_of(path))
             header = _header(payload, name)
-            with self._files.replacement(self._clock.new_id(), header, payload) as new_path:
+            new_file = self._files.replacement(self._clock.new_id(), header, payload)
+            with self._repaired_after_error(), new_file as new_path:
                 if path and not is_leased:
                     return self._replace(new_path, path, behind, due_ns)
                 is_update = is_leased and if_in_flight == "update"
                 return self._add(tag, new_path, path, behind, due_ns, is_update)
+
+    @contextmanager
+    def _repaired_after_error(self) -> Iterator[None]:
+        """After an error in the block, let repair() run soon. A task may be in keys/, or a payload
+        in keys/ may have to become a task."""
+        try:
+            yield
+        except BaseException:
+            self._repair_soon()
+            raise
+
+    def _repair_soon(self) -> None:
+        self._worker.maintenance.sooner("repair", _BASE_INTERVAL_S)
 
     def _refuse_nested(self, tag: str) -> None:
         """Raise OSError if this thread has the lock of the key: a signal handler or a finalizer has
@@ -4386,8 +4436,9 @@ class _Keys:
         attempts to 0. Return the id of the task, or "" if the task is no longer at `path`."""
         ident = _id_of(path)
         target = _fresh_path(path, due_ns)
-        is_scheduled = path.startswith("scheduled/")
-        aside = _payload_path(ident, _stamp_of(path) if is_scheduled else None)
+        # In keys/, the task has its new time: the new payload must not be delivered before it.
+        is_scheduled = target.startswith("scheduled/")
+        aside = _payload_path(ident, _stamp_of(target) if is_scheduled else None)
         try:
             # No pop() can claim the task from now on.
             self._files.rename(path, aside)
@@ -4398,18 +4449,26 @@ class _Keys:
             self._files.remove(new_path)
             return ""
         try:
-            self._files.rename_onto(new_path, aside)
-            if behind:
-                self._files.remove(behind)
-            if "~" in path:  # only such a task may have been delivered before
-                self._files.remove(f"checkpoints/{ident}")
-            self._files.rename(aside, target)
+            self._files.rename_onto(new_path, aside)  # the push is committed
         except BaseException:
+            # Ctrl-C may have come after the rename.
             with suppress(OSError):
-                self._files.rename(aside, path)
+                if self._files.exists(new_path):
+                    self._files.rename(aside, path)
             raise
+        if behind:
+            # If this fails, the claim takes the older payload along, so the push must raise.
+            self._files.unlink_if_exists(behind)
+        if "~" in path:  # only such a task may have been delivered before
+            self._files.remove(f"checkpoints/{ident}")
+        try:
+            self._files.rename(aside, target)
+            self._link(_tag_of(ident), target)
+        except OSError as error:
+            # The new payload is in the queue: find() or repair() makes the task of it.
+            _raise_if_no_errno(error)
+            self._repair_soon()
         self._worker.note_arrival(target)
-        self._link(_tag_of(ident), target)
         self._files.sync_with_dir(target)
         return ident
 
@@ -4427,9 +4486,9 @@ class _Keys:
             # Link first. Without a link, a later push would add a second task of the key, and a
             # claim would not take the payload along: see to_deliver().
             self._link(tag, path or target, target if path else "", sync=True)
-            if behind not in ("", target):
-                self._files.move(behind, target)
             self._files.rename(new_path, target)
+            if behind not in ("", target):
+                self._files.unlink_if_exists(behind)
             self._files.sync_dir(os.path.dirname(target))
         except BaseException:
             if not behind:
@@ -4534,18 +4593,13 @@ class _Keys:
             behind = self._locate(behind, "keys") if is_linked else ""
             if behind and not _is_update(behind) and _state_of(target) in _WAITING_DIRS:
                 target = _fresh_path(target, _later_ns(behind))
-            try:
+            with self._repaired_after_error():
                 target = self._files.move(source, target)
                 if is_linked:
                     is_over = _ends_at(target)
                     path, behind = (self._promote(behind), "") if is_over else (target, behind)
                     with suppress(OSError):
                         self._link(tag, path, behind)
-            except BaseException:
-                # The error may have come after the end of the task, and before the promotion of the
-                # payload behind it.
-                self._worker.maintenance.sooner("repair", _BASE_INTERVAL_S)
-                raise
         return target
 
     def _promote(self, payload: str) -> str:
@@ -4601,7 +4655,9 @@ class _Keys:
         it is younger than the linked payload, or else than the task: a later push has replaced the
         others."""
         path, behind = self.find(tag)
-        strays = [it for it in payloads if it != behind and self._files.exists(it)]
+        if not path:
+            self._link(tag, "")  # also one whose text is not valid
+        strays = [it for it in payloads if it != behind and stat.S_ISREG(self._files.mode_of(it))]
         if not strays:
             return
         youngest = max([*strays, *filter(None, [behind or path])], key=self._written_ns)
@@ -6300,11 +6356,16 @@ class _SharedLeaseDir(_LeaseDir):
         if files.is_fuse or self._held is None:
             return False
         try:
-            return os.path.basename(lease) in files.names(self.directory)
+            names = files.names(self.directory)
+            if os.path.basename(lease) in names:
+                return True
+            is_gone = not names and not self._held.is_at_path()
         except OSError:
             self.orphans[lease] = None  # the listing failed, so the lease may be there
+            is_gone = True
+        if is_gone:
             self._worker.maintenance.drop_batch()
-            return False
+        return False
 
 
 class _SharedKeys(_Keys):
