@@ -315,12 +315,14 @@ class _OpenFile:
             self.close()
 
 
-def _follow_owner(fd: int, data_dir: os.stat_result, mode: int) -> None:
+def _follow_owner(fd: int | None, data_dir: os.stat_result, mode: int) -> None:
     """Give a file or directory that this process has just made a mode, and the owner and group of
     data_dir as far as this user may set them. All users of the queue need the file.
 
     RACE: another user puts a directory of this user at the name, between mkdir() and open(). Only
     an empty directory is changed, so no other directory with files gets a new owner."""
+    if fd is None:
+        return
     with suppress(OSError, AttributeError):  # AttributeError: not POSIX
         made = os.fstat(fd)
         if made.st_uid != os.geteuid() or (stat.S_ISDIR(made.st_mode) and os.listdir(fd)):
@@ -731,6 +733,7 @@ class _Lease:
 
     path: the path of the file. For a leased task, the path is the fence. A renewal writes the new
         path here.
+    name: the name of the file at its claim.
     source: the path that the task was claimed from.
     length_ns: the time from the claim to the deadline. After attach(), usually the lease length of
         the object that called attach(). A renewal moves the deadline to at least length_ns from
@@ -740,7 +743,7 @@ class _Lease:
     has_checkpoint: True if the task may have a checkpoint.
     """
 
-    path = source = outcome = ""
+    path = name = source = outcome = ""
     length_ns = 0
     has_checkpoint = False
 
@@ -1386,8 +1389,9 @@ class _OpenDirs(dict[str, _OpenFile]):
     def drop_removed_root(self) -> bool:
         """If data_dir was removed, close all. Return whether this was done. The next call opens
         data_dir anew, if it was made anew."""
+        root = self.get("")
         with _ignore_missing():  # ESTALE
-            if self[""].status().st_nlink:
+            if root is None or root.status().st_nlink:
                 return False
         self.clear()
         return True
@@ -1447,9 +1451,9 @@ class _Files:
             # RACE: another process removes a new lease directory, because it is empty, before it is
             # opened here. Then _LeaseDir._open() finds that the directory is missing.
             with _ignore_missing(errno.EACCES, errno.EPERM):
-                with closing(_OpenFile(self.root, name)) as made:
-                    if made.fd is not None:
-                        _follow_owner(made.fd, self.root.status(), self.mode)
+                made = _OpenFile(self.root, name)
+                with closing(made):
+                    _follow_owner(made.fd, self.root.status(), self.mode)
 
     @property
     def root(self) -> _OpenFile:
@@ -1640,6 +1644,11 @@ class _Files:
                 raise CorruptTask(ident, "not a regular file") from None
             raise self.named(error, path) from None
 
+    def read_path(self, path: str) -> _Record:
+        """Read the record at a path that ends with an id."""
+        directory, _, name = path.partition("/")
+        return self.read(directory, name, _id_of(path))
+
     def head(self, path: str) -> tuple[str | None, int | None]:
         """Return the key and the length of a payload, read from the header of its record. Return
         (None, None) if the header is invalid, or if `path` is not a regular file."""
@@ -1689,7 +1698,6 @@ class _Files:
         push() has not returned."""
         payload = data if type(data) is bytes else _as_bytes(data)
         header = _header(payload)
-        renames_first = is_synced and self.syncs_after_rename
         # The calls of create() and rename() are inlined: place() would be 15 % of push().
         dirs = self.dirs
         creating = dirs["creating"]
@@ -1704,13 +1712,15 @@ class _Files:
         try:
             try:
                 _write_record(fd, header, payload)
-                if renames_first:
+                if is_synced and self.syncs_after_rename:
                     self.move(f"creating/{new_name}", f"{directory}/{name}")
                 if is_synced:
                     os.fsync(fd)
             finally:
                 os.close(fd)
-            if not renames_first:
+            if not self.syncs_after_rename:  # a rename there needs more care: _SharedFiles.move()
+                self.move(f"creating/{new_name}", f"{directory}/{name}")
+            elif not is_synced:
                 try:
                     there = target.prefix + name
                     os.replace(source, there, src_dir_fd=creating.fd, dst_dir_fd=target.fd)
@@ -1854,8 +1864,7 @@ class _Files:
         with suppress(OSError):
             os.mkdir(name, dir_fd=where.fd)
             made = _OpenFile(where, f"{new_name}.pending")
-            if made.fd is not None:
-                _follow_owner(made.fd, old, stat.S_IMODE(old.st_mode))
+            _follow_owner(made.fd, old, stat.S_IMODE(old.st_mode))
             new = made.status()
             if (new.st_uid, new.st_gid) == (old.st_uid, old.st_gid):
                 os.rename(name, "pending", src_dir_fd=where.fd, dst_dir_fd=self.root.fd)
@@ -2288,6 +2297,7 @@ class _LeaseDir:
         boot = _DETACHED if self._worker.detached else self._clock.boot
         deadline_ns = int(time.monotonic() * 1e9) + self._clock.anchor_ns + lease.length_ns
         new_name = f"0{deadline_ns}~{attempts}~{boot}~{name[-_ID_LENGTH:]}"
+        lease.name = new_name
         lease.path = f"{self.directory}/{new_name}"
         lease.source = f"{directory}/{name}"
         held = self._held
@@ -2752,7 +2762,8 @@ class _Delivery:
                 with keys.lock_of(ident or _new_name(0, tag), until_s):
                     path = self._path_to_take(tag, ident)
                     with self._lock:
-                        is_claimed = path != "" and self._lease_dir.claim(*path.split("/"), lease)
+                        directory, _, name = path.partition("/")
+                        is_claimed = path != "" and self._lease_dir.claim(directory, name, lease)
                     task = self._deliver(lease) if is_claimed else None
                 if task is not None or not path:
                     return task
@@ -2791,7 +2802,7 @@ class _Delivery:
             return None
         data = None
         try:
-            data, key = self._files.read(self._lease_dir.directory, path.partition("/")[2], ident)
+            data, key = self._files.read(self._lease_dir.directory, lease.name, ident)
             payload = data if key is None else self._worker.keys.to_deliver(lease, data)
         except CorruptTask as error:
             self._worker.quarantine(path, error.reason)
@@ -3875,6 +3886,7 @@ class FemtoQueue:
 
         On disk: when resume() returns, the file data_dir/PAUSED is gone.
         """
+        self._files.dirs.refresh()
         self._files.unlink_if_exists("PAUSED")
 
     @property
@@ -4069,7 +4081,7 @@ class FemtoQueue:
         for record in dict.fromkeys((newest, entry.path)):
             with suppress(FileNotFoundError):
                 if data:
-                    payload, key = self._files.read(*record.split("/"), entry.id)
+                    payload, key = self._files.read_path(record)
                     size_bytes: int | None = len(payload)
                 else:
                     key, size_bytes = self._files.head(record)
@@ -4497,13 +4509,17 @@ class _Keys:
             # Link first. Without a link, a later push would add a second task of the key, and a
             # claim would not take the payload along: see to_deliver().
             self._link(tag, path or target, target if path else "", sync=True)
-            self._files.move(new_path, target)
             if behind not in ("", target):
-                self._files.unlink_if_exists(behind)
+                # CRASH: the older payload has the new time.
+                self._files.move(behind, target)
+            self._files.move(new_path, target)
             self._files.sync_dir(os.path.dirname(target))
         except BaseException:
-            if not behind:
-                self._files.remove(target)
+            with suppress(OSError):
+                if not behind:
+                    self._files.remove(target)
+                elif self._files.exists(new_path):
+                    self._files.move(target, behind)
             # RACE: a worker claims the new task before remove(). Then find() finds the lease.
             with suppress(OSError):
                 self.find(tag)
@@ -4579,7 +4595,7 @@ class _Keys:
             self._files.move_onto(behind, path)
             with suppress(OSError):
                 self._link(tag, path)
-            return self._files.read(*path.split("/"), ident)[0]
+            return self._files.read_path(path)[0]
         target = self._files.move(path, _fresh_path(lease.source, due_ns))
         if due_ns is not None:  # no pop() claims a task in scheduled/
             self._files.move_onto(behind, target)
@@ -4634,7 +4650,7 @@ class _Keys:
         has another task, FileNotFoundError if the failed task is gone. A corrupt record is not
         linked: a later pop() quarantines it."""
         try:
-            _, key = self._files.read(*source.split("/"), _id_of(source))
+            _, key = self._files.read_path(source)
         except CorruptTask:
             return
         path, _ = self.find(_tag_of(source))
@@ -5044,7 +5060,7 @@ def _read_checkpoint(worker: _Worker, ident: str, data: bytes) -> bytes | None:
     if not files.exists(path):
         return None
     try:
-        saved, _ = files.read("checkpoints", ident, ident)
+        saved, _ = files.read_path(path)
     except FileNotFoundError:
         return None  # RACE: a push to the task's key, or a person, removed the file after exists()
     except CorruptTask as error:  # usually after power loss; the work starts from the beginning
@@ -5070,7 +5086,7 @@ def _save_checkpoint(worker: _Worker, task: FemtoTask, payload: bytes) -> None:
     ident = _id_of(lease.path)
     if task.size_bytes is None:  # attach() made the task, and did not read the payload
         try:
-            data, _ = files.read(*lease.path.split("/"), ident)
+            data, _ = files.read_path(lease.path)
         except FileNotFoundError:
             files.lstat("pending")  # raises if data_dir is gone, which is disk trouble
             raise worker.lease_lost(lease) from None
@@ -5671,7 +5687,7 @@ class _Inspector:
             if other and all(map(self._files.exists, (other, entry.path))):
                 yield Finding("twice", entry.path, f"there is {other} too")
             try:
-                self._files.read(entry.directory, entry.name, entry.id)
+                self._files.read_path(entry.path)
             except FileNotFoundError:
                 continue  # RACE: another process moved or removed the task after it was listed
             except OSError as error:
