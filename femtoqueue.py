@@ -1144,7 +1144,6 @@ def _finish_read(fd: int, head: bytes, ident: str) -> _Record:
 # takes only other locks in that directory.
 
 _NO_FLOCK = "keyed tasks and tickets need flock(2), which is not available here"
-_NESTED = "a call that this one interrupted has its lock"
 # NFS returns EBADF for an exclusive lock on a file that is open for reading only. Some file systems
 # return EINVAL for a lock on a directory.
 _NO_FLOCK_ERRNOS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EBADF, errno.EINVAL)
@@ -1157,8 +1156,6 @@ _LOCK_PAUSE_S, _LONGEST_LOCK_PAUSE_S = 0.00005, 0.01
 _LONG_WAIT_S = 5.0  # a longer wait for a lock is logged
 
 _open_lock_fds: set[int] = set()  # the descriptors of all locks; a forked child closes its copies
-# The locks that a thread holds exclusively, by the thread and the id() of the lock.
-_held_locks: weakref.WeakValueDictionary[tuple[int, int], _FileLock] = weakref.WeakValueDictionary()
 _process_id = os.getpid()
 
 
@@ -1236,31 +1233,21 @@ class _FileLock(_OpenFile):
     def acquire_exclusive(self, until_s: float = _FOREVER_S) -> None:
         """Take the exclusive lock. Raises BlockingIOError if another thread or process still has it
         at the time until_s (monotonic clock; 0: try once). Raises OSError if flock does not work
-        here, or if this thread itself has the lock, and would wait for ever."""
+        here."""
         began_s = time.monotonic()
         is_told = False
         for pause_s in _backoff_s(_LOCK_PAUSE_S, _LONGEST_LOCK_PAUSE_S):
             if locked := self.try_exclusive():
-                _held_locks[threading.get_ident(), id(self)] = self
                 return
             if locked is None:
                 raise OSError(errno.ENOTSUP, _NO_FLOCK, self.path)
             now_s = time.monotonic()
             if now_s >= until_s:
                 raise BlockingIOError(errno.EWOULDBLOCK, "another process has its lock", self.path)
-            self._check_not_ours()
             if now_s >= began_s + _LONG_WAIT_S and not is_told:
                 is_told = True
                 _log().warning("waiting for %s, which another process has locked", self.path)
             time.sleep(min(pause_s, until_s - now_s))
-
-    def _check_not_ours(self) -> None:
-        """Raise OSError if this thread has the lock through another object: a signal handler or a
-        finalizer has interrupted the call that holds it."""
-        for (thread, _), lock in [*_held_locks.items()]:
-            is_ours = thread == threading.get_ident() and lock.fd is not None
-            if is_ours and os.path.samestat(lock.status(), self.status()):
-                raise OSError(errno.EDEADLK, _NESTED, self.path)
 
     def close(self) -> None:
         """Unlock and close the file. Closing alone is not enough: a forked child's copy of the
@@ -1273,7 +1260,6 @@ class _FileLock(_OpenFile):
             return
         with suppress(OSError):  # flock does not work here
             fcntl.flock(fd, fcntl.LOCK_UN)
-        _held_locks.pop((threading.get_ident(), id(self)), None)
         _open_lock_fds.discard(fd)  # before os.close() frees the number for another file
         # Not earlier: if Ctrl-C ends close() before this line, __del__() closes the descriptor.
         self.fd = None
@@ -1292,7 +1278,6 @@ def _after_fork_in_child() -> None:
     parent. Then call the functions in _fork_hooks."""
     global _process_id  # noqa: PLW0603
     _process_id = os.getpid()
-    _held_locks.clear()
     while _open_lock_fds:
         os.close(_open_lock_fds.pop())
     for owner, hook in [*_fork_hooks.items()]:
@@ -1675,11 +1660,15 @@ class _Files:
         write = self.mode & 0o022
         return 0o600 | write | write << 1
 
+    def lock_dir(self, directory: str) -> _FileLock:
+        """Open a lease directory, to lock it."""
+        return _FileLock(self.root, directory, _DIR_FLAGS)
+
     def open_dir(self, directory: str) -> _FileLock | None:
-        """Open a lease directory, to lock it. Return None if the directory is missing, is a foreign
-        file, or may not be read by this user."""
+        """Open the lease directory of another worker, to lock it. Return None if it is missing, is
+        a foreign file, or may not be read by this user."""
         try:
-            return _FileLock(self.root, directory, _DIR_FLAGS)
+            return self.lock_dir(directory)
         except OSError as error:
             if not self._is_passed_over(directory, error):
                 raise
@@ -1856,8 +1845,6 @@ class _Files:
         old = self.lstat("pending")
         if old.st_size <= _SHRINK_BYTES or old.st_uid != os.geteuid():
             return
-        if hasattr(os, "listxattr") and self._has_acl("pending"):
-            return  # the new directory would not have the access control list
         where, name = self.place(f"creating/{new_name}.pending")
         # RACE: another process renames a file into the directory first. Then our rename fails, and
         # the old directory stays. It also stays if it is a mount point, or if the disk is full.
@@ -1873,10 +1860,6 @@ class _Files:
         with suppress(OSError):
             os.rmdir(name, dir_fd=where.fd)
         self.dirs.refresh()
-
-    def _has_acl(self, name: str) -> bool:
-        fd = self.dirs[name].fd
-        return fd is not None and any("acl" in it for it in os.listxattr(fd))
 
     # Syncing
 
@@ -2217,29 +2200,24 @@ class _LeaseDir:
         end_s = time.monotonic() + _LONG_WAIT_S
         for _ in range(_MAX_REPLACED):
             self._files.make_dir(self.directory)
-            lock = self._files.open_dir(self.directory)
-            if lock is None and not self._is_usable():
+            try:
+                lock = self._files.lock_dir(self.directory)
+            except PermissionError:  # another user's
                 self._use_another()
-            elif lock is not None:
-                try:
-                    if self._try_to_hold(lock, end_s):
-                        return
-                finally:
-                    # The last reference to the lock may be lost late: an exception that is kept
-                    # somewhere keeps this frame alive. So close the lock here.
-                    if lock is not self._held:
-                        lock.close()
+                continue
+            except FileNotFoundError:
+                continue
+            try:
+                if self._try_to_hold(lock, end_s):
+                    return
+            finally:
+                # The last reference to the lock may be lost late: an exception that is kept
+                # somewhere keeps this frame alive. So close the lock here.
+                if lock is not self._held:
+                    lock.close()
             # RACE: another process finds the directory empty and not locked, and removes it, after
             # our make_dir() or before our lock. The next round makes it again.
         raise _os_error(_MISSING_ERRNOS[-1], f"{self._files.path}/{self.directory}")
-
-    def _is_usable(self) -> bool:
-        """Say whether the directory is missing or is one that this user may use."""
-        mode = self._files.mode_of(self.directory)
-        return not mode or (
-            stat.S_ISDIR(mode)
-            and os.access(f"{self._files.path}/{self.directory}", os.R_OK | os.W_OK | os.X_OK)
-        )
 
     def _use_another(self) -> None:
         """Use a directory of another name, because another user has made or locked the one of our
@@ -2522,16 +2500,9 @@ class _Worker:
     def _put_reason(self, ident: str, path: str) -> None:
         """Put the file of a reason into failed/; "" stands for no reason. A person may have moved
         the task out of failed/ before, but not its older reason."""
-        reason_path = f"failed/{ident}.error"
-        try:
-            self.files.unlink_if_exists(reason_path)
-            if path:
-                self.files.move(path, reason_path)
-        except OSError as error:
-            if error.errno not in (errno.EISDIR, errno.EPERM) or self.files.is_regular(reason_path):
-                raise
-            _warn_once(f"the reason is not kept: {error}")  # a directory has its name
-            self.files.remove(path)
+        self.files.unlink_if_exists(f"failed/{ident}.error")
+        if path:
+            self.files.move(path, f"failed/{ident}.error")
 
     def _new_reason(self, error: str | BaseException) -> AbstractContextManager[str]:
         """Return a context manager that writes a reason to a file in creating/ and yields the path.
@@ -2621,7 +2592,6 @@ class _Worker:
         # An error while the reason is written is ignored: the task is in failed/, the log has the
         # reason, and pop() must go on with the next task.
         with suppress(OSError):
-            self.files.remove(f"failed/{ident}.error")
             with self._new_reason(reason) as path:
                 self._put_reason(ident, path)
             self.files.sync_with_dir(target)
@@ -4046,7 +4016,8 @@ class FemtoQueue:
         else:
             # The states are searched in the order in which a task usually moves. So the search
             # usually finds a task that moves meanwhile, in a state that is searched later.
-            entry = self._worker.keys.find_entry(_check_id(id), "keys", *_LIVE, *_ENDED)
+            # A push to the key of the task may have it in keys/ for a moment, so look there twice.
+            entry = self._files.find_id(_check_id(id), "keys", *_LIVE, "keys", *_ENDED)
         return entry and self._read_entry(entry)
 
     def contains(self, key: str) -> bool:
@@ -4233,7 +4204,12 @@ _SETTINGS = FemtoQueue.__init__.__annotations__.keys() - {"return"}
 # ==================================================================================================
 
 _LINK_BYTES = 512  # a longer link is not ours
-_FIND_WAIT_S = 0.1  # how long peek(id) waits for the lock of a key
+# The locks of keys that are held, by the thread, the inode of data_dir, and the name of the lock.
+# Weak: only the frame of lock() keeps a lock alive. If Ctrl-C comes between any two lines of
+# lock(), the lock ends with the frame.
+_key_locks: weakref.WeakValueDictionary[tuple[object, ...], _FileLock] = (
+    weakref.WeakValueDictionary()
+)
 
 
 def _later_ns(payload_path: str) -> int | None:
@@ -4250,10 +4226,8 @@ class _Keys:
         self._worker = worker
         self._files = worker.files
         self._clock = worker.clock
-        # The locks that the threads of this object hold, by the thread and the name of the lock.
-        # Weak: only the frame of lock() keeps a lock alive. If Ctrl-C comes between any two lines
-        # of lock(), the lock ends with the frame.
-        self._locks = weakref.WeakValueDictionary[tuple[int, str], _FileLock]()
+        status = worker.files.root.status()
+        self._place = status.st_dev, status.st_ino
 
     # Locks and links
 
@@ -4266,21 +4240,24 @@ class _Keys:
         The file of the lock is never removed. A process that waits for a removed file would get its
         lock while another process locks a new file."""
         name = tag[-2:]
-        holder = threading.get_ident(), name
-        lock = outer = self._locks.get(holder)
+        holder = self._holder(tag)
+        lock = outer = _key_locks.get(holder)
         if lock is None or lock.fd is None:  # None: Ctrl-C came while the lock was being closed
             lock = self._open_lock(name)
         try:
             if lock is not outer:
                 lock.acquire_exclusive(until_s)
-                self._locks[holder] = lock
+                _key_locks[holder] = lock
             yield
         finally:
             if lock is not outer:
                 lock.close()
 
+    def _holder(self, tag: str) -> tuple[object, ...]:
+        return threading.get_ident(), self._place, tag[-2:]
+
     def _has_lock(self, tag: str) -> bool:
-        held = self._locks.get((threading.get_ident(), tag[-2:]))
+        held = _key_locks.get(self._holder(tag))
         return held is not None and held.fd is not None
 
     def _open_lock(self, name: str) -> _FileLock:
@@ -4299,7 +4276,7 @@ class _Keys:
         """Return a context manager that holds the lock of a task's key. For a task without a key,
         it does nothing. path: any text that ends with the task's id."""
         ident = path[-_ID_LENGTH:]
-        return self.lock(_tag_of(ident), until_s) if ident[21] > "7" else _NO_LOCK
+        return self.lock(_tag_of(ident), until_s) if ident[21] > "7" else nullcontext()
 
     def _linked(self, tag: str) -> tuple[str, str]:
         """Return the last known path of a key's task, and of the payload behind it, or ""."""
@@ -4388,16 +4365,6 @@ class _Keys:
         task, behind = self._linked(tag)
         return self._locate(task, *_LIVE) or self._locate(behind, "keys", *_LIVE)
 
-    def find_entry(self, ident: str, *states: str) -> _Entry | None:
-        """Return the entry of an id in one of these states, or None. RACE: a push to the key of the
-        task has moved it to keys/ for a moment. So look again under the lock, if it is free soon
-        and this user may take it."""
-        entry = self._files.find_id(ident, *states)
-        if entry is None and _is_keyed(ident) and self.may_have_task(_tag_of(ident)):
-            with suppress(OSError), self.lock(_tag_of(ident), time.monotonic() + _FIND_WAIT_S):
-                entry = self._files.find_id(ident, *states)
-        return entry
-
     def newest_path(self, entry: _Entry) -> str:
         """Return the path of the payload to show for a task: that of the newer payload behind a
         task that waits, or else the path of the task.
@@ -4421,7 +4388,10 @@ class _Keys:
         behind a leased task. Returns "" if a pop() or a person moved the task meanwhile: the caller
         must try again. Raises KeyInFlight."""
         tag = _key_tag(name)
-        self._refuse_nested(tag)
+        if self._has_lock(tag):
+            # A signal handler or a finalizer has interrupted a call between two of its steps.
+            why = "a call that this one interrupted has its lock"
+            raise OSError(errno.EDEADLK, why, f"{self._files.path}/locks/{tag[-2:]}")
         with self.lock(tag):
             path, behind = self.find(tag)
             is_leased = _state_of(path) == "inflight"
@@ -4447,12 +4417,6 @@ class _Keys:
 
     def _repair_soon(self) -> None:
         self._worker.maintenance.sooner("repair", _BASE_INTERVAL_S)
-
-    def _refuse_nested(self, tag: str) -> None:
-        """Raise OSError if this thread has the lock of the key: a signal handler or a finalizer has
-        interrupted a call of this object between two of its steps."""
-        if self._has_lock(tag):
-            raise OSError(errno.EDEADLK, _NESTED, f"{self._files.path}/locks/{tag[-2:]}")
 
     def _replace(self, new_path: str, path: str, behind: str, due_ns: int | None) -> str:
         """Replace the payload of the waiting task at `path` by the file `new_path`, and set its
@@ -4707,9 +4671,6 @@ class _Keys:
     def _paths(self) -> list[str]:
         names = sorted(self._files.names("keys"))
         return [f"keys/{it}" for it in names if _parse_tag(it) or _FORMS["keys"](it)]
-
-
-_NO_LOCK = nullcontext()
 
 
 # ==================================================================================================
@@ -6214,10 +6175,8 @@ class _UnlockedFiles(_Files):
     def open_lock(self, path: str, flags: int = _LOCK_FLAGS) -> _FileLock:
         raise OSError(errno.ENOTSUP, _NO_FLOCK, f"{self.path}/{path}")
 
-    def open_dir(self, directory: str) -> Any:
-        with _ignore_missing():
-            return _Unlocked(self.root, directory)
-        return None
+    def lock_dir(self, directory: str) -> Any:
+        return _Unlocked(self.root, directory)
 
 
 class _UnlockedLeaseDir(_LeaseDir):
