@@ -248,7 +248,8 @@ def on_boot(boot_id: str | None) -> Any:
 
 
 def lease_dir(q: FemtoQueue) -> str:
-    return os.path.join(os.path.abspath(q.data_dir), f"inflight-{q.node_id}")
+    # After an error, a worker may use a directory of another name than its node_id.
+    return os.path.join(os.path.abspath(q.data_dir), q._worker.lease_dir.directory)
 
 
 def descriptors_of(path: str) -> list[int]:
