@@ -9012,7 +9012,7 @@ def _task_table(tasks: Iterable[FemtoTask]) -> Iterator[str]:
         yield form.format(*cells)
 
 
-def _fields(row: dict[str, Any]) -> list[str]:
+def _field_lines(row: dict[str, Any]) -> list[str]:
     return [f"{name:20} {_cell(name, value)}" for name, value in row.items()]
 
 
@@ -9383,7 +9383,7 @@ def _show_command(options: Any) -> None:
         raise TaskNotFound(f"no task {ident}")
     if not options.payload:
         reason = {} if task.error is None else {"reason": task.error}
-        _print(*_fields(_task_row(task) | reason), "")
+        _print(*_field_lines(_task_row(task) | reason), "")
     _put(sys.stdout, task.data)
 
 
@@ -9403,7 +9403,7 @@ def _stat_command(options: Any) -> int:
     import json
 
     figures = _figures(_open_queue(options))
-    _print(*[json.dumps(figures)] if options.json else _fields(figures))
+    _print(*[json.dumps(figures)] if options.json else _field_lines(figures))
     age_s = figures["oldest_pending_age_s"] or 0
     return int(figures["pending"] > options.max_pending or age_s > options.max_age)
 
@@ -9463,7 +9463,7 @@ def _top_lines(name: str, q: FemtoQueue, progress: _Progress) -> Iterator[str]:
     left = sum(figures[it] for it in ("pending", "scheduled", "inflight"))
     progress.add_sample(time.monotonic(), left)
     yield f"{name} {time.strftime('%H:%M:%S')}  {progress.pace_text()}".rstrip()
-    yield from _fields(figures)
+    yield from _field_lines(figures)
     if nodes:
         form = "{:>6} {:>7} {:8} {}"
         yield from ("", form.format("LEASED", "EXPIRED", "WORKER", "NODE"))

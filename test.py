@@ -9696,6 +9696,14 @@ class Documents(QueueCase):
                 self.assertEqual(self.run_python(code).splitlines(), wanted)
         self.assertGreater(count, 10)
 
+    def test_help_shows_the_public_interface_only(self) -> None:
+        import pydoc
+
+        text = pydoc.plain(pydoc.render_doc(femtoqueue))
+        classes = re.findall(r"(?m)^    class (\w+)\(", text)
+        self.assertIn("FemtoQueue", classes)
+        self.assertLessEqual({*classes}, {*femtoqueue.__all__})
+
     def test_an_old_python_is_told_which_one_is_needed(self) -> None:
         """With an old Python, the import raises ImportError, and a command prints one line."""
         old = "import sys; sys.version_info, sys.version = (3, 9, 18), '3.9.18 (main)'; "
