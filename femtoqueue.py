@@ -1121,6 +1121,11 @@ def _due_time_ns(time_us: float | datetime) -> int:
     return due_ns
 
 
+def _due_after_ns(delay_s: float) -> int:
+    """Return the due time of a task that waits for `delay_s` seconds from now."""
+    return _wall_ns() + int(min(_not_negative("delay_s", delay_s) * 1e9, _FOREVER_NS))
+
+
 def _lease_length_ns(name: str, ms: float | None, if_none_ns: int) -> int:
     return if_none_ns if ms is None else max(1, min(_FOREVER_NS, int(_positive(name, ms) * 1e6)))
 
@@ -3750,7 +3755,12 @@ class FemtoQueue:
     # Producing
 
     def push(
-        self, data: _BytesLike, *, key: str | None = None, if_in_flight: str = "buffer"
+        self,
+        data: _BytesLike,
+        *,
+        delay_s: float = 0,
+        key: str | None = None,
+        if_in_flight: str = "buffer",
     ) -> str:
         """Add a task to the back of the queue and return the id of the task.
 
@@ -3761,6 +3771,7 @@ class FemtoQueue:
         the key is leased, `if_in_flight` says what happens.
 
         data:  the payload: bytes, bytearray or memoryview.
+        delay_s:  the seconds, by the wall clock, for which the task waits in scheduled/ first.
         key:  a text of 1 to 200 bytes in UTF-8. None: a task without a key.
         if_in_flight:  what to do if the task of the key is leased. Only with a key.
             "buffer": `data` waits in keys/ under an id of its own, and push() returns this id. A
@@ -3774,10 +3785,10 @@ class FemtoQueue:
             "reject": raise KeyInFlight.
 
         Raises TypeError if `data` is not bytes-like, if `key` is not a str, or if `if_in_flight` is
-        "update" or "reject" without a key. Raises ValueError if the key is too long or empty, or if
-        `if_in_flight` is not one of the three. Raises KeyInFlight for "reject". Raises the OSError
-        of the system call if the disk did not take the task. With a key, also raises OSError where
-        there is no flock(2).
+        "update" or "reject" without a key. Raises ValueError if the key is too long or empty, if
+        `delay_s` is negative, or if `if_in_flight` is not one of the three. Raises KeyInFlight for
+        "reject". Raises the OSError of the system call if the disk did not take the task. With a
+        key, also raises OSError where there is no flock(2).
 
         If push() raises, `data` is not in the queue, except in three cases. (If only the sync of
         the task failed, push() undoes the push before it raises.) First, a worker may have claimed
@@ -3797,6 +3808,8 @@ class FemtoQueue:
         task takes the payload along. If a replacement by rename(2) succeeded, and the sync after it
         failed, push() raises although the payload has been replaced.
         """
+        if delay_s != 0:
+            return self._push_at(_due_after_ns(delay_s), data, key, if_in_flight)
         if key is not None or if_in_flight != "buffer":
             return self._push_keyed(data, key, if_in_flight, None)
         ident = self._clock.new_id()
@@ -3878,9 +3891,12 @@ class FemtoQueue:
         by rename(2). While some worker waits in pop(), or calls pop() again and again, this usually
         happens within half a second. With a key, `data` may also be elsewhere, as after push().
         """
+        return self._push_at(_due_time_ns(time_us), data, key, if_in_flight)
+
+    def _push_at(self, due_ns: int, data: _BytesLike, key: str | None, if_in_flight: str) -> str:
+        """Add a task that is due at a time, as push() and schedule() do."""
         if key is not None or if_in_flight != "buffer":
-            return self._push_keyed(data, key, if_in_flight, time_us)
-        due_ns = _due_time_ns(time_us)
+            return self._push_keyed(data, key, if_in_flight, due_ns)
         ident = self._clock.new_id()
         path = f"scheduled/{_task_name(due_ns, 0, ident)}"
         self._files.publish(ident, data, path)
@@ -3888,7 +3904,7 @@ class FemtoQueue:
         return ident
 
     def _push_keyed(
-        self, data: _BytesLike, key: str | None, if_in_flight: str, time_us: float | datetime | None
+        self, data: _BytesLike, key: str | None, if_in_flight: str, due_ns: int | None
     ) -> str:
         """Check the arguments, and call put() until it returns the id of the payload's task."""
         if if_in_flight not in _IF_IN_FLIGHT:
@@ -3897,7 +3913,6 @@ class FemtoQueue:
         if key is None:
             raise TypeError(f"if_in_flight={if_in_flight!r} needs a key")
         name, payload = _encode_key(key), _as_bytes(data)
-        due_ns = None if time_us is None else _due_time_ns(time_us)
         # RACE: another worker's pop() claims the waiting task before put() replaces the payload, or
         # a person moves the file. Then put() returns "", and the next round finds the task where it
         # is now: in flight, for example.
@@ -4149,8 +4164,7 @@ class FemtoQueue:
         if _finite("delay_s", delay_s) < 0 or (front and delay_s):
             raise ValueError(f"delay_s must be 0 or more, and 0 with front, not {delay_s!r}")
         if delay_s:
-            due_ns = _wall_ns() + int(min(delay_s * 1e9, _FOREVER_NS))
-            target = f"scheduled/{_task_name(due_ns, attempts, ident)}"
+            target = f"scheduled/{_task_name(_due_after_ns(delay_s), attempts, ident)}"
         elif front:
             target = _front_path(ident, attempts)
         else:

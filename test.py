@@ -841,6 +841,8 @@ NO_MEMBERS = "pending", "../x", None
 REFUSALS: tuple[Refusal, ...] = (
     (lambda q, task, it: q.push(it), TypeError, "encode it", ("text",)),
     (lambda q, task, it: q.push(it), TypeError, "bytes-like", NO_BYTES),
+    (lambda q, task, it: q.push(b"x", delay_s=it), ValueError, "delay_s", NO_AGES),
+    (lambda q, task, it: q.push(b"x", delay_s=it), TypeError, "delay_s", ("1", None, [])),
     (lambda q, task, it: q.push_many(it), TypeError, "for one payload use push", (b"123",)),
     (lambda q, task, it: q.schedule(it, 0), TypeError, "bytes-like", NO_BYTES),
     (lambda q, task, it: q.schedule(b"x", it), TypeError, "time_us", ("1", None, True)),
@@ -921,6 +923,20 @@ class Lifecycle(QueueCase):
         # Programs for version 0.4 pass such times for a task that is due at once.
         for past_us in (-1e13, 0, 1, 300_000):
             self.assertEqual(q.schedule(b"now", past_us), self.pop(q).id)
+
+    def test_delayed_push_is_delivered_after_its_delay(self) -> None:
+        """push(delay_s=) hides a task for that time, also if the wall clock is near 1970."""
+        q, clock = self.queue(), self.clock()
+        for shift_s in (0, 60 - time.time()):
+            clock.wall_shift_s = shift_s
+            idents = q.push(b"x", delay_s=60), q.push(b"y", delay_s=60, key="k")
+            clock.advance(59)
+            self.assertIsNone(q.pop())
+            clock.advance(2)
+            for ident in idents:
+                task = self.pop(q)
+                q.done(task)
+                self.assertEqual(task.id, ident)
 
     def test_done_on_a_full_disk_removes_the_task(self) -> None:
         """done() on a full disk removes the task, and on another error leaves the task leased."""
