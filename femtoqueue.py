@@ -4237,6 +4237,9 @@ class FemtoQueue:
         task:  the task that pop() or another method leased. The `as` clause of the `with` statement
             gets the same object.
 
+        `async with` takes the same object. Its end runs in a thread, and does not block the event
+        loop.
+
         A thread in the background renews the lease; each queue object has at most one such thread.
         When the block ends without an exception, the task is finished, as by done(). If the block
         itself ended the delivery by done(), fail() or release(), nothing more is done.
@@ -6028,6 +6031,30 @@ class _Processing:
             raise
         finally:
             self._worker.renewer.remove(task)
+
+    async def __aenter__(self) -> FemtoTask:
+        # Nothing is awaited here: a cancellation would leave the task leased, without a block.
+        return self.__enter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: object
+    ) -> None:
+        """Do what __exit__() does, in a thread, so that syncs and locks do not block the loop."""
+        import asyncio
+
+        once = threading.Lock()
+
+        def end() -> None:
+            if once.acquire(blocking=False):
+                self.__exit__(kind, error, traceback)
+
+        # A coroutine that is closed can't await. RACE: the coroutine is cancelled before the thread
+        # has begun. Then the thread never begins, and the delivery is ended here.
+        try:
+            if not isinstance(error, GeneratorExit):
+                await asyncio.to_thread(end)
+        finally:
+            end()
 
     def _end(self, error: BaseException | None) -> None:
         """Settle the task. Without an error, the task is finished. After an Exception, the task is

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import asyncio
 import binascii
+import concurrent.futures
 import contextlib
 import dataclasses
 import datetime
@@ -7714,6 +7715,75 @@ class Coroutines(QueueCase, unittest.IsolatedAsyncioTestCase):
         with in_threads(*loops, lambda: got.append(popped(q, 60).data)):
             q.push_many(b"%d" % number for number in range(11))
         self.assertEqual(sorted(got, key=int), [b"%d" % number for number in range(11)])
+
+
+class AsyncProcessing(QueueCase, unittest.IsolatedAsyncioTestCase):
+    """`async with q.processing(task)` ends a delivery as `with` does, without blocking the loop."""
+
+    async def run_block(self, q: FemtoQueue, error: BaseException | None = None) -> None:
+        async with q.processing(leased(q)):
+            if error is not None:
+                raise error
+
+    async def test_task_is_settled_by_the_way_its_block_ends(self) -> None:
+        q = self.queue(retry_delay_s=100)
+        await self.run_block(q)
+        with self.assertRaisesRegex(ValueError, "no such image"):
+            await self.run_block(q, ValueError("no such image"))
+        with self.assertRaises(asyncio.CancelledError):
+            await self.run_block(q, asyncio.CancelledError())
+        self.assertEqual(self.states(), {"done": 1, "scheduled": 1, "pending": 1})
+
+    async def test_lost_lease_is_told_at_the_end_of_the_block(self) -> None:
+        q = self.queue()
+        task = leased(q)
+        with self.assertRaises(LeaseLost):
+            async with q.processing(task):
+                q.close()
+
+    async def test_loop_goes_on_while_the_end_waits_for_the_lock_of_the_key(self) -> None:
+        q = self.queue()
+        task = leased(q, key="k")
+        lock = self.locked("k")
+
+        async def work() -> None:
+            async with q.processing(task):
+                pass
+
+        worker = asyncio.ensure_future(work())
+        for _ in range(100):
+            await asyncio.sleep(0.001)
+        self.assertFalse(worker.done())
+        lock.close()
+        await worker
+        self.assertEqual(self.states(), {"done": 1})
+
+    async def test_cancelled_end_settles_the_task_though_all_threads_are_busy(self) -> None:
+        q, go = self.queue(), threading.Event()
+        executor = concurrent.futures.ThreadPoolExecutor(1)
+        asyncio.get_running_loop().set_default_executor(executor)
+        busy = asyncio.ensure_future(asyncio.to_thread(go.wait, PATIENCE_S))
+        worker = asyncio.ensure_future(self.run_block(q))
+        await asyncio.sleep(0.01)  # the end of the block is in line behind go.wait()
+        self.assertEqual(self.states(), {"inflight-n1": 1})
+        worker.cancel()
+        with self.assertRaises(asyncio.CancelledError):
+            await worker
+        self.assertEqual(self.states(), {"done": 1})
+        go.set()
+        await busy
+
+    async def test_coroutine_that_is_closed_in_its_block_gives_the_task_back(self) -> None:
+        q = self.queue()
+
+        async def work() -> None:
+            async with q.processing(leased(q)):
+                await asyncio.sleep(PATIENCE_S)
+
+        coroutine = work()
+        coroutine.send(None)
+        coroutine.close()
+        self.assertEqual(self.states(), {"pending": 1})
 
 
 class PollingCoroutines(Coroutines):
