@@ -201,7 +201,7 @@ import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, TypeVar
 
 try:
     import fcntl
@@ -595,8 +595,10 @@ def _backoff_s(longest_s: float) -> Iterator[float]:
 #   and _waiting_path() give such names, which have no place for the field.
 # - Room 8: pop() claims in the order of the whole names. The field does not change this order,
 #   because it does not stand in front.
-STATES = ("pending", "scheduled", "inflight", "done", "failed")
-_ENDED = ("done", "failed")
+_State = Literal["pending", "scheduled", "inflight", "done", "failed"]
+_EndState = Literal["done", "failed"]
+STATES: tuple[_State, ...] = ("pending", "scheduled", "inflight", "done", "failed")
+_ENDED: tuple[_EndState, ...] = ("done", "failed")
 # The states of a task that has not ended, in the order of a search. The search looks at the leases
 # first and again at the end. A search for the task of a key usually holds the lock of the key. But
 # a claim by pop() and the undoing of a claim do not take this lock, so either may move the task
@@ -803,6 +805,7 @@ def _decode_key(name: str) -> str:
 
 _BytesLike = bytes | bytearray | memoryview
 _MAX_NUMBER = 10**302  # any numeric argument must be smaller
+_IfInFlight = Literal["buffer", "update", "reject"]
 _IF_IN_FLIGHT = ("buffer", "update", "reject")
 
 
@@ -907,8 +910,8 @@ class FemtoTask:
     data:  the payload as pushed. b"": the payload is empty, or was not read: attach(), and
         tasks(data=False).
     attempts:  the number of deliveries so far, including the current one. A delivery that was given
-        back uncounted is left out. None: unknown, because the names in done/ and failed/ usually do
-        not have the number.
+        back uncounted is left out. An int for each leased task. None: unknown, because the names in
+        done/ and failed/ usually do not have the number.
     key:  the key, or None for a task without a key, and for a task of attach().
     checkpoint:  the last bytes that checkpoint() saved, in this delivery or before. Only methods
         that take a lease, such as pop() and take(), read the saved bytes. None: nothing was saved,
@@ -939,7 +942,12 @@ class FemtoTask:
         _lease: _Lease = _NO_LEASE,
         _anchor_ns: int = 0,
     ) -> None:
-        self.id, self.data, self.attempts, self.key = id, data, attempts, key
+        self.id = id
+        self.data = data
+        # An int for each leased task, or None. With `int | None`, a type checker would refuse each
+        # comparison in a handler.
+        self.attempts: int | Any = attempts
+        self.key = key
         self.checkpoint: bytes | None = None
         self.error: str | None = None
         self.size_bytes: int | None = len(data)
@@ -3760,7 +3768,7 @@ class FemtoQueue:
         *,
         delay_s: float = 0,
         key: str | None = None,
-        if_in_flight: str = "buffer",
+        if_in_flight: _IfInFlight = "buffer",
     ) -> str:
         """Add a task to the back of the queue and return the id of the task.
 
@@ -3866,7 +3874,7 @@ class FemtoQueue:
         time_us: float | datetime,
         *,
         key: str | None = None,
-        if_in_flight: str = "buffer",
+        if_in_flight: _IfInFlight = "buffer",
     ) -> str:
         """Add a task that joins the queue at a given time, and return the id of the task.
 
@@ -4422,7 +4430,9 @@ class FemtoQueue:
                 count += self._worker.requeue_failed(entry.path)
         return count
 
-    def purge(self, older_than_s: float, states: Iterable[str] = ("done",)) -> int:
+    def purge(
+        self, older_than_s: float, states: _EndState | Iterable[_EndState] = ("done",)
+    ) -> int:
         """Delete tasks that ended more than older_than_s seconds ago, and return their number.
 
         older_than_s:  the least age in seconds, by the wall clock. The age is the time since
@@ -4499,7 +4509,7 @@ class FemtoQueue:
             expired=sum(node.expired for node in nodes),
         )
 
-    def tasks(self, state: str, *, data: bool = True) -> Iterator[FemtoTask]:
+    def tasks(self, state: _State, *, data: bool = True) -> Iterator[FemtoTask]:
         """Iterate over the tasks in a state, in the order of their names, without leasing them.
 
         The tasks in flight come worker by worker. A task that waits is shown with the newest
@@ -4550,7 +4560,7 @@ class FemtoQueue:
         """
         return self._worker.keys.path_of(_encode_key(key)) != ""
 
-    def keys(self, state: str) -> Iterator[str]:
+    def keys(self, state: _State) -> Iterator[str]:
         """Iterate over the keys of the tasks in a state.
 
         Tasks without a key are left out, and so are the tasks that tasks() leaves out.

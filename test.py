@@ -1037,7 +1037,7 @@ class Lifecycle(QueueCase):
             DIRECTORY, NODE, ID, KEY, WHY = self.path, "n2", ident, "k", "why"
             PENDING, FAILED = "pending", "failed"
 
-        q = self.queue(Word.NODE)
+        q: Any = self.queue(Word.NODE)  # a type checker wants the literals
         self.assertEqual(q.push(b"y", key=Word.KEY), ident)
         self.assertEqual(([*q.keys(Word.PENDING)], len([*q.tasks(Word.PENDING)])), (["k"], 1))
         with FemtoQueue(Word.DIRECTORY, Word.NODE) as other:
@@ -2708,6 +2708,7 @@ class Keyed(QueueCase):
             **dict.fromkeys(("waits", "is back"), "buffer update"),
             "is leased": "buffer schedule",
         }
+        way: Any
         for state, way in itertools.product(self.STATES, ("buffer", "update", "schedule")):
             is_synced = can_exchange or way in buffering.get(state, "").split()
             for step in Step.each(errno_raiser(errno.EIO)):
@@ -3808,7 +3809,7 @@ class Life:
         call(*args)
         self.say(what)
 
-    def push(self, name: str, how: str = "buffer") -> None:
+    def push(self, name: str, how: Any = "buffer") -> None:
         put = functools.partial(self.q.push, key=self.key, if_in_flight=how)
         self.say_and_call(f"push {name}", put, name.encode())
 
@@ -4273,7 +4274,7 @@ class PlainInterrupted(Interrupted):
 
     is_full = False  # whether done/ had no room for a task, so that done() removed the task
 
-    def payloads(self, q: FemtoQueue, *states: str) -> list[str]:
+    def payloads(self, q: FemtoQueue, *states: Any) -> list[str]:
         """Return the sorted payloads of the tasks in these states."""
         return sorted(task.data.decode() for state in states for task in q.tasks(state))
 
@@ -4601,7 +4602,7 @@ class KeyedInterrupted(Interrupted):
         """Fail unless the queue object `q` can pop all tasks, and the buffered payload, before the
         next repair of keys. Fail unless the lines allow the payload that is delivered last."""
         self.check_invariants(leftovers=True)
-        states = ("pending", "scheduled", "inflight")
+        states: tuple[Any, ...] = ("pending", "scheduled", "inflight")
         self.assertLessEqual(sum(len([*q.tasks(state)]) for state in states), 1)
         self.assertLessEqual(q.stats().buffered, 1)
         delivered = []
@@ -5469,7 +5470,8 @@ class Fuzz:
         old enough for any age.
         """
         ahead_s, all_of_them = self.clock.time() - time.time(), self.chance.random() < 0.7
-        states = self.chance.choice((("done",), ("failed",), ("done", "failed"), "done"))
+        some: Any = ("done",), ("failed",), ("done", "failed"), "done"
+        states = self.chance.choice(some)
         for task in self.model.in_states("done", "failed"):
             os.utime(self.paths[task.id], (1, 1))
         count = w.q.purge(max(0, ahead_s + (-1000 if all_of_them else 1000)), states)
@@ -8978,7 +8980,7 @@ class CommandLine(QueueCase):
         the command around the $(...)."""
         part = r"\$\((femtoqueue [^()]*)\)"
         command = re.sub(part, lambda it: self.output_of(*shlex.split(it[1])[1:]).strip(), command)
-        words = shlex.split(command)
+        words: Any = shlex.split(command)
         if words[0] == "states":
             states = sorted(self.states().items())
             return ", ".join(f"{state} {count}" for state, count in states) or "none"
