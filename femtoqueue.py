@@ -919,6 +919,8 @@ class FemtoTask:
     error:  the reason of a task in failed/. None: the task has no reason, or is not in failed/.
     size_bytes:  the length of the payload in bytes. None: the file was not read (attach()), or its
         header is invalid (tasks(data=False) only).
+    since:  when the task came to its state, in UTC: when it was pushed, given back, leased or
+        renewed, finished, or failed. It is st_ctime of the file. Only peek() and tasks() read it.
 
     Assigning to an attribute changes nothing in the queue, with one exception, `data`: checkpoint()
     also saves a checksum of `data`. If other bytes were assigned to `data`, the checksum does not
@@ -929,7 +931,7 @@ class FemtoTask:
 
     # _anchor_ns: the anchor of the queue clock, for `until`.
     __slots__ = (
-        *("id", "data", "attempts", "key", "checkpoint", "error", "size_bytes"),
+        *("id", "data", "attempts", "key", "checkpoint", "error", "size_bytes", "since"),
         *("_anchor_ns", "_lease"),
     )
 
@@ -951,6 +953,7 @@ class FemtoTask:
         self.checkpoint: bytes | None = None
         self.error: str | None = None
         self.size_bytes: int | None = len(data)
+        self.since: datetime | None = None
         self._lease, self._anchor_ns = _lease, _anchor_ns
 
     def _compared(self) -> tuple[object, ...]:
@@ -4587,6 +4590,7 @@ class FemtoQueue:
                     size_bytes: int | None = len(payload)
                 else:
                     key, size_bytes = self._files.head(record)
+                since_ns = self._files.lstat(entry.path).st_ctime_ns
                 break
         else:
             return None
@@ -4597,6 +4601,7 @@ class FemtoQueue:
         lease.path = entry.path
         task = FemtoTask(entry.id, payload, attempts, key, lease, self._clock.anchor_ns)
         task.size_bytes = size_bytes
+        task.since = _utc(since_ns)
         if entry.directory == "failed":
             # Show the task even if the reason is missing, or if this user may not read the reason.
             with suppress(FileNotFoundError, PermissionError):
@@ -9033,11 +9038,12 @@ def _time_text(seconds: float | None) -> str:
 
 def _task_row(task: FemtoTask) -> dict[str, Any]:
     """Return the fields of a task that `ls` and `show` print, in the order of the table."""
-    until = task.until
+    since, until = task.since, task.until
     return {
         "state": task.state,
         "id": task.id,
         "age_s": round(time.time() - task.created.timestamp(), 3),
+        "since_s": None if since is None else round(time.time() - since.timestamp(), 3),
         "attempts": task.attempts,
         "size_bytes": task.size_bytes,
         "left_s": None if until is None else round(until.timestamp() - time.time(), 3),
@@ -9055,8 +9061,8 @@ def _cell(name: str, value: Any) -> str:
 
 
 def _task_table(tasks: Iterable[FemtoTask]) -> Iterator[str]:
-    form = "{:9} {:29} {:>6} {:>3} {:>8} {:>6} {} {}"
-    yield form.format("STATE", "ID", "AGE", "TRY", "BYTES", "LEFT", "KEY", "NODE")
+    form = "{:9} {:29} {:>6} {:>6} {:>3} {:>8} {:>6} {} {}"
+    yield form.format("STATE", "ID", "AGE", "SINCE", "TRY", "BYTES", "LEFT", "KEY", "NODE")
     for task in tasks:
         row = _task_row(task)
         cells = (_time_text(row[it]) if it.endswith("_s") else _cell(it, row[it]) for it in row)
@@ -9408,8 +9414,9 @@ def _ls_command(options: Any) -> None:
     """List the tasks in each STATE, or all tasks that are not done.
 
     A STATE is pending, scheduled, inflight, done or failed; --all means all five.
-    Columns: state, id, age, attempts (-: not known), size in bytes (-: corrupt),
-    time until the lease ends or the task is due, key, node.
+    Columns: state, id, age, time since it came to its state, attempts (-: not
+    known), size in bytes (-: corrupt), time until the lease ends or the task is
+    due, key, node.
 
     Example: femtoqueue ls jobs failed
     """

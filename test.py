@@ -1323,6 +1323,29 @@ class Lifecycle(QueueCase):
             self.assertEqual((self.states(), self.names(state)), ({state: 1}, [ident]))
             os.unlink(self.file(state, ident))
 
+    def test_since_is_the_time_when_a_task_came_to_its_state(self) -> None:
+        q = self.queue(max_attempts=1)
+
+        def check(state: Any, begin_s: float) -> None:
+            (task,) = q.tasks(state)
+            for it in task, q.peek(task.id):
+                assert it is not None
+                assert it.since is not None
+                # The clock of a file system advances in ticks of up to 10 ms.
+                self.assertTrue(begin_s - 0.02 <= it.since.timestamp() <= time.time())
+
+        ident = q.push(b"x")
+        check("pending", 0)
+        for state, move in (
+            ("inflight", lambda: self.assertIsNone(popped(q).since)),
+            ("inflight", lambda: q.extend(q.attach(ident))),
+            ("failed", lambda: q.fail(q.attach(ident))),
+        ):
+            time.sleep(0.05)
+            begin_s = time.time()
+            move()
+            check(state, begin_s)
+
     def test_tasks_without_data_reads_headers_only(self) -> None:
         """tasks(data=False) reads headers, and no payload."""
         # tasks(data=False) also yields a file without a valid header; tasks() leaves such a file
@@ -8483,18 +8506,18 @@ $ femtoqueue release jobs --front $(femtoqueue pop jobs)
 $ femtoqueue pop jobs --timeout 1h -> <lease>
 $ echo torn > jobs/pending/00000000000000000001-0000aaaa
 $ femtoqueue ls jobs
-STATE ID AGE TRY BYTES LEFT KEY NODE
-pending 00000000000000000001-0000aaaa ... 0 - - - -
-pending <x> ...s 0 1 - - -
-scheduled <later> ...s 0 5 2.0h - -
-inflight <keyed> ...s 2 5 ...m a%20b%0A/%C3%A9:@-._~ cli
+STATE ID AGE SINCE TRY BYTES LEFT KEY NODE
+pending 00000000000000000001-0000aaaa ... ...s 0 - - - -
+pending <x> ...s ...s 0 1 - - -
+scheduled <later> ...s ...s 0 5 2.0h - -
+inflight <keyed> ...s ...s 2 5 ...m a%20b%0A/%C3%A9:@-._~ cli
 $ femtoqueue ls jobs inflight --json
 {"state": "inflight", "id": "<keyed>", ... "key": "a b\n/\u00e9:@-._~", "node": "cli"}
 $ femtoqueue show jobs $keyed -> state inflight id <keyed> ... a%20b%0A/%C3%A9:@-._~ node cli 12345
 $ femtoqueue show jobs $keyed --payload && echo ' is all' -> 12345 is all
 $ femtoqueue show jobs 00000000000000000002-0000aaaa -> ! ...no task 0...2-0000aaaa [1]
 $ printf 'FQ1 00000000 0 %0300d\n' 0 > jobs/pending/00000000000000000001-f000aaaa
-$ femtoqueue ls jobs pending | awk '{ print NF, length($7) }' -> 8 3 8 1 8 300 8 1
+$ femtoqueue ls jobs pending | awk '{ print NF, length($8) }' -> 9 3 9 1 9 300 9 1
 # stat counts tasks, and its status can alert a monitor; without a terminal, top prints blocks
 $ femtoqueue push jobs x x -> <a> <b>
 $ femtoqueue pop jobs -> <lease>
