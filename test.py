@@ -1330,21 +1330,51 @@ class Lifecycle(QueueCase):
             (task,) = q.tasks(state)
             for it in task, q.peek(task.id):
                 assert it is not None
-                assert it.since is not None
+                since = it.since
+                assert since is not None
                 # The clock of a file system advances in ticks of up to 10 ms.
-                self.assertTrue(begin_s - 0.02 <= it.since.timestamp() <= time.time())
+                self.assertTrue(begin_s - 0.02 <= since.timestamp() <= time.time())
 
         ident = q.push(b"x")
         check("pending", 0)
-        for state, move in (
+        moves: tuple[tuple[str, Callable[[], object]], ...] = (
             ("inflight", lambda: self.assertIsNone(popped(q).since)),
             ("inflight", lambda: q.extend(q.attach(ident))),
             ("failed", lambda: q.fail(q.attach(ident))),
-        ):
+        )
+        for state, move in moves:
             time.sleep(0.05)
             begin_s = time.time()
             move()
             check(state, begin_s)
+
+    def test_search_for_an_unknown_id_does_not_list_ended_tasks(self) -> None:
+        """peek() of an unknown id lists neither done/ nor failed/, which may be huge."""
+        q = self.queue(keep_done=True)
+        for end in (q.done, q.fail):
+            end(leased(q))
+        unknown = f"{1:020d}-0000aaaa"
+        listings = calls_of("list", lambda: self.assertIsNone(q.peek(unknown)))
+        names = {str(path).rstrip("/").rpartition("/")[2] for path, *_ in listings}
+        self.assertEqual(names & {"done", "failed"}, set())
+
+    def test_stats_spends_no_call_on_a_finished_task(self) -> None:
+        """stats() makes as many calls of Python functions for 100 finished tasks as for two."""
+        q = self.queue()
+
+        def end_and_count(number: int) -> int:
+            for end in (q.done, q.fail) * number:
+                end(leased(q))
+            calls = []
+            sys.setprofile(lambda *args: calls.append(args[1]))
+            try:
+                stats = q.stats()
+            finally:
+                sys.setprofile(None)
+            self.assertEqual(stats.done, stats.failed)
+            return calls.count("call")
+
+        self.assertEqual(end_and_count(1), end_and_count(49))
 
     def test_tasks_without_data_reads_headers_only(self) -> None:
         """tasks(data=False) reads headers, and no payload."""
@@ -6139,11 +6169,12 @@ class ByHand(QueueCase):
                 self.check_invariants()
 
     def test_task_moved_by_hand_under_any_of_its_names_is_found_by_its_id(self) -> None:
-        """A task whose file was moved by hand is found by its id, even if the name of the file
-        still shows the former state."""
+        """A task whose file was moved by hand to pending/ or failed/ is found by its id, even if
+        the name of the file still shows the former state."""
         # A file in pending/ may have the name of a lease. A file in failed/ or done/ may have the
-        # name of a waiting task. stats(), peek(), retry() and tasks() understand such names.
-        # retry_failed() lists failed/ only once, and not again for each such name.
+        # name of a waiting task. stats(), retry() and tasks() understand such names. peek() does
+        # not find them in done/ and failed/, because it lists neither. retry_failed() lists failed/
+        # only once, and not again for each such name.
         q = self.queue()
         ids = q.push_many([b"1", b"2"])
         self.pop(q), self.pop(q)
@@ -6152,7 +6183,8 @@ class ByHand(QueueCase):
         for task in [self.pop(q), self.pop(q)]:
             q.release(task)
         self.sh("mv pending/* failed/")
-        self.assertEqual((q.stats().failed, q.peek(ids[0])), (2, FemtoTask(ids[0], b"1", 2)))
+        found = {task.id: task for task in q.tasks("failed")}
+        self.assertEqual((q.stats().failed, found[ids[0]]), (2, FemtoTask(ids[0], b"1", 2)))
         q.retry(ids[1])
         listings = calls_of("list", lambda: self.assertEqual(q.retry_failed(), 1))
         self.assertEqual(len(listings), 1)
@@ -6161,7 +6193,8 @@ class ByHand(QueueCase):
             self.assertEqual((task.data, task.attempts), (data, 1))
             q.release(task)
         self.sh("mv pending/* done/")
-        self.assertEqual((q.stats().done, q.peek(ids[1])), (2, FemtoTask(ids[1], b"2", 1)))
+        found = {task.id: task for task in q.tasks("done")}
+        self.assertEqual((q.stats().done, found[ids[1]]), (2, FemtoTask(ids[1], b"2", 1)))
 
     def test_shell_tools_can_read_a_queue_and_a_copy_of_it_is_a_queue(self) -> None:
         """The tools ls, cat, tail, grep, wc and du show the tasks, and a copy of the directory is a
