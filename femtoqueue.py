@@ -1148,7 +1148,10 @@ def _end_s(timeout: float | None, name: str = "timeout") -> float:
 
 
 def _check_dir(name: str, directory: object) -> str:
-    path = os.fspath(directory)  # type: ignore[call-overload]
+    try:
+        path = os.fspath(directory)  # type: ignore[call-overload]
+    except TypeError:
+        path = None
     if not isinstance(path, str):
         raise TypeError(f"{name} must be a str or a path, not {directory!r}")
     if not path:
@@ -2762,7 +2765,8 @@ class _Worker:
         if lease.outcome:
             why = f"this delivery has ended before; its outcome was: {lease.outcome}"
         elif late_ns >= 0:
-            why = f"its lease ran out {late_ns / 1e9:.3f} s ago; it was taken back, or has ended"
+            why = f"its lease of {lease.length_ns / 1e9:g} s ran out {late_ns / 1e9:.3f} s ago"
+            why += "; it was taken back, or has ended"
         else:
             why = "it is not leased by this delivery any more: finished, moved, or given up before"
         return LeaseLost(_id_of(lease.path), late_ns >= 0, why)

@@ -829,7 +829,7 @@ NO_SETTINGS: tuple[tuple[str, type[Exception], tuple[Any, ...]], ...] = (
     ("timeout_stale_ms", ValueError, (0, NAN, 10**400)),
     ("timeout_stale_ms", TypeError, ("1",)),
     ("max_attempts", ValueError, (0, True, 10**6)),
-    ("data_dir", TypeError, (b"jobs",)),
+    ("data_dir must be a str or a path", TypeError, (b"jobs", 3, None, ["jobs"])),
     ("data_dir", ValueError, ("",)),
     ("keep_done", TypeError, ("1d",)),
     ("keep_done", ValueError, NO_AGES),
@@ -994,7 +994,13 @@ class Lifecycle(QueueCase):
         task, clock = leased(q), self.clock()
         clock.advance(2)
         os.unlink(self.file(task.path))
-        with self.assertRaisesRegex(LeaseLost, "its lease ran out [12]"):
+        with self.assertRaisesRegex(LeaseLost, r"its lease of 1 s ran out [12]\.\d+ s ago"):
+            q.done(task)
+        q.push(b"x")
+        task = q.pop(lease_ms=30) or self.fail("a task was there")
+        clock.advance(2)
+        os.unlink(self.file(task.path))
+        with self.assertRaisesRegex(LeaseLost, r"its lease of 0\.03 s ran out"):
             q.done(task)
 
     def test_payload_is_delivered_unchanged(self) -> None:
@@ -1022,7 +1028,7 @@ class Lifecycle(QueueCase):
         for name, error, wrong_arguments in NO_SETTINGS:
             for it in wrong_arguments:
                 with self.subTest(name, it=it), self.assertRaisesRegex(error, name):
-                    FemtoQueue(**{"data_dir": new, name: it})
+                    FemtoQueue(**{"data_dir": new, name.partition(" ")[0]: it})
         self.assertEqual(self.states(), {"inflight-n1": 1})
         self.assertFalse(os.path.exists(self.file("keys")) or os.path.exists(new))
         q.done(task)
