@@ -661,6 +661,7 @@ _parse_reason = re.compile(rf"{_ID}\.error").fullmatch  # the other form of a na
 # The hash of a key, which is the other form of a name in keys/. A random tag does not match.
 _parse_tag = re.compile("[89a-f][0-9a-f]{7}").fullmatch
 _parse_id = re.compile(_ID).fullmatch
+_parse_old_task = re.compile("[0-9]+_(?:[0-9a-f]{16}|<built-in .*)").fullmatch  # of 0.4
 _parse_ticket = re.compile(r"[0-9]{20}~[0-9a-f]{8}~[0-9a-f]{16}").fullmatch
 _parse_node_dir = re.compile(r"inflight-([A-Za-z0-9._-]{1,100})").fullmatch
 # A line of a file keys/<hash>, see room 13: the key, the path of its task, and the name in keys/ of
@@ -3753,6 +3754,7 @@ class FemtoQueue:
         if len(os.fsencode(self._files.root)) + node_bytes + _LEASE_BYTES > _PATH_MAX:
             raise _os_error(errno.ENAMETOOLONG, path)
         self._files.make_dirs()
+        _warn_of_old_tasks(self._files.root)
         self._clock = _QueueClock(self._files)
         self._init_worker()
         _fork_hooks[self] = FemtoQueue._after_fork
@@ -4690,6 +4692,17 @@ class FemtoQueue:
         settings["data_dir"] = os.path.dirname(self._files.root)
         settings["node_id"] = self._given_node_id
         return functools.partial(type(self), **settings), ()
+
+
+@functools.lru_cache  # once for a directory
+def _warn_of_old_tasks(root: str) -> None:
+    """Log a warning if tasks of femtoqueue 0.4 wait in data_dir. Only the first names are read."""
+    for directory in _WAITING_DIRS:
+        # A producer may have no right to read the directory.
+        with suppress(PermissionError), os.scandir(root + directory) as entries:
+            if any(_parse_old_task(entry.name) for entry in itertools.islice(entries, 100)):
+                text = '%s has tasks of femtoqueue 0.4, which are not read; the README, "Changes", '
+                _log().warning(text + "has the program that moves them", root + directory)
 
 
 # The names of the settings. The settings are fixed when an object is made. An unpickled object is

@@ -7191,6 +7191,27 @@ class Compatibility(QueueCase):
             shapes.append(shape)
         return sorted(shapes)
 
+    def test_directory_of_0_4_is_not_taken_for_an_empty_queue_in_silence(self) -> None:
+        """The first object that opens tasks of 0.4 logs a warning; a name like theirs gets none."""
+        LOG.disabled = False
+        self.queue()
+        for state in ("pending", "scheduled"):
+            self.path = self.new_dir(self.memory)
+            os.mkdir(self.file(state))
+            self.put("2026_report.txt", b"", state)
+            self.put("1795776223005118_<built-in method hex of bytes object at 0x7f00>", b"", state)
+            with self.assertLogs("femtoqueue", "WARNING") as logs:
+                q, _ = self.queue(), self.queue("n2")
+            self.assertEqual(len(logs.output), 1)
+            self.assertIn("femtoqueue 0.4", logs.output[0])
+            self.assertIn('README, "Changes"', logs.output[0])
+            self.assertIsNone(q.pop())
+        self.path = self.new_dir(self.memory)
+        os.mkdir(self.file("pending"))
+        self.put("2026_report.txt", b"")
+        with self.assertNoLogs("femtoqueue"):
+            self.queue()
+
     def test_arguments_keep_their_positions_and_names(self) -> None:
         with FemtoQueue(self.path, "node1", 100, True) as q:
             given = q.data_dir, q.node_id, q.timeout_stale_ms, q.sync_after_write
