@@ -2767,7 +2767,6 @@ class _Worker:
             why = f"this delivery has ended before; its outcome was: {lease.outcome}"
         elif late_ns >= 0:
             why = f"its lease of {lease.length_ns / 1e9:g} s ran out {late_ns / 1e9:.3f} s ago"
-            why += "; it was taken back, or has ended"
         else:
             why = "it is not leased by this delivery any more: finished, moved, or given up before"
         return LeaseLost(_id_of(lease.path), late_ns >= 0, why)
@@ -4329,12 +4328,12 @@ class FemtoQueue:
 
         Returns the number of deliveries by outcome, as WorkCounts.
 
-        If work() runs in the main thread, SIGTERM and SIGINT stop the loop as `stop` does. A second
-        signal gives back the tasks that are running, and work() returns at once. With
-        concurrency=1, the second signal ends the handler by a KeyboardInterrupt, which work()
-        catches. With a higher concurrency, the handlers still run in their threads, and get
-        LeaseLost when they use their tasks. Two signals within 0.3 seconds count as one. close() in
-        another thread stops the loop, too.
+        If work() runs in the main thread, SIGTERM and SIGINT stop the loop as `stop` does, and a
+        line on standard error says so. A second signal gives back the tasks that are running, and
+        work() returns at once. With concurrency=1, the second signal ends the handler by a
+        KeyboardInterrupt, which work() catches. With a higher concurrency, the handlers still run
+        in their threads, and get LeaseLost when they use their tasks. Two signals within 0.3
+        seconds count as one. close() in another thread stops the loop, too.
 
         Raises TypeError or ValueError if an argument is invalid. If a handler raises SystemExit,
         KeyboardInterrupt or another exception that is not an Exception, the loop ends, and the
@@ -6148,6 +6147,16 @@ _AFTER_FAILURE = {
 }
 
 
+def _write_stop_line(begin: bytes) -> None:
+    """Write `begin`, and a line about the first signal, unless the write would block."""
+    import select
+
+    with suppress(OSError, ValueError):
+        if select.select([], [2], [], 0)[1]:
+            text = b"femtoqueue: the running tasks may finish; a second signal ends them\n"
+            os.write(2, begin + text)
+
+
 class _WorkerPool:
     """The loop of work(): takes tasks and calls the handler for each.
 
@@ -6401,8 +6410,8 @@ class _WorkerPool:
                 signal.signal(number, handler)
 
     def _tell_stop(self) -> None:
-        """Do nothing. A subclass may override this method, which is called at the first signal, in
-        the signal handler."""
+        """Write a line about the first signal. The signal handler calls this method."""
+        _write_stop_line(b"\n")  # a terminal may show "^C" in front
 
     def _on_signal(self, number: int) -> None:
         """Note a signal. The first signal stops the pool: no further task is taken. The second
@@ -8482,15 +8491,9 @@ class _CommandPool(_WorkerPool):
     # Signals
 
     def _tell_stop(self) -> None:
-        """Note in `_is_told` that the first signal has come. Write a message about the signal,
-        unless the write would block. The signal handler calls this method."""
-        import select
-
+        """Note in `_is_told` that the first signal has come, and write a line about the signal."""
         self._is_told.set()
-        with suppress(OSError, ValueError):
-            if select.select([], [2], [], 0)[1]:
-                text = b"femtoqueue: the running commands may finish; a second signal ends them\n"
-                os.write(2, self._output.clearing_for_signal() + text)
+        _write_stop_line(self._output.clearing_for_signal())
 
     def _abort(self) -> None:
         """Pass the second signal to all jobs that run, and wait until the jobs have ended. Then

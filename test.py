@@ -8290,6 +8290,16 @@ class Work(QueueCase):
         self.assertEqual((counts.done, after), (2, before))
 
     @FORK
+    def test_first_signal_is_answered_by_a_line(self) -> None:
+        """work() writes the line that the command `work` writes, unless that would block."""
+        self.queue().push(b"x")
+        code = "from femtoqueue import FemtoQueue; import os, sys; q = FemtoQueue(sys.argv[1])\n"
+        code += "print(q.work(lambda _: os.kill(os.getpid(), 2)).done)"
+        run = functools.partial(run_guarded, sys.executable, "-c", code, self.path)
+        wanted = "\nfemtoqueue: the running tasks may finish; a second signal ends them\n"
+        self.assertEqual(run(env=os.environ), (0, "1\n", wanted))
+
+    @FORK
     def test_signal_ends_a_child_process_that_a_handler_forked(self) -> None:
         def terminate(_: Child) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -8695,7 +8705,7 @@ $ femtoqueue work jobs -- sh -c 'kill -HUP $PPID' 2> /dev/full
 $ states -> done 1
 $ femtoqueue push jobs x -> ...
 $ { femtoqueue work jobs -q -- sh -c 'echo 1; kill -INT $PPID; sleep 0.5; echo 2; echo 3'; \
- echo $? > status; } | head -n 1 -> 1 ! ! femtoqueue: the running commands may finish; ...
+ echo $? > status; } | head -n 1 -> 1 ! ! femtoqueue: the running tasks may finish; ...
 $ cat status -> 0
 $ states -> done 2
 $ femtoqueue push jobs x -> ...
@@ -8912,7 +8922,7 @@ class Command(subprocess.Popen[bytes]):
         is given, and wait until the process ends."""
         self.send_signal(number)
         heard = self.stderr.readline(), self.stderr.readline()
-        demand(b"the running commands may finish" in heard[1], f"it said {heard}")
+        demand(b"the running tasks may finish" in heard[1], f"it said {heard}")
         if second is not None:
             time.sleep(2 * constant("one signal"))  # two signals at once count as one
             self.send_signal(second)

@@ -684,8 +684,8 @@ a command that succeeds after the second signal finishes its task | CommandLine
 -        if not status:
 +        if not status and len(self.signals) < 2:
 the first signal ends `work` even if standard error is full | CommandLine hangs
--            if select.select([], [2], [], 0)[1]:
-+            if select.select([], [], [], 0):
+-        if select.select([], [2], [], 0)[1]:
++        if select.select([], [], [], 0):
 the second signal ends `work` even if the write of a log line blocks | CommandLine hangs
 -    if status > 128:
 +    if status > 256:

@@ -33,8 +33,8 @@ import femtoqueue
 import test
 
 LIMITS = {
-    "tokens of code": 42_737,
-    "lines of code": 4_753,
+    "tokens of code": 43_223,
+    "lines of code": 4_809,
 }
 DOORS = {  # names of annexes that rooms above them may use
     *("_Inspector", "_Processing", "_WorkerPool", "_open_files"),
