@@ -8729,7 +8729,6 @@ def _end_of_file(file: Any, begin: int) -> bytes:
 #       of value needs a parser in _TYPES. The first line of the docstring also stands in the list
 #       of commands (`femtoqueue --help`). The docstring has an example.
 #     - Room 12, a public method, if the command needs a new one.
-#     - The README, table "All commands": .ci/lint.py looks for each command in this table.
 #     - The test of --help in test.py, which has the number of commands. The test also limits the
 #       lines of a help text to 80 columns, and their number to 24 (except for `work`).
 #     A new option of a command needs only the _argument(), the code that uses it, and a test.

@@ -41,7 +41,6 @@ import hashlib
 import importlib
 import io
 import itertools
-import json
 import linecache
 import logging
 import os
@@ -9844,7 +9843,7 @@ class Documents(QueueCase):
         deadlines, times and the widths of columns."""
         for pattern, plain in (
             (r"\d{20}~(?=\d+~)", "DEADLINE~"),
-            (r"\d{20}-[0-9a-f]{8}", "ID"),
+            (r"\d{20}-[0-9a-f]+", "ID"),
             (r"\d\d:\d\d:\d\d", "CLOCK"),
             (r"\b\d+s\b", "AGE"),
             (r" +", " "),
@@ -9859,23 +9858,19 @@ class Documents(QueueCase):
         self.assertIn("resize 42.png", self.run_python(code))
 
     def test_each_program_of_the_readme_prints_what_the_readme_says(self) -> None:
-        """Each program prints what stands in the text block after it, or in the comments behind its
-        print()s."""
-        # Three kinds of programs have tests of their own: the parts of a service, whose first line
-        # is the name of a file; the program that shows the idea of the
-        # queue with bare system calls; and the program that drains a queue of
-        # femtoqueue 0.4.2.
-        blocks, count = [*self.blocks(), ("", "")], 0
-        for (language, code), (next_language, text) in itertools.pairwise(blocks):
-            if language != "python" or re.match(r"# \w+\.py\n|import os, time|.*\bhashlib", code):
+        """Each program prints what stands in the comments behind its print()s."""
+        # Two programs have tests of their own: the one that shows the idea of the queue with bare
+        # system calls, and the one that drains a queue of femtoqueue 0.4.2.
+        count = 0
+        for _, code in self.blocks("python"):
+            if re.match(r"import os, time|import hashlib", code):
                 continue
             said = re.findall(r"(?m)^ *print\(.*\)  # (.*)$", code)
-            wanted = text.splitlines() if next_language == "text" else said
             count += 1
             self.go_to(self.new_dir(self.memory))
             with self.subTest(code):
-                self.assertEqual(self.run_python(code).splitlines(), wanted)
-        self.assertGreater(count, 10)
+                self.assertEqual(self.run_python(code).splitlines(), said)
+        self.assertGreaterEqual(count, 10)
 
     def test_help_shows_the_public_interface_only(self) -> None:
         import pydoc
@@ -9916,8 +9911,8 @@ class Documents(QueueCase):
     @FORK
     def test_each_transcript_shows_what_its_commands_print(self) -> None:
         # Ids, times and the widths of columns may differ.
-        transcripts = [text for _, text in self.blocks("console") if "curl" not in text]
-        self.assertGreater(len(transcripts), 3)
+        transcripts = [text for _, text in self.blocks("console")]
+        self.assertGreater(len(transcripts), 1)
         for text in transcripts:
             self.go_to(self.new_dir(self.memory))
             commands = re.findall(r"(?m)^\$ (.*)$", text)
@@ -9926,71 +9921,6 @@ class Documents(QueueCase):
                 self.assertEqual(
                     self.without_variable_parts(said), self.without_variable_parts(text)
                 )
-
-    @FORK
-    def test_script_of_the_readme_for_files_works_on_each_file(self) -> None:
-        said = self.sh(self.block("photos", "sh"))
-        for text in ("photos/a b.jpg", "photos/c.jpg", '"pending": 0, "scheduled": 0, "inflight"'):
-            self.assertIn(text, said)
-        self.assertNotIn("waits too long", said)
-
-    def start_service(self, port: int) -> Any:
-        """Start the programs of the README's web service. Return the output of the last program,
-        worker.py."""
-        process: Any = None
-        parts = [code for _, code in self.blocks("python") if re.match(r"# \w+\.py\n", code)]
-        for code in parts:
-            name = code[2 : code.index("\n")]
-            self.put(name, code.replace("8000", str(port)).encode(), "")
-            pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
-            process = subprocess.Popen([sys.executable, name], stdout=pipe, stderr=nowhere)
-            self.addCleanup(process.communicate)
-            self.addCleanup(process.kill)
-        return process.stdout
-
-    @FORK
-    def test_web_service_of_the_readme_takes_tasks_and_its_worker_does_them(self) -> None:
-        """The web service gives the answers of the README's transcript, and its worker does the
-        tasks."""
-        # The service uses a free port, in place of port 8000.
-        import http.client
-        import socket
-
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        worked = self.start_service(port)
-
-        def ask(method: str, path: str, body: str | None = None) -> str:
-            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
-            with contextlib.closing(connection):
-                connection.request(method, path, body)
-                return connection.getresponse().read().decode()
-
-        def has_answered() -> bool:
-            with contextlib.suppress(ConnectionRefusedError):
-                return bool(ask("GET", "/"))
-            return False
-
-        until(has_answered)
-        (transcript,) = (text for _, text in self.blocks("console") if "curl" in text)
-        said = [ask("POST", "/", "42.png")]
-        self.assertEqual(worked.readline(), b"resizing 42.png\n")
-        path = "/" + json.loads(said[0])["id"]
-        until(lambda: "done" in ask("GET", path))
-        said += [ask("GET", path), ask("GET", "/unknown")]
-        shown = [it for it in transcript.splitlines() if not it.startswith("$")]
-        wanted = [*self.without_variable_parts("\n".join(shown)), '{"state": null}']
-        self.assertEqual(self.without_variable_parts("".join(said)), wanted)
-
-    def test_long_task_of_the_readme_resumes_where_a_killed_worker_stopped(self) -> None:
-        """If a worker is killed after seven of ten rows, the next worker saves only three rows."""
-        work = self.block('q.push(b"10 rows")')
-        dying = f"import os\n{work}\n            if row == 6: os.kill(os.getpid(), 9)\n"
-        died = subprocess.run([sys.executable, "-c", dying], check=False)
-        self.assertEqual(died.returncode, -signal.SIGKILL)
-        again = re.sub(r'q\.push\(b"10 rows"\).*\n', "", work) + "\n            print(row, end=' ')"
-        self.assertEqual(self.run_python(again), "7 8 9 ")
 
     def test_second_delivery_to_the_database_of_the_readme_changes_nothing(self) -> None:
         # A worker that dies between the commit of the database and done() causes a second delivery.
@@ -10005,18 +9935,11 @@ class Documents(QueueCase):
         self.assertEqual(rows, [(b"invoice 7",)] * 2)  # two tasks, of which one came twice
 
     @FORK
-    def test_nightly_job_of_the_readme_is_scheduled_once_after_two_starts(self) -> None:
-        nightly = self.block("if not q.contains")
-        due = "at_s = q.peek(key='backup').until.timestamp(); "
-        due += "print(q.stats().scheduled, at_s % 86400, 0 < at_s - time.time() <= 86400)"
-        self.assertEqual(self.run_python(f"{nightly}\n{nightly}\n{due}"), "1 0.0 True\n")
-
-    @FORK
     def test_the_pool_of_the_unit_file_works_and_stops_when_systemd_says_so(self) -> None:
         ((_, unit),) = self.blocks("ini")
         settings = dict(line.split("=", 1) for line in unit.splitlines() if "=" in line)
         command = settings["ExecStart"].replace("/srv/jobs", "jobs")
-        command = command.replace("/usr/local/bin/femtoqueue", f"{sys.executable} -m femtoqueue")
+        command = command.replace("/usr/bin/python3 /opt/", f"{sys.executable} ")
         command = command.replace("/usr/local/bin/resize", "cat")
         FemtoQueue("jobs").push_many([b"a\n", b"b\n"])
         drained = f"{sys.executable} -c 'from femtoqueue import *; FemtoQueue(\"jobs\").join()'"
@@ -10024,22 +9947,15 @@ class Documents(QueueCase):
         self.assertEqual((sorted(said.split()), settings["Restart"]), (["a", "b"], "always"))
 
     @FORK
-    def test_commands_of_the_crontab_and_of_the_image_run_the_pushed_tasks(self) -> None:
-        # The second push adds no task, because the task of yesterday still waits. The last task is
-        # done by the command of the image. In a container, this command runs as PID 1.
+    def test_commands_of_the_crontab_run_the_pushed_tasks(self) -> None:
+        # The second push adds no task, because the task of yesterday still waits.
         push, work = (it.split(None, 5)[5] for it in self.block("--key", "crontab").splitlines())
-        words = json.loads(self.block("CMD", "dockerfile").partition("CMD ")[2])
-        self.assertEqual(words.pop(0), "python")
-        image = f"python3 {shlex.join(words).replace(' work ', ' work -q --drain ')}"
-        for name in ("report", "resize"):
-            os.chmod(self.put(name, b"#!/bin/sh\ncat; echo\n", ""), 0o755)
-        script = "\n".join((push, push, work.replace("10s", "0s"), push, image))
-        for old, new in (("/usr/local/bin/femtoqueue", "femtoqueue"), ("/usr/local/bin", ".")):
-            script = script.replace(old, new)
-        said = self.sh(re.sub("(/srv)?/jobs", "jobs", script)).splitlines()
-        self.assertEqual((said[0], said[2]), (said[1], "nightly report"))
-        self.assertNotEqual(said[0], said[3])
-        self.assertEqual(said[4:], ["nightly report"])
+        os.chmod(self.put("report", b"#!/bin/sh\ncat; echo\n", ""), 0o755)
+        script = "\n".join((push, push, work.replace("10s", "0s")))
+        script = script.replace("/opt/report", "./report").replace("/opt/", "")
+        said = self.sh(script.replace("/srv/jobs", "jobs")).splitlines()
+        self.assertEqual(said[0], said[1])
+        self.assertEqual(said[2:], ["nightly report"])
 
     @FORK
     def test_an_element_of_the_slurm_array_gives_back_what_it_can_not_finish(self) -> None:
@@ -10070,7 +9986,7 @@ class Documents(QueueCase):
         for state in ("creating", "pending", "inflight", "done"):
             os.mkdir(state)
         for number in (1, 2):
-            self.assertRegex(self.run_python(code), r"\Aworking on \d{20}-[0-9a-f]{8}\n\Z")
+            self.assertRegex(self.run_python(code), r"\Aworking on \d{20}-[0-9a-f]{16}\n\Z")
             self.assertEqual(len(os.listdir("done")), number)
 
     # The program that drains a queue of femtoqueue 0.4.2 into a new one
