@@ -9562,9 +9562,10 @@ def _top_lines(name: str, q: FemtoQueue, progress: _Progress) -> Iterator[str]:
         yield from ("", "LATEST DEAD LETTERS")
     for ident in failed:
         with suppress(CorruptTask):
-            if (task := q.peek(ident)) is not None:
-                reason = (task.error or "-").partition("\n")[0]
-                yield f"{ident} {'-' if task.key is None else _cell('key', task.key)} {reason}"
+            task = q.peek(ident)  # None: a person moved the task there, under another name
+            key, reason = (task.key, task.error) if task else (None, None)
+            first_line = (reason or "-").partition("\n")[0]
+            yield f"{ident} {_cell('key', key)} {first_line}"
 
 
 @contextmanager
