@@ -4693,15 +4693,19 @@ class FemtoQueue:
         return functools.partial(type(self), **settings), ()
 
 
-@functools.lru_cache  # once for a directory
 def _warn_of_old_tasks(root: str) -> None:
     """Log a warning if tasks of femtoqueue 0.4 wait in data_dir. Only the first names are read."""
     for directory in _WAITING_DIRS:
         # A producer may have no right to read the directory.
         with suppress(PermissionError), os.scandir(root + directory) as entries:
             if any(_parse_old_task(entry.name) for entry in itertools.islice(entries, 100)):
-                text = '%s has tasks of femtoqueue 0.4, which are not read; the README, "Changes", '
-                _log().warning(text + "has the program that moves them", root + directory)
+                text = f"{root}{directory} has tasks of femtoqueue 0.4, which are not read"
+                _warn_once(f'{text}; the README, "Changes", has the program that moves them')
+
+
+@functools.lru_cache
+def _warn_once(text: str) -> None:
+    _log().warning("%s", text)
 
 
 # The names of the settings. The settings are fixed when an object is made. An unpickled object is

@@ -33,8 +33,8 @@ import femtoqueue
 import test
 
 LIMITS = {
-    "tokens of code": 43_235,
-    "lines of code": 4_810,
+    "tokens of code": 43_245,
+    "lines of code": 4_812,
 }
 DOORS = {  # names of annexes that rooms above them may use
     *("_Inspector", "_Processing", "_WorkerPool", "_open_files"),
