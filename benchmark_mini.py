@@ -109,8 +109,7 @@ class Results:
             print(f"{name:38} {'   '.join(parts)}")
 
     def show_chart(self, names: dict[str, str]) -> None:
-        """Print tasks per second as a mermaid chart for README.md. `names` has the contenders'
-        labels."""
+        """Print tasks per second as a mermaid chart. `names` has the contenders' labels."""
         bars: dict[str, int] = {}
         for row, processes in CHART.items():
             for label, name in names.items():

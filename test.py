@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import asyncio
 import binascii
+import concurrent.futures
 import contextlib
 import dataclasses
 import datetime
@@ -40,7 +41,6 @@ import hashlib
 import importlib
 import io
 import itertools
-import json
 import linecache
 import logging
 import os
@@ -838,7 +838,7 @@ NO_SETTINGS: tuple[tuple[str, type[Exception], tuple[Any, ...]], ...] = (
     ("timeout_stale_ms", ValueError, (0, NAN, 10**400)),
     ("timeout_stale_ms", TypeError, ("1",)),
     ("max_attempts", ValueError, (0, True, 10**6)),
-    ("data_dir", TypeError, (b"jobs",)),
+    ("data_dir must be a str or a path", TypeError, (b"jobs", 3, None, ["jobs"])),
     ("data_dir", ValueError, ("",)),
     ("keep_done", TypeError, ("1d",)),
     ("keep_done", ValueError, NO_AGES),
@@ -851,6 +851,8 @@ NO_MEMBERS = "pending", "../x", None
 REFUSALS: tuple[Refusal, ...] = (
     (lambda q, task, it: q.push(it), TypeError, "encode it", ("text",)),
     (lambda q, task, it: q.push(it), TypeError, "bytes-like", NO_BYTES),
+    (lambda q, task, it: q.push(b"x", delay_s=it), ValueError, "delay_s", NO_AGES),
+    (lambda q, task, it: q.push(b"x", delay_s=it), TypeError, "delay_s", ("1", None, [])),
     (lambda q, task, it: q.push_many(it), TypeError, "for one payload use push", (b"123",)),
     (lambda q, task, it: q.schedule(it, 0), TypeError, "bytes-like", NO_BYTES),
     (lambda q, task, it: q.schedule(b"x", it), TypeError, "time_us", ("1", None, True)),
@@ -932,6 +934,20 @@ class Lifecycle(QueueCase):
         for past_us in (-1e13, 0, 1, 300_000):
             self.assertEqual(q.schedule(b"now", past_us), self.pop(q).id)
 
+    def test_delayed_push_is_delivered_after_its_delay(self) -> None:
+        """push(delay_s=) hides a task for that time, also if the wall clock is near 1970."""
+        q, clock = self.queue(), self.clock()
+        for shift_s in (0, 60 - time.time()):
+            clock.wall_shift_s = shift_s
+            idents = q.push(b"x", delay_s=60), q.push(b"y", delay_s=60, key="k")
+            clock.advance(59)
+            self.assertIsNone(q.pop())
+            clock.advance(2)
+            for ident in idents:
+                task = self.pop(q)
+                q.done(task)
+                self.assertEqual(task.id, ident)
+
     def test_done_on_a_full_disk_removes_the_task(self) -> None:
         """done() on a full disk removes the task, and on another error leaves the task leased."""
         # If done() raised ENOSPC, the task would run again and again until somebody purges done/.
@@ -987,7 +1003,13 @@ class Lifecycle(QueueCase):
         task, clock = leased(q), self.clock()
         clock.advance(2)
         os.unlink(self.file(task.path))
-        with self.assertRaisesRegex(LeaseLost, "its lease ran out [12]"):
+        with self.assertRaisesRegex(LeaseLost, r"its lease of 1 s ran out [12]\.\d+ s ago"):
+            q.done(task)
+        q.push(b"x")
+        task = q.pop(lease_ms=30) or self.fail("a task was there")
+        clock.advance(2)
+        os.unlink(self.file(task.path))
+        with self.assertRaisesRegex(LeaseLost, r"its lease of 0\.03 s ran out"):
             q.done(task)
 
     def test_payload_is_delivered_unchanged(self) -> None:
@@ -1015,7 +1037,7 @@ class Lifecycle(QueueCase):
         for name, error, wrong_arguments in NO_SETTINGS:
             for it in wrong_arguments:
                 with self.subTest(name, it=it), self.assertRaisesRegex(error, name):
-                    FemtoQueue(**{"data_dir": new, name: it})
+                    FemtoQueue(**{"data_dir": new, name.partition(" ")[0]: it})
         self.assertEqual(self.states(), {"inflight-n1": 1})
         self.assertFalse(os.path.exists(self.file("keys")) or os.path.exists(new))
         q.done(task)
@@ -1030,7 +1052,7 @@ class Lifecycle(QueueCase):
             DIRECTORY, NODE, ID, KEY, WHY = self.path, "n2", ident, "k", "why"
             PENDING, FAILED = "pending", "failed"
 
-        q = self.queue(Word.NODE)
+        q: Any = self.queue(Word.NODE)  # a type checker wants the literals
         self.assertEqual(q.push(b"y", key=Word.KEY), ident)
         self.assertEqual(([*q.keys(Word.PENDING)], len([*q.tasks(Word.PENDING)])), (["k"], 1))
         with FemtoQueue(Word.DIRECTORY, Word.NODE) as other:
@@ -1315,6 +1337,59 @@ class Lifecycle(QueueCase):
             self.assertIsNone(q.pop())
             self.assertEqual((self.states(), self.names(state)), ({state: 1}, [ident]))
             os.unlink(self.file(state, ident))
+
+    def test_since_is_the_time_when_a_task_came_to_its_state(self) -> None:
+        q = self.queue(max_attempts=1)
+
+        def check(state: Any, begin_s: float) -> None:
+            (task,) = q.tasks(state)
+            for it in task, q.peek(task.id):
+                assert it is not None
+                since = it.since
+                assert since is not None
+                # The clock of a file system advances in ticks of up to 10 ms.
+                self.assertTrue(begin_s - 0.02 <= since.timestamp() <= time.time())
+
+        ident = q.push(b"x")
+        check("pending", 0)
+        moves: tuple[tuple[str, Callable[[], object]], ...] = (
+            ("inflight", lambda: self.assertIsNone(popped(q).since)),
+            ("inflight", lambda: q.extend(q.attach(ident))),
+            ("failed", lambda: q.fail(q.attach(ident))),
+        )
+        for state, move in moves:
+            time.sleep(0.05)
+            begin_s = time.time()
+            move()
+            check(state, begin_s)
+
+    def test_search_for_an_unknown_id_does_not_list_ended_tasks(self) -> None:
+        """peek() of an unknown id lists neither done/ nor failed/, which may be huge."""
+        q = self.queue(keep_done=True)
+        for end in (q.done, q.fail):
+            end(leased(q))
+        unknown = f"{1:020d}-0000aaaa00000000"
+        listings = calls_of("list", lambda: self.assertIsNone(q.peek(unknown)))
+        names = {str(path).rstrip("/").rpartition("/")[2] for path, *_ in listings}
+        self.assertEqual(names & {"done", "failed"}, set())
+
+    def test_stats_spends_no_call_on_a_finished_task(self) -> None:
+        """stats() makes as many calls of Python functions for 100 finished tasks as for two."""
+        q = self.queue()
+
+        def end_and_count(number: int) -> int:
+            for end in (q.done, q.fail) * number:
+                end(leased(q))
+            calls = []
+            sys.setprofile(lambda *args: calls.append(args[1]))
+            try:
+                stats = q.stats()
+            finally:
+                sys.setprofile(None)
+            self.assertEqual(stats.done, stats.failed)
+            return calls.count("call")
+
+        self.assertEqual(end_and_count(1), end_and_count(49))
 
     def test_tasks_without_data_reads_headers_only(self) -> None:
         """tasks(data=False) reads headers, and no payload."""
@@ -2690,6 +2765,7 @@ class Keyed(QueueCase):
         # This includes a failed sync, except the sync after a payload has replaced another one.
         self.in_memory = True  # syncs to a disk would take too long
         clock, _ = self.clock(), self.queue()
+        way: Any
         for state, way in itertools.product(self.STATES, ("buffer", "update", "schedule")):
             is_synced = state == "is leased"
             for step in Step.each(errno_raiser(errno.EIO)):
@@ -3790,7 +3866,7 @@ class Life:
         call(*args)
         self.say(what)
 
-    def push(self, name: str, how: str = "buffer") -> None:
+    def push(self, name: str, how: Any = "buffer") -> None:
         put = functools.partial(self.q.push, key=self.key, if_in_flight=how)
         self.say_and_call(f"push {name}", put, name.encode())
 
@@ -4262,7 +4338,7 @@ class PlainInterrupted(Interrupted):
 
     is_full = False  # whether done/ had no room for a task, so that done() removed the task
 
-    def payloads(self, q: FemtoQueue, *states: str) -> list[str]:
+    def payloads(self, q: FemtoQueue, *states: Any) -> list[str]:
         """Return the sorted payloads of the tasks in these states."""
         return sorted(task.data.decode() for state in states for task in q.tasks(state))
 
@@ -4593,7 +4669,7 @@ class KeyedInterrupted(Interrupted):
         """Fail unless the queue object `q` can pop all tasks, and the buffered payload, before the
         next repair of keys. Fail unless the lines allow the payload that is delivered last."""
         self.check_invariants(leftovers=True)
-        states = ("pending", "scheduled", "inflight")
+        states: tuple[Any, ...] = ("pending", "scheduled", "inflight")
         self.assertLessEqual(sum(len([*q.tasks(state)]) for state in states), 1)
         # A push that replaces a payload, and that was interrupted, may leave the task in keys/.
         self.assertLessEqual(q.stats().buffered, 2)
@@ -5464,7 +5540,8 @@ class Fuzz:
         old enough for any age.
         """
         ahead_s, all_of_them = self.clock.time() - time.time(), self.chance.random() < 0.7
-        states = self.chance.choice((("done",), ("failed",), ("done", "failed"), "done"))
+        some: Any = ("done",), ("failed",), ("done", "failed"), "done"
+        states = self.chance.choice(some)
         for task in self.model.in_states("done", "failed"):
             os.utime(self.paths[task.id], (1, 1))
         count = w.q.purge(max(0, ahead_s + (-1000 if all_of_them else 1000)), states)
@@ -5573,7 +5650,9 @@ class Fuzz:
     def look_at_one(self, w: Worker) -> None:
         task = self.chance.choice([*self.model.tasks.values(), None])
         found = w.q.peek(task.id if task else "0" * 20 + "-0000000000000000")
-        expected = task and task.as_task
+        # In done/ and failed/, peek() finds a task only by the name that the queue gives.
+        is_hidden = task and task.state in ("done", "failed") and not task.is_bare
+        expected = None if is_hidden else task and task.as_task
         demand(found == expected, f"peek() gave {found}, not {expected}")
         key = self.chance.choice(self.KEYS)
         task = self.model.task_of_key(key)
@@ -6113,11 +6192,12 @@ class ByHand(QueueCase):
                 self.check_invariants()
 
     def test_task_moved_by_hand_under_any_of_its_names_is_found_by_its_id(self) -> None:
-        """A task whose file was moved by hand is found by its id, even if the name of the file
-        still shows the former state."""
+        """A task whose file was moved by hand to pending/ or failed/ is found by its id, even if
+        the name of the file still shows the former state."""
         # A file in pending/ may have the name of a lease. A file in failed/ or done/ may have the
-        # name of a waiting task. stats(), peek(), retry() and tasks() understand such names.
-        # retry_failed() lists failed/ only once, and not again for each such name.
+        # name of a waiting task. stats(), retry() and tasks() understand such names. peek() does
+        # not find them in done/ and failed/, because it lists neither. retry_failed() lists failed/
+        # only once, and not again for each such name.
         q = self.queue()
         ids = q.push_many([b"1", b"2"])
         self.pop(q), self.pop(q)
@@ -6126,7 +6206,8 @@ class ByHand(QueueCase):
         for task in [self.pop(q), self.pop(q)]:
             q.release(task)
         self.sh("mv pending/* failed/")
-        self.assertEqual((q.stats().failed, q.peek(ids[0])), (2, FemtoTask(ids[0], b"1", 2)))
+        found = {task.id: task for task in q.tasks("failed")}
+        self.assertEqual((q.stats().failed, found[ids[0]]), (2, FemtoTask(ids[0], b"1", 2)))
         q.retry(ids[1])
         listings = calls_of("list", lambda: self.assertEqual(q.retry_failed(), 1))
         self.assertEqual(len(listings), 1)
@@ -6135,7 +6216,8 @@ class ByHand(QueueCase):
             self.assertEqual((task.data, task.attempts), (data, 1))
             q.release(task)
         self.sh("mv pending/* done/")
-        self.assertEqual((q.stats().done, q.peek(ids[1])), (2, FemtoTask(ids[1], b"2", 1)))
+        found = {task.id: task for task in q.tasks("done")}
+        self.assertEqual((q.stats().done, found[ids[1]]), (2, FemtoTask(ids[1], b"2", 1)))
 
     def test_shell_tools_can_read_a_queue_and_a_copy_of_it_is_a_queue(self) -> None:
         """The tools ls, cat, tail, grep, wc and du show the tasks, and a copy of the directory is a
@@ -7126,6 +7208,27 @@ class Compatibility(QueueCase):
             shapes.append(shape)
         return sorted(shapes)
 
+    def test_directory_of_0_4_is_not_taken_for_an_empty_queue_in_silence(self) -> None:
+        """The first object that opens tasks of 0.4 logs a warning; a name like theirs gets none."""
+        LOG.disabled = False
+        self.queue()
+        for state in ("pending", "scheduled"):
+            self.path = self.new_dir(self.memory)
+            os.mkdir(self.file(state))
+            self.put("2026_report.txt", b"", state)
+            self.put("1795776223005118_<built-in method hex of bytes object at 0x7f00>", b"", state)
+            with self.assertLogs("femtoqueue", "WARNING") as logs:
+                q, _ = self.queue(), self.queue("n2")
+            self.assertEqual(len(logs.output), 1)
+            self.assertIn("femtoqueue 0.4", logs.output[0])
+            self.assertIn('README, "Changes"', logs.output[0])
+            self.assertIsNone(q.pop())
+        self.path = self.new_dir(self.memory)
+        os.mkdir(self.file("pending"))
+        self.put("2026_report.txt", b"")
+        with self.assertNoLogs("femtoqueue"):
+            self.queue()
+
     def test_arguments_keep_their_positions_and_names(self) -> None:
         with FemtoQueue(self.path, "node1", 100, True) as q:
             given = q.data_dir, q.node_id, q.timeout_stale_ms, q.sync_after_write
@@ -7716,6 +7819,75 @@ class Coroutines(QueueCase, unittest.IsolatedAsyncioTestCase):
         self.assertEqual(sorted(got, key=int), [b"%d" % number for number in range(11)])
 
 
+class AsyncProcessing(QueueCase, unittest.IsolatedAsyncioTestCase):
+    """`async with q.processing(task)` ends a delivery as `with` does, without blocking the loop."""
+
+    async def run_block(self, q: FemtoQueue, error: BaseException | None = None) -> None:
+        async with q.processing(leased(q)):
+            if error is not None:
+                raise error
+
+    async def test_task_is_settled_by_the_way_its_block_ends(self) -> None:
+        q = self.queue(retry_delay_s=100)
+        await self.run_block(q)
+        with self.assertRaisesRegex(ValueError, "no such image"):
+            await self.run_block(q, ValueError("no such image"))
+        with self.assertRaises(asyncio.CancelledError):
+            await self.run_block(q, asyncio.CancelledError())
+        self.assertEqual(self.states(), {"done": 1, "scheduled": 1, "pending": 1})
+
+    async def test_lost_lease_is_told_at_the_end_of_the_block(self) -> None:
+        q = self.queue()
+        task = leased(q)
+        with self.assertRaises(LeaseLost):
+            async with q.processing(task):
+                q.close()
+
+    async def test_loop_goes_on_while_the_end_waits_for_the_lock_of_the_key(self) -> None:
+        q = self.queue()
+        task = leased(q, key="k")
+        lock = self.locked("k")
+
+        async def work() -> None:
+            async with q.processing(task):
+                pass
+
+        worker = asyncio.ensure_future(work())
+        for _ in range(100):
+            await asyncio.sleep(0.001)
+        self.assertFalse(worker.done())
+        lock.close()
+        await worker
+        self.assertEqual(self.states(), {"done": 1})
+
+    async def test_cancelled_end_settles_the_task_though_all_threads_are_busy(self) -> None:
+        q, go = self.queue(), threading.Event()
+        executor = concurrent.futures.ThreadPoolExecutor(1)
+        asyncio.get_running_loop().set_default_executor(executor)
+        busy = asyncio.ensure_future(asyncio.to_thread(go.wait, PATIENCE_S))
+        worker = asyncio.ensure_future(self.run_block(q))
+        await asyncio.sleep(0.01)  # the end of the block is in line behind go.wait()
+        self.assertEqual(self.states(), {"inflight-n1": 1})
+        worker.cancel()
+        with self.assertRaises(asyncio.CancelledError):
+            await worker
+        self.assertEqual(self.states(), {"done": 1})
+        go.set()
+        await busy
+
+    async def test_coroutine_that_is_closed_in_its_block_gives_the_task_back(self) -> None:
+        q = self.queue()
+
+        async def work() -> None:
+            async with q.processing(leased(q)):
+                await asyncio.sleep(PATIENCE_S)
+
+        coroutine = work()
+        coroutine.send(None)
+        coroutine.close()
+        self.assertEqual(self.states(), {"pending": 1})
+
+
 class PollingCoroutines(Coroutines):
     """The promises of Coroutines hold where there is no inotify."""
 
@@ -8135,6 +8307,16 @@ class Work(QueueCase):
         self.assertEqual((counts.done, after), (2, before))
 
     @FORK
+    def test_first_signal_is_answered_by_a_line(self) -> None:
+        """work() writes the line that the command `work` writes, unless that would block."""
+        self.queue().push(b"x")
+        code = "from femtoqueue import FemtoQueue; import os, sys; q = FemtoQueue(sys.argv[1])\n"
+        code += "print(q.work(lambda _: os.kill(os.getpid(), 2)).done)"
+        run = functools.partial(run_guarded, sys.executable, "-c", code, self.path)
+        wanted = "\nfemtoqueue: the running tasks may finish; a second signal ends them\n"
+        self.assertEqual(run(env=os.environ), (0, "1\n", wanted))
+
+    @FORK
     def test_signal_ends_a_child_process_that_a_handler_forked(self) -> None:
         def terminate(_: Child) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -8411,18 +8593,18 @@ $ femtoqueue release jobs --front $(femtoqueue pop jobs)
 $ femtoqueue pop jobs --timeout 1h -> <lease>
 $ echo torn > jobs/pending/00000000000000000001-0000aaaa00000000
 $ femtoqueue ls jobs
-STATE ID AGE TRY BYTES LEFT KEY NODE
-pending 00000000000000000001-0000aaaa00000000 ... 0 - - - -
-pending <x> ...s 0 1 - - -
-scheduled <later> ...s 0 5 2.0h - -
-inflight <keyed> ...s 2 5 ...m a%20b%0A/%C3%A9:@-._~ cli
+STATE ID AGE SINCE TRY BYTES LEFT KEY NODE
+pending 00000000000000000001-0000aaaa00000000 ... ...s 0 - - - -
+pending <x> ...s ...s 0 1 - - -
+scheduled <later> ...s ...s 0 5 2.0h - -
+inflight <keyed> ...s ...s 2 5 ...m a%20b%0A/%C3%A9:@-._~ cli
 $ femtoqueue ls jobs inflight --json
 {"state": "inflight", "id": "<keyed>", ... "key": "a b\n/\u00e9:@-._~", "node": "cli"}
 $ femtoqueue show jobs $keyed -> state inflight id <keyed> ... a%20b%0A/%C3%A9:@-._~ node cli 12345
 $ femtoqueue show jobs $keyed --payload && echo ' is all' -> 12345 is all
 $ femtoqueue show jobs 00000000000000000002-0000aaaa00000000 -> ! ...no task 0...2-0000aaaa00000000 [1]
 $ printf 'FQ1 00000000 0 %0300d\n' 0 > jobs/pending/00000000000000000001-f000aaaa00000000
-$ femtoqueue ls jobs pending | awk '{ print NF, length($7) }' -> 8 3 8 1 8 300 8 1
+$ femtoqueue ls jobs pending | awk '{ print NF, length($8) }' -> 9 3 9 1 9 300 9 1
 # stat counts tasks, and its status can alert a monitor; without a terminal, top prints blocks
 $ femtoqueue push jobs x x -> <a> <b>
 $ femtoqueue pop jobs -> <lease>
@@ -8540,7 +8722,7 @@ $ femtoqueue work jobs -- sh -c 'kill -HUP $PPID' 2> /dev/full
 $ states -> done 1
 $ femtoqueue push jobs x -> ...
 $ { femtoqueue work jobs -q -- sh -c 'echo 1; kill -INT $PPID; sleep 0.5; echo 2; echo 3'; \
- echo $? > status; } | head -n 1 -> 1 ! ! femtoqueue: the running commands may finish; ...
+ echo $? > status; } | head -n 1 -> 1 ! ! femtoqueue: the running tasks may finish; ...
 $ cat status -> 0
 $ states -> done 2
 $ femtoqueue push jobs x -> ...
@@ -8757,7 +8939,7 @@ class Command(subprocess.Popen[bytes]):
         is given, and wait until the process ends."""
         self.send_signal(number)
         heard = self.stderr.readline(), self.stderr.readline()
-        demand(b"the running commands may finish" in heard[1], f"it said {heard}")
+        demand(b"the running tasks may finish" in heard[1], f"it said {heard}")
         if second is not None:
             time.sleep(2 * constant("one signal"))  # two signals at once count as one
             self.send_signal(second)
@@ -8908,7 +9090,7 @@ class CommandLine(QueueCase):
         the command around the $(...)."""
         part = r"\$\((femtoqueue [^()]*)\)"
         command = re.sub(part, lambda it: self.output_of(*shlex.split(it[1])[1:]).strip(), command)
-        words = shlex.split(command)
+        words: Any = shlex.split(command)
         if words[0] == "states":
             states = sorted(self.states().items())
             return ", ".join(f"{state} {count}" for state, count in states) or "none"
@@ -9679,7 +9861,7 @@ class Documents(QueueCase):
         deadlines, times and the widths of columns."""
         for pattern, plain in (
             (r"\d{20}~(?=\d+~)", "DEADLINE~"),
-            (r"\d{20}-[0-9a-f]{8}", "ID"),
+            (r"\d{20}-[0-9a-f]+", "ID"),
             (r"\d\d:\d\d:\d\d", "CLOCK"),
             (r"\b\d+s\b", "AGE"),
             (r" +", " "),
@@ -9694,23 +9876,27 @@ class Documents(QueueCase):
         self.assertIn("resize 42.png", self.run_python(code))
 
     def test_each_program_of_the_readme_prints_what_the_readme_says(self) -> None:
-        """Each program prints what stands in the text block after it, or in the comments behind its
-        print()s."""
-        # Three kinds of programs have tests of their own: the parts of a service, whose first line
-        # is the name of a file; the program that shows the idea of the
-        # queue with bare system calls; and the program that drains a queue of
-        # femtoqueue 0.4.2.
-        blocks, count = [*self.blocks(), ("", "")], 0
-        for (language, code), (next_language, text) in itertools.pairwise(blocks):
-            if language != "python" or re.match(r"# \w+\.py\n|import os, time|.*\bhashlib", code):
+        """Each program prints what stands in the comments behind its print()s."""
+        # Two programs have tests of their own: the one that shows the idea of the queue with bare
+        # system calls, and the one that drains a queue of femtoqueue 0.4.2.
+        count = 0
+        for _, code in self.blocks("python"):
+            if re.match(r"import os, time|import hashlib", code):
                 continue
             said = re.findall(r"(?m)^ *print\(.*\)  # (.*)$", code)
-            wanted = text.splitlines() if next_language == "text" else said
             count += 1
             self.go_to(self.new_dir(self.memory))
             with self.subTest(code):
-                self.assertEqual(self.run_python(code).splitlines(), wanted)
-        self.assertGreater(count, 10)
+                self.assertEqual(self.run_python(code).splitlines(), said)
+        self.assertGreaterEqual(count, 10)
+
+    def test_help_shows_the_public_interface_only(self) -> None:
+        import pydoc
+
+        text = pydoc.plain(pydoc.render_doc(femtoqueue))
+        classes = re.findall(r"(?m)^    class (\w+)\(", text)
+        self.assertIn("FemtoQueue", classes)
+        self.assertLessEqual({*classes}, {*femtoqueue.__all__})
 
     def test_an_old_python_is_told_which_one_is_needed(self) -> None:
         """With an old Python, the import raises ImportError, and a command prints one line."""
@@ -9743,8 +9929,8 @@ class Documents(QueueCase):
     @FORK
     def test_each_transcript_shows_what_its_commands_print(self) -> None:
         # Ids, times and the widths of columns may differ.
-        transcripts = [text for _, text in self.blocks("console") if "curl" not in text]
-        self.assertGreater(len(transcripts), 3)
+        transcripts = [text for _, text in self.blocks("console")]
+        self.assertGreater(len(transcripts), 1)
         for text in transcripts:
             self.go_to(self.new_dir(self.memory))
             commands = re.findall(r"(?m)^\$ (.*)$", text)
@@ -9753,71 +9939,6 @@ class Documents(QueueCase):
                 self.assertEqual(
                     self.without_variable_parts(said), self.without_variable_parts(text)
                 )
-
-    @FORK
-    def test_script_of_the_readme_for_files_works_on_each_file(self) -> None:
-        said = self.sh(self.block("photos", "sh"))
-        for text in ("photos/a b.jpg", "photos/c.jpg", '"pending": 0, "scheduled": 0, "inflight"'):
-            self.assertIn(text, said)
-        self.assertNotIn("waits too long", said)
-
-    def start_service(self, port: int) -> Any:
-        """Start the programs of the README's web service. Return the output of the last program,
-        worker.py."""
-        process: Any = None
-        parts = [code for _, code in self.blocks("python") if re.match(r"# \w+\.py\n", code)]
-        for code in parts:
-            name = code[2 : code.index("\n")]
-            self.put(name, code.replace("8000", str(port)).encode(), "")
-            pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
-            process = subprocess.Popen([sys.executable, name], stdout=pipe, stderr=nowhere)
-            self.addCleanup(process.communicate)
-            self.addCleanup(process.kill)
-        return process.stdout
-
-    @FORK
-    def test_web_service_of_the_readme_takes_tasks_and_its_worker_does_them(self) -> None:
-        """The web service gives the answers of the README's transcript, and its worker does the
-        tasks."""
-        # The service uses a free port, in place of port 8000.
-        import http.client
-        import socket
-
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        worked = self.start_service(port)
-
-        def ask(method: str, path: str, body: str | None = None) -> str:
-            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
-            with contextlib.closing(connection):
-                connection.request(method, path, body)
-                return connection.getresponse().read().decode()
-
-        def has_answered() -> bool:
-            with contextlib.suppress(ConnectionRefusedError):
-                return bool(ask("GET", "/"))
-            return False
-
-        until(has_answered)
-        (transcript,) = (text for _, text in self.blocks("console") if "curl" in text)
-        said = [ask("POST", "/", "42.png")]
-        self.assertEqual(worked.readline(), b"resizing 42.png\n")
-        path = "/" + json.loads(said[0])["id"]
-        until(lambda: "done" in ask("GET", path))
-        said += [ask("GET", path), ask("GET", "/unknown")]
-        shown = [it for it in transcript.splitlines() if not it.startswith("$")]
-        wanted = [*self.without_variable_parts("\n".join(shown)), '{"state": null}']
-        self.assertEqual(self.without_variable_parts("".join(said)), wanted)
-
-    def test_long_task_of_the_readme_resumes_where_a_killed_worker_stopped(self) -> None:
-        """If a worker is killed after seven of ten rows, the next worker saves only three rows."""
-        work = self.block('q.push(b"10 rows")')
-        dying = f"import os\n{work}\n            if row == 6: os.kill(os.getpid(), 9)\n"
-        died = subprocess.run([sys.executable, "-c", dying], check=False)
-        self.assertEqual(died.returncode, -signal.SIGKILL)
-        again = re.sub(r'q\.push\(b"10 rows"\).*\n', "", work) + "\n            print(row, end=' ')"
-        self.assertEqual(self.run_python(again), "7 8 9 ")
 
     def test_second_delivery_to_the_database_of_the_readme_changes_nothing(self) -> None:
         # A worker that dies between the commit of the database and done() causes a second delivery.
@@ -9832,18 +9953,11 @@ class Documents(QueueCase):
         self.assertEqual(rows, [(b"invoice 7",)] * 2)  # two tasks, of which one came twice
 
     @FORK
-    def test_nightly_job_of_the_readme_is_scheduled_once_after_two_starts(self) -> None:
-        nightly = self.block("if not q.contains")
-        due = "at_s = q.peek(key='backup').until.timestamp(); "
-        due += "print(q.stats().scheduled, at_s % 86400, 0 < at_s - time.time() <= 86400)"
-        self.assertEqual(self.run_python(f"{nightly}\n{nightly}\n{due}"), "1 0.0 True\n")
-
-    @FORK
     def test_the_pool_of_the_unit_file_works_and_stops_when_systemd_says_so(self) -> None:
         ((_, unit),) = self.blocks("ini")
         settings = dict(line.split("=", 1) for line in unit.splitlines() if "=" in line)
         command = settings["ExecStart"].replace("/srv/jobs", "jobs")
-        command = command.replace("/usr/local/bin/femtoqueue", f"{sys.executable} -m femtoqueue")
+        command = command.replace("/usr/bin/python3 /opt/", f"{sys.executable} ")
         command = command.replace("/usr/local/bin/resize", "cat")
         FemtoQueue("jobs").push_many([b"a\n", b"b\n"])
         drained = f"{sys.executable} -c 'from femtoqueue import *; FemtoQueue(\"jobs\").join()'"
@@ -9851,22 +9965,15 @@ class Documents(QueueCase):
         self.assertEqual((sorted(said.split()), settings["Restart"]), (["a", "b"], "always"))
 
     @FORK
-    def test_commands_of_the_crontab_and_of_the_image_run_the_pushed_tasks(self) -> None:
-        # The second push adds no task, because the task of yesterday still waits. The last task is
-        # done by the command of the image. In a container, this command runs as PID 1.
+    def test_commands_of_the_crontab_run_the_pushed_tasks(self) -> None:
+        # The second push adds no task, because the task of yesterday still waits.
         push, work = (it.split(None, 5)[5] for it in self.block("--key", "crontab").splitlines())
-        words = json.loads(self.block("CMD", "dockerfile").partition("CMD ")[2])
-        self.assertEqual(words.pop(0), "python")
-        image = f"python3 {shlex.join(words).replace(' work ', ' work -q --drain ')}"
-        for name in ("report", "resize"):
-            os.chmod(self.put(name, b"#!/bin/sh\ncat; echo\n", ""), 0o755)
-        script = "\n".join((push, push, work.replace("10s", "0s"), push, image))
-        for old, new in (("/usr/local/bin/femtoqueue", "femtoqueue"), ("/usr/local/bin", ".")):
-            script = script.replace(old, new)
-        said = self.sh(re.sub("(/srv)?/jobs", "jobs", script)).splitlines()
-        self.assertEqual((said[0], said[2]), (said[1], "nightly report"))
-        self.assertNotEqual(said[0], said[3])
-        self.assertEqual(said[4:], ["nightly report"])
+        os.chmod(self.put("report", b"#!/bin/sh\ncat; echo\n", ""), 0o755)
+        script = "\n".join((push, push, work.replace("10s", "0s")))
+        script = script.replace("/opt/report", "./report").replace("/opt/", "")
+        said = self.sh(script.replace("/srv/jobs", "jobs")).splitlines()
+        self.assertEqual(said[0], said[1])
+        self.assertEqual(said[2:], ["nightly report"])
 
     @FORK
     def test_an_element_of_the_slurm_array_gives_back_what_it_can_not_finish(self) -> None:
@@ -9897,7 +10004,7 @@ class Documents(QueueCase):
         for state in ("creating", "pending", "inflight", "done"):
             os.mkdir(state)
         for number in (1, 2):
-            self.assertRegex(self.run_python(code), r"\Aworking on \d{20}-[0-9a-f]{8}\n\Z")
+            self.assertRegex(self.run_python(code), r"\Aworking on \d{20}-[0-9a-f]{16}\n\Z")
             self.assertEqual(len(os.listdir("done")), number)
 
     # The program that drains a queue of femtoqueue 0.4.2 into a new one

@@ -147,7 +147,7 @@ class Actor(Noter):
         self,
         key: str | None = None,
         due_s: float | None = None,
-        policy: str = "buffer",
+        policy: Any = "buffer",
         count: int | None = None,
     ) -> None:
         """Push one payload; or, if `count` is given, that many payloads by push_many().

@@ -683,9 +683,34 @@ a program that outlives its shell during a stop keeps its task until the program
 a command that succeeds after the second signal finishes its task | CommandLine
 -        if not status:
 +        if not status and len(self.signals) < 2:
+a cancelled end of a block of "async with" settles its task | AsyncProcessing
+         finally:
+-            end()
++            pass
+the end of a block of "async with" does not block the event loop | AsyncProcessing hangs
+-                await asyncio.to_thread(end)
++                await asyncio.sleep(0)
+a delayed push is not due before its delay is over | Lifecycle
+-        if delay_s != 0:
++        if delay_s > 3600:
+a search for an unknown id does not list done/ | Lifecycle
+-        listed = [state for state in states if state not in _ENDED]
++        listed = states
+stats() parses no name of a finished task | Lifecycle
+-            **{state: files.count(state) for state in _ENDED},
++            **{state: len(files.entries(state)) for state in _ENDED},
+the time since which a task is in its state counts from the last move | Lifecycle
+-                since_ns = self._files.lstat(entry.path).st_ctime_ns
++                since_ns = self._files.lstat(entry.path).st_mtime_ns
+tasks of 0.4 are not passed over in silence | Compatibility
+-        with suppress(PermissionError), os.scandir(root + directory) as entries:
++        with suppress(PermissionError), os.scandir(root + "done") as entries:
+the first signal to work() is answered by a line | Work
+-        _write_stop_line(b"\n")  # a terminal may show "^C" in front
++        pass
 the first signal ends `work` even if standard error is full | CommandLine hangs
--            if select.select([], [2], [], 0)[1]:
-+            if select.select([], [], [], 0):
+-        if select.select([], [2], [], 0)[1]:
++        if select.select([], [], [], 0):
 the second signal ends `work` even if the write of a log line blocks | CommandLine hangs
 -    if status > 128:
 +    if status > 256:
