@@ -1046,8 +1046,8 @@ def _check_id(id: object) -> str:
 #    Invariant: a payload that does not match its header is never returned.
 #
 #    TOPIC: a torn file. After power loss, the disk may have kept a rename and lost a part of the
-#    file. With sync_after_write, only a push that did not return can leave a torn file. The death of
-#    a process leaves none, because a record is written first and then renamed into place.
+#    file. With sync_after_write, only a push that did not return can leave a torn file. The death
+#    of a process leaves none, because a record is written first and then renamed into place.
 #    _Files.read() raises CorruptTask for a torn file. A pop() that has claimed it, and
 #    check(repair=True) if it waits, then make a dead letter of it (_Worker.quarantine). peek()
 #    raises CorruptTask, and tasks() logs the error. A torn checkpoint is logged and ignored.
@@ -2846,8 +2846,8 @@ class _Delivery:
 
 
 # ==================================================================================================
-# 12. Maintenance: what pop() and take() do periodically beside taking a task. One schedule says what
-#    is done when: `next_s`.
+# 12. Maintenance: what pop() and take() do periodically beside taking a task. One schedule says
+#    what is done when: `next_s`.
 #
 #    enqueue    move due tasks from scheduled/ to pending/
 #    reclaim    take back the leases that have ended
@@ -2859,11 +2859,12 @@ class _Delivery:
 #
 #    Before a listing, and at each run, a look at PAUSED and at the directories comes first, at most
 #    every 0.1 s. If no process calls pop() or take(), nothing is done.
-#    Invariant: an OSError of the maintenance never stops deliveries. If no task waits, pop() repeats
-#    what failed, and raises the OSError if it fails again. An error of one file is logged once.
+#    Invariant: an OSError of the maintenance never stops deliveries. If no task waits, pop()
+#    repeats what failed, and raises the OSError if it fails again. An error of one file is logged
+#    once.
 #
-#    TOPIC: how a lease ends without its holder. Each of these events leads to _Worker.reclaim(). The
-#    task then returns to the place of its push, and the delivery counts as an attempt.
+#    TOPIC: how a lease ends without its holder. Each of these events leads to _Worker.reclaim().
+#    The task then returns to the place of its push, and the delivery counts as an attempt.
 #    - The deadline has passed: _reclaim_from() of any worker. For a lease of another clock, the
 #      deadline alone is not enough: _renewed_recently().
 #    - The process of the worker is dead. Another worker of the same boot gets the lock of its
@@ -2872,8 +2873,8 @@ class _Delivery:
 #      _LeaseDir._try_to_hold().
 #    - The queue object is closed, and no other object lives under its node_id: _LeaseDir.give_up().
 #    - The lease is an orphan. The next reclaim of the same worker moves the task.
-#    A detached lease ends by its deadline only. So does every lease where there is no flock, and for
-#    the workers of other hosts. A person can end any lease, by moving the file.
+#    A detached lease ends by its deadline only. So does every lease where there is no flock, and
+#    for the workers of other hosts. A person can end any lease, by moving the file.
 # ==================================================================================================
 
 _LOOK_INTERVAL_S = _LOOK_INTERVAL_NS / 1e9
@@ -2963,8 +2964,8 @@ class _Maintenance:
         """Run one part of the maintenance now, and set the time of its next run. Raises the OSError
         of the run."""
         began_s = time.monotonic()
-        # This holds if Ctrl-C ends the run. RACE: schedule() in another thread calls sooner() during
-        # the run, without the worker's lock. The run itself may call it, too.
+        # This holds if Ctrl-C ends the run. RACE: schedule() in another thread calls sooner()
+        # during the run, without the worker's lock. The run itself may call it, too.
         self.next_s[what] = began_s + self.every_s[what]
         self._failed.add(what)
         try:
@@ -3316,13 +3317,14 @@ class FemtoQueue:
 
         Raises TypeError if `data` is not bytes-like, if `key` is not a str, or if `if_in_flight` is
         "update" or "reject" without a key. Raises ValueError if the key is too long or empty, if
-        `delay_s` is negative, or if `if_in_flight` is not one of the three. Raises KeyInFlight for "reject". Raises the OSError
-        of the system call if the disk did not take the task. With a key, also raises OSError where
-        there is no flock(2), and EDEADLK in a signal handler that has interrupted a call for the
-        same lock.
+        `delay_s` is negative, or if `if_in_flight` is not one of the three. Raises KeyInFlight for
+        "reject". Raises the OSError of the system call if the disk did not take the task. With a
+        key, also raises OSError where there is no flock(2), and EDEADLK in a signal handler that
+        has interrupted a call for the same lock.
 
-        If push() raises, `data` is not in the queue, except in two cases. A worker may have claimed
-        the task before its sync failed. Or the disk refused to undo the push.
+        If push() raises, `data` is not in the queue, except in three cases. A worker has claimed
+        the task before its sync failed. The disk refused to undo the push. Or `data` has replaced
+        another payload of the key, and only the sync failed.
 
         On disk: when push() returns, the file of the task is in pending/. With a key, `data` may
         instead be in keys/, or in the file of the key's task in scheduled/. The file is written in
@@ -4461,7 +4463,7 @@ class _Keys:
                 if path and not is_leased:
                     return self._replace(new_path, path, behind, due_ns)
                 is_update = is_leased and if_in_flight == "update"
-                return self._add(tag, new_path, path, behind, due_ns, is_update)
+                return self._add(*(tag, new_path, path, behind), due_ns=due_ns, is_update=is_update)
 
     @contextmanager
     def _repaired_after_error(self) -> Iterator[None]:
@@ -4518,7 +4520,14 @@ class _Keys:
         return ident
 
     def _add(
-        self, tag: str, new_path: str, path: str, behind: str, due_ns: int | None, is_update: bool
+        self,
+        tag: str,
+        new_path: str,
+        path: str,
+        behind: str,
+        *,
+        due_ns: int | None,
+        is_update: bool,
     ) -> str:
         """If the key has no task, make a task of the file `new_path`. If it has a leased task at
         `path`, put the file behind the task, in place of an older payload."""
@@ -4876,8 +4885,8 @@ class _Waits:
         # Watchers for the next waits. If a watcher still has an old event, the next wait does one
         # look more than needed.
         self._idle: list[_Watcher] = []
-        # By the id() of the request, in the order of their arrival. Weak: a request lives as long as
-        # the event loop or the frame of its coroutine holds it.
+        # By the id() of the request, in the order of their arrival. Weak: a request lives as long
+        # as the event loop or the frame of its coroutine holds it.
         self._requests: weakref.WeakValueDictionary[int, _Request] = weakref.WeakValueDictionary()
         # Held while a request is added, and while the thread that serves them starts or ends.
         self._lock = threading.RLock()
