@@ -4493,6 +4493,7 @@ class _Keys:
             # RACE: a pop() claimed the task, or a person moved it, after find().
             for directory in _WAITING_DIRS:  # a missing directory is disk trouble
                 self._files.lstat(directory)
+            self._make_dir("keys")  # it may be missing, because a person has moved the task here
             self._files.remove(new_path)
             return ""
         try:
