@@ -1432,7 +1432,9 @@ class _Files:
         self.dirs = _OpenDirs(root)
         # Nothing in the queue may be written by those who may not write to data_dir. The umask
         # takes away more.
-        self.mode = stat.S_IMODE(root.status().st_mode)
+        status = root.status()
+        self.inode = status.st_dev, status.st_ino
+        self.mode = stat.S_IMODE(status.st_mode)
         self._file_mode = 0o644 | self.mode & 0o022
 
     # Directories
@@ -1824,7 +1826,7 @@ class _Files:
         person has moved it, and the rename would make two tasks of one. So the look is the last
         step before the rename."""
         self.lstat(target)
-        self.move(source, target)
+        _Files.move(self, source, target)  # an override of move() would look at more files first
 
     def unlink(self, path: str) -> None:
         where, name = self.place(path)
@@ -4286,8 +4288,6 @@ class _Keys:
         self._worker = worker
         self._files = worker.files
         self._clock = worker.clock
-        status = worker.files.root.status()
-        self._place = status.st_dev, status.st_ino
 
     # Locks and links
 
@@ -4314,7 +4314,7 @@ class _Keys:
                 lock.close()
 
     def _holder(self, tag: str) -> tuple[object, ...]:
-        return threading.get_ident(), self._place, tag[-2:]
+        return threading.get_ident(), self._files.inode, tag[-2:]
 
     def _has_lock(self, tag: str) -> bool:
         held = _key_locks.get(self._holder(tag))
@@ -6383,6 +6383,10 @@ class _SharedFiles(_Files):
         with self._found_moved(source, target):
             super().move(source, target)
         return target
+
+    def move_onto(self, source: str, target: str) -> None:
+        with self._found_moved(source, target):
+            super().move_onto(source, target)
 
     def unlink(self, path: str) -> None:
         with self._found_moved(path, ""):
