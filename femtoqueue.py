@@ -7793,8 +7793,9 @@ class _Output:
 
         While nobody reads, gives_up() gets the time since when (monotonic clock). A true result
         raises _Stalled. Raises OSError."""
-        lock = self._locks[fd]
-        began_s = time.monotonic()
+        if not data:
+            return
+        lock, began_s = self._locks[fd], time.monotonic()
         while not lock.acquire(timeout=0.1):
             if gives_up(max(began_s, self._passed_s[lock])):
                 raise _Stalled
@@ -7806,9 +7807,9 @@ class _Output:
                 self._shown = 0
             if begins_line and lock in self._unfinished:
                 data = b"\n" + data
-            if data:
-                self._unfinished -= {lock}
-                self._unfinished |= set() if data.endswith(b"\n") else {lock}
+            self._unfinished.discard(lock)
+            if not data.endswith(b"\n"):
+                self._unfinished.add(lock)
             self._write(fd, data, gives_up)
             if has_line:
                 self._draw()
@@ -8734,7 +8735,6 @@ _OPTIONS = {
     "key": "--key",
     "if_in_flight": "--if-in-flight",
     "time_us": "--at or --delay",
-    "state": "STATE",
 }
 _PARAMETER = re.compile(rf"^({'|'.join(_OPTIONS)})\b(?= must )")
 
@@ -9571,10 +9571,10 @@ def _join_command(options: Any) -> int:
 
 @_command(_argument("--interval TIME", "pause between two looks", default="2s"))
 def _top_command(options: Any) -> None:
-    """Show the queue live, until Ctrl-C: rate, workers, what runs, dead letters.
+    """Show the queue live: rate, workers, what runs, dead letters.
 
-    On a terminal, the view is redrawn in place, and lines that do not fit are cut
-    off. If there is no queue in DIR, the command waits for one.
+    Ctrl-C ends the command. On a terminal, the view is redrawn in place, and lines
+    that do not fit are cut off. If there is no queue in DIR, wait for one.
 
     Example: femtoqueue top jobs
     """

@@ -8400,12 +8400,12 @@ pending <x> ...s 0 1 - - - x
 scheduled <later> ...s 0 5 2.0h - - later
 inflight <keyed> ...s 2 5 ...m a%20b%0A/%C3%A9:@-._~ cli 12345
 $ femtoqueue ls jobs inflight --json
-{"state": "inflight", "id": "<keyed>", ... "key": "a b\n/\u00e9:@-._~", "node": "cli", "data_preview": "12345"}
+{"state": "inflight", ... "key": "a b\n/\u00e9:@-._~", "node": "cli", "data_preview": "12345"}
 $ femtoqueue show jobs $keyed -> state inflight id <keyed> ... a%20b%0A/%C3%A9:@-._~ node cli 12345
 $ femtoqueue show jobs $keyed --payload && echo ' is all' -> 12345 is all
 $ femtoqueue show jobs 00000000000000000002-0000aaaa -> ! ...no task 0...2-0000aaaa [1]
 $ printf 'FQ1 00000000 0 %0300d\n' 0 > jobs/pending/00000000000000000001-f000aaaa
-$ femtoqueue ls jobs pending | awk '{ print NF, length($7) }' -> 8 3 8 1 8 300 8 1
+$ femtoqueue ls jobs pending | awk '{ print NF, length($7) }' -> 9 3 9 1 9 300 9 1
 # stat counts tasks, and its status can alert a monitor; without a terminal, top prints blocks
 $ femtoqueue push jobs x x -> <a> <b>
 $ femtoqueue pop jobs -> <lease>
@@ -8442,7 +8442,8 @@ $ states -> done 1, failed 1
 $ femtoqueue purge jobs --older-than 0 -> 1
 $ femtoqueue purge jobs --older-than 0 --failed -> 1
 # closed pipes, a full disk and closed descriptors cause no traceback, and lose no task
-$ seq 5000 | femtoqueue push large --lines > ids; femtoqueue ls large | head -n 1 -> STATE ...DATA ! femtoqueue: large: a new queue is made
+$ seq 5000 | femtoqueue push large --lines > ids -> ! femtoqueue: large: a new queue is made
+$ femtoqueue ls large | head -n 1 -> STATE ...DATA
 $ { until [ -e gone ]; do :; done; seq 2; } | femtoqueue push jobs --lines | { exec <&-; >gone; }
 $ femtoqueue push jobs x >&- 2>&- <&-
 $ femtoqueue pop jobs > /dev/full -> ! ... No space left on device: 'standard output' [2]
@@ -8480,7 +8481,7 @@ $ head -c 10000000 /dev/zero | tr '\0' x | femtoqueue push jobs -> <large>
 $ femtoqueue push jobs good -> <good>
 $ femtoqueue work jobs -q --drain -- echo {}
 good
-! ... <null>: try 1 failed, a dead letter: the payload can't be an argument...: embedded null byte; ...
+! ... <null>: try 1 failed, a dead letter: the payload can't be an ...: embedded null byte; ...
 ! ... <large>: try 1 failed, a dead letter: the payload can't be an argument... too long; ...
 [1]
 $ cat jobs/failed/$null.error -> the payload can't be an argument ...: embedded null byte (try 1)
@@ -8510,10 +8511,10 @@ $ cat jobs/failed/$y.error -> exit status 3 (try 1) why
 # a command that can't be run ends work, and fails no task; a shell's status 127 fails its task
 $ femtoqueue push jobs x -> <x>
 $ echo '#!/no/interpreter' > script; chmod +x script
-$ femtoqueue work jobs -q --drain -- ./script -> ! femtoqueue: ./script can't be run: [Errno 2] ... [2]
+$ femtoqueue work jobs -q --drain -- ./script -> ! ... can't be run: [Errno 2] ... [2]
 $ femtoqueue work jobs -q --drain -j 2 -- ./script -> ! femtoqueue: ./script can't be run: ... [2]
 $ echo true > script
-$ femtoqueue work jobs -q --drain -- ./script -> ! femtoqueue: ./script can't be run: [Errno 8] ... [2]
+$ femtoqueue work jobs -q --drain -- ./script -> ! ... can't be run: [Errno 8] ... [2]
 $ femtoqueue ls jobs -> ... pending <x> ...s 0 1 - - - x
 $ femtoqueue work jobs -q --drain --max-attempts 1 -- sh -c no-such-command -> ! ... [1]
 $ femtoqueue push jobs x -> ...
@@ -8522,15 +8523,15 @@ $ femtoqueue work jobs -q --drain --max-attempts 1 -- \
 $ states -> failed 2
 # after a signal, work finishes its commands, even if the terminal is gone or the disk is full
 $ femtoqueue push jobs x -> ...
-$ femtoqueue work jobs -- sh -c 'kill -HUP $(cut -d " " -f 4 /proc/$PPID/stat)' 2> /dev/full
+$ femtoqueue work jobs -- sh -c 'kill -HUP $(worker)' 2> /dev/full
 $ states -> done 1
 $ femtoqueue push jobs x -> ...
-$ { femtoqueue work jobs -q -- sh -c 'echo 1; kill -INT $(cut -d " " -f 4 /proc/$PPID/stat); sleep 0.5; echo 2; echo 3'; \
+$ { femtoqueue work jobs -q -- sh -c 'echo 1; kill -INT $(worker); sleep 0.5; echo 2; echo 3'; \
  echo $? > status; } | head -n 1 -> 1 ! ! femtoqueue: the running commands may finish; ...
 $ cat status -> 0
 $ states -> done 2
 $ femtoqueue push jobs x -> ...
-$ femtoqueue work jobs -q -- sh -c 'kill -INT $(cut -d " " -f 4 /proc/$PPID/stat); sleep 0.1; echo' > /dev/full
+$ femtoqueue work jobs -q -- sh -c 'kill -INT $(worker); sleep 0.1; echo' > /dev/full
 ...
 ! femtoqueue: [Errno 28] No space left on device: 'standard output'
 [2]
@@ -8572,7 +8573,7 @@ $ gone pids
 $ cat jobs/failed/$x.error -> killed after 0.1s (try 1)
 $ femtoqueue push jobs y -> ...
 $ femtoqueue work jobs -q --task-timeout 100ms -- sh -c \
- 'sleep 1000 & echo $!; kill -INT $(cut -d " " -f 4 /proc/$PPID/stat); exit 130' > pids -> ! ...
+ 'sleep 1000 & echo $!; kill -INT $(worker); exit 130' > pids -> ! ...
 $ gone pids
 $ states -> failed 1, pending 1
 # work --drain has status 1 if a task is corrupt; ".." in DIR is resolved by its text
@@ -8801,7 +8802,12 @@ class CommandLine(QueueCase):
         command = os.path.join(cls.bin, "femtoqueue")
         with open(command, "w", encoding="utf-8") as file:
             file.write(f"#!{sys.executable} -SWerror\n{cls.program_with({})[-1]}\n")
-        os.chmod(command, 0o755)
+        worker = os.path.join(cls.bin, "worker")  # prints the pid of the worker of its shell
+        with open(worker, "w", encoding="utf-8") as file:
+            file.write("#!/bin/sh\nlauncher=$(cut -d ' ' -f 4 /proc/$PPID/stat)\n")
+            file.write("exec cut -d ' ' -f 4 /proc/$launcher/stat\n")
+        for path in (command, worker):
+            os.chmod(path, 0o755)
 
     @classmethod
     def program_with(cls, waits: dict[str, float]) -> list[str]:
@@ -8919,6 +8925,7 @@ class CommandLine(QueueCase):
         return "".join(f"{line}\n" for line in lines)
 
     def test_push_with_sync_syncs(self) -> None:
+        self.queue()
         for words in ((), ("--sync",)):
             push = functools.partial(self.output_of, "push", "jobs", "x", *words)
             synced = calls_of("fsync", push)
@@ -8935,8 +8942,16 @@ class CommandLine(QueueCase):
         ("required: --older-than; see femtoqueue purge --help", "purge jobs"),
         ("expected one argument; see femtoqueue pop --help", "pop jobs --wait"),
         ("unrecognized arguments: -x; put a PAYLOAD that begins with - after --", "push jobs -x"),
-        ("as an argument: sh -c", "work jobs -- sh -c echo_{}", "work jobs -- nice /bin/bash -ec {}"),
-        ("as an argument: sh -c", "work jobs -- bash -o pipefail -c {}", "work jobs -- sh -c -e {}"),
+        (
+            "as an argument: sh -c",
+            "work jobs -- sh -c echo_{}",
+            "work jobs -- nice /bin/bash -ec {}",
+        ),
+        (
+            "as an argument: sh -c",
+            "work jobs -- bash -o pipefail -c {}",
+            "work jobs -- sh -c -e {}",
+        ),
         ("--max-attempts must be None or an int", "work jobs --max-attempts -1 -- true"),
         ("--node must be 1 to 100", "work jobs --node a/b -- true"),
         ("unrecognized arguments: -l; see femtoqueue work --help", "work jobs ls -l"),
@@ -8966,7 +8981,7 @@ class CommandLine(QueueCase):
     )
     WRONG_USES_OF_A_QUEUE = (
         ("key must be 1 to 200 bytes", f"push jobs --key {'k' * 201} 1"),
-        ("if_in_flight must be buffer or update", "push jobs --key k --if-in-flight never 1"),
+        ("--if-in-flight must be buffer or update", "push jobs --key k --if-in-flight never 1"),
         ("state must be one of pending, scheduled", "ls jobs pendng"),
         ("jobs/file: there is no queue", "ls jobs/file"),
         ("jobs/file", "push jobs/file x"),
@@ -9062,7 +9077,7 @@ class CommandLine(QueueCase):
         self.assertEqual([large[1].split()[1], large[3].split()], ["0", ["inflight", "1"]])
         self.assertRegex("\n".join(large), r"\Ajobs (?s:.*)\nworkers_alive +1\n")
         (row,) = [line for line in large if task.id in line]
-        self.assertRegex(row, rf"^inflight +{task.id} .* user:42 n1$")
+        self.assertRegex(row, rf"^inflight +{task.id} .* user:42 n1 x$")
         self.assertIn("     1       0 alive    n1", large)
         self.assertEqual((len(small), len(small[0]), small[3].strip()), (6, 12, "inflight"))
         self.assertEqual(later[1].split(), ["pending", "1"])
@@ -9398,7 +9413,15 @@ class CommandLine(QueueCase):
         code += "Thread.join = deaf_join\n"
         *words, main = self.program()
         self.queue(None).push(b"x")
-        script = "work", "jobs", "-q", "--", "sh", "-c", 'kill -INT $(cut -d " " -f 4 /proc/$PPID/stat); exit 130'
+        script = (
+            "work",
+            "jobs",
+            "-q",
+            "--",
+            "sh",
+            "-c",
+            "kill -INT $(worker); exit 130",
+        )
         self.assertEqual(run_guarded(*words, code + main, *script, env=self.env)[0], 0)
         self.check_and_finish({"pending": 1})
 
@@ -9512,9 +9535,12 @@ class CommandLine(QueueCase):
         self.check_and_finish({"failed": 2, "pending": 1})
 
     def launcher_of(self, process: Command) -> int:
-        with open(f"/proc/{process.pid}/task/{process.pid}/children", "rb") as file:
-            (launcher,) = map(int, file.read().split())
-        return launcher
+        """Return the pid of the launcher, which is the only child of its worker."""
+        children: list[str] = []
+        while not children:
+            with open(f"/proc/{process.pid}/task/{process.pid}/children", encoding="ascii") as file:
+                children = file.read().split()
+        return int(*children)
 
     def test_signals_end_work_even_if_nobody_reads_its_output(self) -> None:
         # The signals come while the output of a command is stuck. If this output is standard error,
@@ -9572,7 +9598,7 @@ class CommandLine(QueueCase):
             shell, child = map(int, process.first_lines(2))
             process.send_signals(signal.SIGTERM)
             os.kill(shell, signal.SIGTERM)
-            until(lambda: not os.path.exists(f"/proc/{shell}"))
+            until_gone(shell)
             time.sleep(2 * constant("one signal"))
             process.send_signal(signal.SIGTERM)
             process.wait(PATIENCE_S)
@@ -9594,7 +9620,7 @@ class CommandLine(QueueCase):
                 process.send_signals(signal.SIGTERM)
                 time.sleep(2 * constant("one signal"))
                 os.kill(shell if signals == 1 else process.pid, signal.SIGTERM)
-            until(lambda: not os.path.exists(f"/proc/{shell}"))
+            until_gone(shell)
             process.kill()
             until_gone(child)
 
@@ -9611,8 +9637,8 @@ class CommandLine(QueueCase):
             script = f"echo $$; sleep {seconds} & wait"
             with self.start_work(script, *words) as process:
                 process.first_lines(begun)
-                until(lambda: os.path.exists(f"/proc/{process.pid}"))  # noqa: B023
-                os.kill(self.launcher_of(process) if of_launcher else process.pid, signal.SIGKILL)
+                launcher = self.launcher_of(process)
+                os.kill(launcher if of_launcher else process.pid, signal.SIGKILL)
                 process.stdout.read()  # ends when the launcher and all commands have ended
                 process.wait(PATIENCE_S)
             until(lambda: not self.processes_of(seconds))  # noqa: B023
