@@ -7632,7 +7632,7 @@ class _Progress:
         self._later, self._last_due_ns = 0, 0  # the tasks that are not due, and when the last is
         self.waiting, self.running, self.is_paused = 0, 0, False
 
-    def names(self, directory: str) -> set[str]:
+    def tasks_in(self, directory: str) -> set[str]:
         """Return the names of the tasks in a directory."""
         return {*filter(_FORMS[_state_of(directory)], self._files.names(directory))}
 
@@ -7645,7 +7645,7 @@ class _Progress:
                 return self._files.lstat(f"failed/{name}").st_ctime
             return 0.0
 
-        youngest = sorted(self.names("failed"))[-1000:]
+        youngest = sorted(self.tasks_in("failed"))[-1000:]
         # Each id once: a person may have given a task a second name in failed/.
         return [*dict.fromkeys(map(_id_of, sorted(youngest, key=moved_s)[::-1]))][:count]
 
@@ -7655,8 +7655,8 @@ class _Progress:
         began_s = time.monotonic()
         if began_s < self._next_s and not now:
             return
-        self.waiting = len(self.names("pending")) + self.count_scheduled()
-        self.running = sum(len(self.names(it)) for it in self._files.node_dirs())
+        self.waiting = len(self.tasks_in("pending")) + self.count_scheduled()
+        self.running = sum(len(self.tasks_in(it)) for it in self._files.node_dirs())
         self.is_paused = self._files.exists("PAUSED")
         now_s = time.monotonic()
         self._next_s = now_s + 100 * (now_s - began_s)
@@ -7664,7 +7664,7 @@ class _Progress:
 
     def count_scheduled(self) -> int:
         """Return the number of scheduled tasks, and note those that are not due."""
-        names = sorted(self.names("scheduled"))
+        names = sorted(self.tasks_in("scheduled"))
         self._later = len(names) - bisect.bisect(names, f"{_wall_ns():020d}")
         self._last_due_ns = _stamp_of(names[-1]) if names else 0
         return len(names)
@@ -8011,7 +8011,7 @@ class _Session:
             return None
         return it.si_status if it.si_code == os.CLD_EXITED else -it.si_status
 
-    def close(self) -> None:
+    def drop(self) -> None:
         self._popen.poll()  # reap CMD
         self.link.close()
 
@@ -8076,7 +8076,7 @@ def _launch(requests: Any) -> None:
         while True:
             for fd, it in [*sessions.items()]:
                 if (fd in ready and it.is_forgotten()) or it.is_over():
-                    sessions.pop(fd).close()
+                    sessions.pop(fd).drop()
             wake_s = min((it.wake_s for it in sessions.values()), default=float("inf"))
             pause_s = min(max(0.0, wake_s - time.monotonic()), 3600.0)
             ready = _readable([requests.fileno(), waking, *sessions], pause_s)
@@ -8185,7 +8185,7 @@ class _Launcher:
             raise SystemExit(_LAUNCHER_ENDED) from None
         return _CommandJob(link, streams[0])
 
-    def close(self) -> None:
+    def stop(self) -> None:
         """Let the launcher end, and reap it."""
         self._requests.close()
         with suppress(ChildProcessError):  # PID 1 may have reaped it
@@ -8370,7 +8370,7 @@ class _CommandPool(_WorkerPool):
         Return no names if this user may not list failed/."""
         if self._drain:
             with suppress(PermissionError):
-                return self._progress.names("failed")
+                return self._progress.tasks_in("failed")
         return set()
 
     def write(self, text: str) -> None:
@@ -9260,23 +9260,23 @@ def _work_command(options: Any) -> int:
     import logging
 
     _prepare_work(options)
-    with (
-        closing(_Launcher()) as launcher,
-        FemtoQueue(
+    launcher = _Launcher()
+    try:
+        with FemtoQueue(
             *(options.dir, options.node, options.timeout * 1000, options.sync),
             keep_done=options.keep_done,
             max_attempts=options.max_attempts or None,
             retry_delay_s=options.retry_delay,
-        ) as q,
-    ):
-        pool = _CommandPool(q, launcher, options)
-        logging.basicConfig(stream=pool, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
-        status = pool.run_reported()
+        ) as q:
+            pool = _CommandPool(q, launcher, options)
+            logging.basicConfig(stream=pool, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+            status = pool.run_reported()
         # A second signal came. A thread may be stuck in a write, and hold the lock of the log. A
         # normal exit would flush the log, and wait for that thread.
         if status > 128:
-            q.close()
             os._exit(status)
+    finally:
+        launcher.stop()
     return status
 
 

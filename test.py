@@ -8641,6 +8641,39 @@ $ femtoqueue work jobs -q --drain --max-attempts 1 --output-dir logs -- true
 ! ... <x>: try 1 failed, a dead letter: its output can't be written: ...; data: x
 [1]
 $ states -> done 1, failed 1
+# only a regular file of this user with one link takes output; a removed directory is made again
+$ femtoqueue push jobs a b c d e -> <a> <b> <c> <d> <e>
+$ mkdir -m 755 logs; touch other; ln -s ../other logs/$a.out; ln other logs/$b.out
+$ mkfifo logs/$c.err
+$ python3 -c 'import socket, sys; socket.socket(1).bind(sys.argv[1])' logs/$d.out
+$ femtoqueue work jobs -q --drain --max-attempts 1 --output-dir logs -- echo text -> ! ... [1]
+$ states -> done 1, failed 4
+$ wc -c < other -> 0
+$ cat logs/$e.out -> text
+$ femtoqueue push jobs a b -> <f> <g>
+$ femtoqueue work jobs -q --drain --output-dir new/logs -- sh -c \
+ 'test $1 = b || rm -rf new; echo text' - {}
+$ stat -c %a new/logs -> 700
+$ ls new/logs -> <g>.err <g>.out
+# with -j 1, lines that go to the same file stay in order, and the reason has the end of both
+$ femtoqueue push jobs x -> <x>
+$ echo 'for i in 1 2 3 4 5 6 7 8 9; do echo $i; echo $i >&2; done; exit 1' > turns
+$ femtoqueue work jobs -q --drain --max-attempts 1 -- sh turns 2>&1 | head -n 18 | uniq -c
+ 2 1
+ 2 2
+ 2 3
+ 2 4
+ 2 5
+ 2 6
+ 2 7
+ 2 8
+ 2 9
+$ tail -n 2 jobs/failed/$x.error -> 9 9
+# a monitor tells of a task whose lease has ended and that no worker takes back
+$ femtoqueue push jobs x -> ...
+$ femtoqueue pop jobs --timeout 10ms -> ...
+$ femtoqueue stat jobs --max-age 1h -> ... oldest_pending_age - ...
+$ sleep 0.3; femtoqueue stat jobs --max-age 200ms -> ... expired 1 ... [1]
 # a command has descriptors 0, 1 and 2 only; if exec() finds its arguments too long, its task fails
 $ femtoqueue push jobs x -> <x>
 $ femtoqueue work jobs -q --drain -- sh -c 'ls /proc/$$/fd; :' -> 0 1 2
@@ -9098,6 +9131,42 @@ class CommandLine(QueueCase):
         self.assertIn(("0", "1", "2"), {match and match.groups()[:3] for match in said})
         self.assertNotIn(None, said)
 
+    def test_unchanged_line_of_progress_is_not_repeated(self) -> None:
+        self.queue(None).push(b"x")
+        program = self.program_with({"report": 0.05})
+        words = "work", "jobs", "--drain", "--", "sleep", "0.6"
+        *before, _ = run_guarded(*program, *words, env=self.env)[2].splitlines()
+        self.assertEqual(len(before), len({*before}), before)
+
+    def test_command_that_ends_before_its_limit_is_done_even_if_the_worker_is_stopped(self) -> None:
+        self.queue().push_many([b"x"] * 4)
+        limits = "--task-timeout", "2s", "--max-attempts", "1", "--timeout", "60s"
+        with self.start_work("echo $$; sleep 0.3", "-j", "4", "--drain", *limits) as process:
+            pids = process.first_lines(4)
+            process.send_signal(signal.SIGSTOP)
+            until_gone(*pids)
+            time.sleep(2.1)  # now the limit is over
+            process.send_signal(signal.SIGCONT)
+            self.assertEqual(process.wait(PATIENCE_S), 0)
+        self.assertEqual(self.states(), {"done": 4})
+
+    def test_worker_waits_while_the_system_has_no_process_or_descriptor_left(self) -> None:
+        # In the launcher, the first starts fail as if a limit of processes was reached. In the
+        # worker, the first pipe fails for want of descriptors.
+        code = "import errno, os, subprocess\nfails = [errno.EAGAIN, errno.ENOMEM, 0]\n"
+        code += "class Popen(subprocess.Popen):\n    def __init__(self, *words, **how):\n"
+        code += "        if number := fails.pop(0) if fails else 0: raise OSError(number, '')\n"
+        code += "        super().__init__(*words, **how)\nsubprocess.Popen = Popen\n"
+        code += "pipe, pid, short = os.pipe, os.getpid(), [errno.EMFILE]\ndef fail():\n"
+        code += "    if os.getpid() == pid and short: raise OSError(short.pop(), '')\n"
+        code += "    return pipe()\nos.pipe = fail\n"
+        *words, main = self.program()
+        self.queue(None).push_many([b"x"] * 2)
+        command = "work", "jobs", "-q", "--max-attempts", "1", "--drain", "--", "true"
+        status, _, err = run_guarded(*words, code + main, *command, env=self.env)
+        self.assertEqual((status, err.count(" waits: true can't be run")), (0, 1), err)
+        self.assertEqual(self.states(), {"done": 2})
+
     def test_error_of_the_worker_is_no_failed_try_of_its_task(self) -> None:
         """If the worker itself meets an error, the attempt of its task is not counted."""
         # In the first worker, TemporaryFile() works in the check at the start, and raises later, as
@@ -9255,6 +9324,33 @@ class CommandLine(QueueCase):
         ):
             self.assertEqual(self.pace_text(*samples), text)
 
+    def test_no_rate_and_no_time_left_are_shown_while_nothing_ends(self) -> None:
+        ends = [(s / 20, 1000 - s, s) for s in range(200)]
+        self.assertEqual(self.pace_text(*ends), "20/s  about 40 s left")
+        stalled = [(10 + s, 801, 199) for s in range(30)]
+        self.assertEqual(self.pace_text(*ends, *stalled), "")
+        again = [(39 + s / 20, 801 - s, 199 + s) for s in range(1, 60)]
+        self.assertEqual(self.pace_text(*ends, *stalled, *again), "20/s  about 40 s left")
+        self.queue().schedule(b"x", (time.time() + 7000) * 1e6)
+        progress = self.progress()
+        self.assertEqual(progress.count_scheduled(), 1)
+        for sample in ends:
+            progress.add_sample(*sample)
+        self.assertEqual(progress.pace_text(), "20/s  about 2 h left  1 due in 2 h")
+
+    @unittest.skipUnless(sys.platform == "linux", "needs a terminal of Linux")
+    def test_line_of_progress_is_drawn_only_in_the_foreground(self) -> None:
+        self.queue().push(b"x")
+        # The shell of this script leads the session of the terminal, and is in its foreground.
+        work = shlex.join([*self.program(), "work", "jobs", "--drain", "--", "sleep", "1.5"])
+        script = "import pty, sys; pty.spawn(['bash', *sys.argv[1:]])"
+        for shell, count in (("%s; echo end", True), ("set -m; %s & wait; echo end", False)):
+            self.queue().push(b"x")
+            words = sys.executable, "-c", script, "-c", shell % work
+            said = run_guarded(*words, env=self.env | {"TERM": "xterm"})[1]
+            self.assertEqual("1 running" in said, count, said)
+            self.assertIn("2 done" if count else "1 done", said)
+
     def test_progress_shows_that_the_queue_is_paused(self) -> None:
         q, progress = self.queue(), self.progress()
         for change, end in ((q.pause, "0 waiting  paused"), (q.resume, "0 waiting")):
@@ -9271,13 +9367,13 @@ class CommandLine(QueueCase):
         progress = self.progress()
         progress.count_left(0)
         self.assertEqual((progress.waiting, progress.running), (3, 1))
-        names, directories = progress.names, iter(("pending",))
+        names, directories = progress.tasks_in, iter(("pending",))
 
         def slow_names(directory: str) -> Any:
             clock.advance(0.1 if directory in directories else 0)
             return names(directory)
 
-        with mock.patch.object(progress, "names", slow_names):
+        with mock.patch.object(progress, "tasks_in", slow_names):
             clock.advance(1)
             progress.count_left(0)
             q.push(b"x")
