@@ -8250,11 +8250,8 @@ class _Shortage(Exception):
 
 def _is_shortage(error: BaseException) -> bool:
     is_no_thread = isinstance(error, RuntimeError) and str(error) == "can't start new thread"
-    return is_no_thread or isinstance(error, MemoryError) or _errno_of(error) in _SHORT_ERRNOS
-
-
-def _errno_of(error: BaseException) -> int:
-    return (isinstance(error, OSError) and error.errno) or 0
+    is_errno = isinstance(error, OSError) and error.errno in _SHORT_ERRNOS
+    return is_no_thread or is_errno or isinstance(error, MemoryError)
 
 
 def _verdict(step: str, error: OSError) -> BaseException:
@@ -8479,13 +8476,10 @@ class _CommandPool(_WorkerPool):
         try:
             for suffix in ("out", "err") if self._output_dir else ():
                 path = f"{self._output_dir}/{task.id}.{suffix}"
-                try:
-                    fd = _open_output(path)
-                except FileNotFoundError:
+                if not os.path.isdir(self._output_dir):
                     os.makedirs(self._output_dir, 0o700, exist_ok=True)
-                    fd = _open_output(path)
-                files.callback(os.close, fd)
-                opened.append(fd)
+                opened.append(_open_output(path))
+                files.callback(os.close, opened[-1])
         except OSError as error:
             raise _verdict(_OUTPUT, error) from None
         return opened

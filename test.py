@@ -9978,7 +9978,7 @@ class Documents(QueueCase):
         script = "\n".join((push, push, work.replace("10s", "0s"), push, image))
         for old, new in (("/usr/local/bin/femtoqueue", "femtoqueue"), ("/usr/local/bin", ".")):
             script = script.replace(old, new)
-        said = self.sh(re.sub("(/srv)?/jobs", "jobs", script)).splitlines()
+        _, *said = self.sh(re.sub("(/srv)?/jobs", "jobs", script)).splitlines()
         self.assertEqual((said[0], said[2]), (said[1], "nightly report"))
         self.assertNotEqual(said[0], said[3])
         self.assertEqual(said[4:], ["nightly report"])
