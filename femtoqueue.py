@@ -7725,8 +7725,7 @@ class _Progress:
         return "  ".join(texts)
 
     def text(self, counts: Mapping[str, int]) -> str:
-        """Return the line of progress. `counts` has the numbers of this worker's deliveries, by the
-        fields of WorkCounts."""
+        """Return the line of progress. counts: this worker's deliveries, by field of WorkCounts."""
         ended = [f"{counts.get(it, 0)} {it}" for it in _OUTCOMES if counts.get(it)]
         parts = ["  ".join(ended or ["0 done"])]
         paused = "  paused" if self.is_paused else ""
@@ -7747,8 +7746,8 @@ def _rough_time(seconds: float) -> str:
 
 
 def _terminal_size(fd: int) -> tuple[int, int]:
-    """Return the columns and rows of a terminal; 0 stands for a number that is not known. $COLUMNS
-    is not used, because it does not follow a change of the size."""
+    """Return the columns and rows of a terminal; 0: not known. $COLUMNS would not follow a change
+    of the size."""
     with suppress(OSError):
         return os.get_terminal_size(fd)
     return 0, 0
@@ -7800,7 +7799,6 @@ class _Output:
             if gives_up(max(began_s, self._passed_s[lock])):
                 raise _Stalled
         try:
-            self._passed_s[lock] = time.monotonic()
             has_line = lock is self._locks[2] and self.has_terminal
             if has_line:
                 _write_all(2, self._clearing())
@@ -7819,14 +7817,15 @@ class _Output:
     def _write(self, fd: int, data: bytes, gives_up: Callable[[float], object]) -> None:
         import select
 
-        left = memoryview(data)
+        lock, left = self._locks[fd], memoryview(data)
+        self._passed_s[lock] = time.monotonic()
         while left:
             # A pipe that select() finds writable takes 4096 bytes without blocking.
             if select.select([], [fd], [], 0.1)[1]:
                 with suppress(BlockingIOError):  # another process has set O_NONBLOCK
                     left = left[os.write(fd, left[:4096]) :]
-                    self._passed_s[self._locks[fd]] = time.monotonic()
-            elif gives_up(self._passed_s[self._locks[fd]]):
+                    self._passed_s[lock] = time.monotonic()
+            elif gives_up(self._passed_s[lock]):
                 raise _Stalled
 
     def show(self, line: str | None) -> None:
@@ -8023,12 +8022,10 @@ def _report(link: Any, name: str, value: int) -> None:
         link.send(f"{name:8}{value:8}".encode())
 
 
-def _start_session(requests: Any, env: dict[str, Any]) -> _Session | None:
-    """Read a request, and start CMD. Return None if CMD can't be started; the worker gets the
-    errno. Raises EOFError if the worker has ended."""
+def _receive(requests: Any) -> tuple[Any, list[int]]:
+    """Return a request and its descriptors. Raises EOFError if the worker has ended."""
     import marshal
     import socket
-    import subprocess
 
     head, fds, _, _ = socket.recv_fds(requests, 8, 4)
     body, size = bytearray(), int.from_bytes(head, "big")
@@ -8036,7 +8033,16 @@ def _start_session(requests: Any, env: dict[str, Any]) -> _Session | None:
         body += part
     if not head or len(body) < size:
         raise EOFError
-    words, variables, limit_s = marshal.loads(body)
+    return marshal.loads(body), fds
+
+
+def _start_session(requests: Any, env: dict[str, Any]) -> _Session | None:
+    """Read a request, and start CMD. Return None if CMD can't be started; the worker gets the
+    errno."""
+    import socket
+    import subprocess
+
+    (words, variables, limit_s), fds = _receive(requests)
     link = socket.socket(fileno=fds.pop())
     try:
         env.update(variables)
@@ -8056,20 +8062,25 @@ def _start_session(requests: Any, env: dict[str, Any]) -> _Session | None:
     return _Session(popen, link, limit_s)
 
 
-def _launch(requests: Any) -> None:
-    """Start jobs, and end them, until the worker has ended. Then kill the jobs that are left."""
+def _handle_signals() -> int:
+    """Let no signal end the launcher. Return a descriptor that can be read after each signal."""
     import signal
 
-    # A signal to all processes that a scheduler has started must not end the launcher. CMD gets
-    # the default action, because a handler, unlike SIG_IGN, does not survive exec().
+    # A scheduler may signal all processes that it has started. CMD gets the default action, because
+    # a handler, unlike SIG_IGN, does not survive exec().
     for number in signal.valid_signals() - {getattr(signal, it, 0) for it in _FAULTS}:
         if signal.getsignal(number) not in (signal.SIG_IGN, None) or number == signal.SIGCHLD:
             signal.signal(number, _no_op)
     waking, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    return waking
+
+
+def _launch(requests: Any) -> None:
+    """Start jobs, and end them, until the worker has ended. Then kill the jobs that are left."""
+    waking, env = _handle_signals(), {**os.environ}
     _Session.keeps_zombie = hasattr(os, "waitid") and _has_own_proc()
-    env: dict[str, Any] = {**os.environ}
     sessions: dict[int, _Session] = {}  # by the descriptor of the link
     ready: list[int] = []
     try:
@@ -8203,28 +8214,23 @@ class _Launcher:
 #
 # The first signal:
 #
-#   1. _WorkerPool._on_signal() notes the signal. _tell_stop() writes a message.
-#   2. The threads take no further task. CMD leads a session of its own, and runs on. The lease of
-#      the task is still renewed.
-#   3. If CMD exits with 0, its task is done. If CMD fails, the task is given back to the front,
-#      uncounted, when all processes of the job have ended (_follow). But if --task-timeout has
-#      ended CMD, the attempt has failed as usual.
-#   4. run_reported() waits for the output, writes the last line of progress, and returns the exit
-#      status 0. With --drain, the status is 1 if a task has become a dead letter or is left.
+#   1. The threads take no further task. CMD leads a session of its own, and runs on.
+#   2. If CMD exits with 0, its task is done. If CMD fails, the task is given back to the front,
+#      uncounted, when all processes of the job have ended. But if --task-timeout has ended CMD, the
+#      attempt has failed as usual.
+#   3. run_reported() writes the last line of progress, and returns the exit status.
 #
 # Another signal within 0.3 s of the first is ignored. The second signal:
 #
-#   1. The main thread stops waiting for the other threads, and calls _CommandPool._abort().
-#   2. The launcher passes the signal, and then SIGCONT, to all jobs. It kills the processes that
+#   1. The launcher passes the signal, and then SIGCONT, to all jobs. It kills the processes that
 #      still run after 5 s.
-#   3. The thread of each job settles the task as after the first signal. At most 1 s later,
-#      _WorkerPool._abort() gives back the tasks that are left.
-#   4. _work_command() ends the process with the status 128 + N, where N is the last signal.
+#   2. The thread of each job settles the task as after the first signal. At most 1 s later,
+#      _abort() gives back the tasks that are left.
+#   3. The process ends with the status 128 + N, where N is the last signal.
 #
-# If the worker is killed, the launcher kills all jobs. Other workers find the worker dead, and
-# reclaim the tasks. They do not wait for the launcher, so a task may start again some milliseconds
-# before its old job is killed. If the launcher is killed, the worker kills all jobs, gives the
-# tasks back, and ends with status 2.
+# If the worker is killed, the launcher kills all jobs. Other workers do not wait for the launcher,
+# so a task may start again some milliseconds before its old job is killed. If the launcher is
+# killed, the worker kills all jobs, gives the tasks back, and ends with status 2.
 #
 # TOPIC: whose trouble an error is (_verdict).
 #
@@ -8335,8 +8341,8 @@ class _CommandPool(_WorkerPool):
     # Progress, and what is written
 
     def _report_all(self) -> None:
-        """Report the progress until `_is_over` is set. On a terminal, redraw the line at the bottom
-        every _REDRAW_S. Elsewhere, write a line every _REPORT_S, unless it is the same again."""
+        """Report the progress until `_is_over` is set: on a terminal, at its bottom; elsewhere as a
+        line, unless it is the same again."""
         last, pause_s = "", _REDRAW_S if self._output.has_terminal else _REPORT_S
         while not self._is_over.wait(pause_s):
             text = self._progress_text()
@@ -8354,8 +8360,7 @@ class _CommandPool(_WorkerPool):
         return ""
 
     def _end_report(self, text: str = "") -> None:
-        """Write a text, and without --quiet the last line of progress. From now on, no line is
-        shown at the bottom of the terminal."""
+        """Write a text and the last line of progress, and show no other line from now on."""
         self._is_over.set()
         with suppress(OSError):
             self._output.show(None)
@@ -8363,16 +8368,14 @@ class _CommandPool(_WorkerPool):
         self.write(text + (report and f"{report}\n"))
 
     def _dead_letters(self) -> set[str]:
-        """With --drain, return the names in failed/: the exit status depends on new dead letters.
-        Return no names if this user may not list failed/."""
+        """With --drain, return the names in failed/, if this user may list them."""
         if self._drain:
             with suppress(PermissionError):
                 return self._progress.tasks_in("failed")
         return set()
 
     def write(self, text: str) -> None:
-        """Write a text to standard error, as lines of its own. The log writes through this method,
-        too."""
+        """Write a text to standard error, as lines of its own. The log uses this method, too."""
         with suppress(OSError):  # if the terminal is gone, the running jobs must still finish
             self._output.put(2, text.encode("utf-8", "backslashreplace"), begins_line=True)
 
@@ -8383,8 +8386,8 @@ class _CommandPool(_WorkerPool):
     # Signals
 
     def _tell_stop(self) -> None:
-        """Note in `_is_told` that the first signal has come. Write a message about the signal,
-        unless the write would block. The signal handler calls this method."""
+        """Note the first signal, and write a message, unless the write would block. The signal
+        handler calls this method."""
         import select
 
         self._is_told.set()
@@ -8546,8 +8549,7 @@ class _CommandPool(_WorkerPool):
         return is_stopped
 
     def _note(self, task: FemtoTask, job: _CommandJob, is_ending: bool) -> bool:
-        """Read a report of a job. If CMD has ended, let the job be over, and return the result of
-        _ended_by_stop()."""
+        """Read a report of a job. If CMD has ended, return the result of _ended_by_stop()."""
         had_ended, is_stopped = job.status is not None, False
         job.note()
         if job.status is not None and not had_ended and not job.is_late:
@@ -8744,7 +8746,7 @@ def _import_only_libraries() -> None:
 
 def _open_closed_streams() -> None:
     """If a standard stream is closed (`>&-`), open /dev/null in its place. Otherwise a task's file
-    could get the descriptor, and the output of the command would go into the task."""
+    could get the descriptor, and the output."""
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:  # then the descriptor of the stream is the lowest free one
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), "r+", closefd=False))
@@ -8757,8 +8759,8 @@ def _write_error(text: str) -> None:
 
 
 def _put(stream: Any, data: str | bytes) -> None:
-    """Write all of a text or of bytes to a standard stream. A character that the encoding of the
-    stream does not have is escaped. Raises OSError."""
+    """Write all of a text or of bytes to a standard stream. Raises OSError. A character that the
+    encoding lacks is escaped."""
     stream.flush()
     try:
         fd = stream.fileno()
@@ -8797,8 +8799,8 @@ def _input() -> Iterator[bytes]:
 
 @contextmanager
 def _showing(text: Callable[[], str]) -> Iterator[None]:
-    """While the block runs, show a text at the bottom of the terminal: the progress of a long
-    command. If standard error is not a terminal, show nothing. `text` returns the current text."""
+    """While the block runs, show what text() returns at the bottom of the terminal, if there is
+    one."""
     output, is_over = _Output(), threading.Event()
 
     def redraw() -> None:
@@ -8845,7 +8847,6 @@ def _argument(words: str, text: str = "", group: str = "", **settings: Any) -> _
     """Declare an argument or option of a command.
 
     words: the names, then the value in capitals, as in "-j --jobs N". A flag has no value.
-    text: the help.
     group: only one argument of a group may be given. But a name that ends with a colon is only a
         title in the help."""
     *names, value = words.split()
@@ -8857,8 +8858,8 @@ def _argument(words: str, text: str = "", group: str = "", **settings: Any) -> _
 
 
 def _parse_arguments(argv: list[str]) -> Any:
-    """Return the options of a command line. `run` is the function of the command. `after_dashes`
-    has the words after `--` of push and work. Raises SystemExit as main() does."""
+    """Return the options of a command line, with `run`, the function of the command, and
+    `after_dashes`, the words after `--` of push and work. Raises SystemExit as main() does."""
     import argparse
 
     parser, commands = _make_parser()
@@ -9156,10 +9157,8 @@ def _payloads(options: Any) -> Iterable[bytes]:
 
 
 def _push_all(push: Callable[[bytes], str], payloads: Iterable[bytes]) -> None:
-    """Push payloads, and print an id for each.
-
-    If an id can't be printed, the other payloads are pushed all the same, and no error is raised.
-    If the command failed, its caller would try again, and all tasks would be pushed twice."""
+    """Push payloads, and print an id for each. An id that can't be printed is no error: the caller
+    would try again, and all tasks would be pushed twice."""
     count, lost = 0, None
     with nullcontext() if sys.stdout.isatty() else _showing(lambda: f"{count} pushed"):
         for payload in payloads:
@@ -9275,8 +9274,7 @@ def _work_command(options: Any) -> int:
 
 
 def _prepare_work(options: Any) -> None:
-    """Check the options of `work`, and that CMD, --output-dir and TMPDIR can be used: an error must
-    come before a task is taken."""
+    """Check the options of `work`, CMD, --output-dir and TMPDIR before a task is taken."""
     # Import all modules that a job needs. The launcher imports nothing, and the worker's Python may
     # be replaced or removed while the worker runs.
     import marshal  # noqa: F401

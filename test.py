@@ -7995,11 +7995,18 @@ class Work(QueueCase):
                 other.release(self.pop(other), counted=False)
 
         LOG.disabled = False
-        with self.assertLogs("femtoqueue", "ERROR") as logs:
+        with self.assertLogs("femtoqueue", "WARNING") as logs:
             counts = q.work(handle, drain=True)
         self.assertEqual(counts, femtoqueue.WorkCounts(done=3, retried=1, failed=1, lost=1))
-        self.assertEqual(len(logs.output), 2)
-        self.assertRegex(logs.output[1], r"(?s)dead letter.*Traceback.*Unspeakable")
+        # A retry is a warning, a dead letter an error. The traceback begins with the handler.
+        levels = [it.levelname for it in logs.records if " failed, " in it.getMessage()]
+        self.assertEqual(levels, ["WARNING", "ERROR"])
+        text = next(it for it in logs.output if "dead letter" in it)
+        self.assertRegex(text, r"(?s)dead letter.*Traceback.*in handle\n.*Unspeakable")
+        (reason,) = [name for name in self.names("failed") if name.endswith(".error")]
+        with open(self.file("failed", reason), encoding="utf-8") as file:
+            for traceback in text, file.read():
+                self.assertNotIn(f'File "{femtoqueue.__file__}"', traceback)
         self.assertEqual(self.states(), {"done": 3, "failed": 1})
 
     def test_work_with_drain_waits_for_scheduled_tasks_and_for_leases_of_others(self) -> None:
