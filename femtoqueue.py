@@ -119,6 +119,7 @@ if TYPE_CHECKING:
     import logging
     from contextlib import AbstractContextManager
     from datetime import datetime
+    from types import TracebackType
 
 __all__ = [
     "STATES",
@@ -401,7 +402,8 @@ def _traceback_of(error: BaseException) -> str:
     import traceback
 
     try:
-        return "".join(traceback.format_exception(error))
+        frames = _handler_frames(error)
+        return "".join(traceback.format_exception(type(error), error, frames))
     except Exception:
         return f"{type(error).__name__} (its traceback can't be shown)"
 
@@ -728,6 +730,14 @@ class CorruptTask(FemtoQueueError):
 class _CommandFailed(Exception):
     """A command that `work` ran has failed. The text of this error is the whole reason, so no
     traceback is kept in failed/."""
+
+
+def _handler_frames(error: BaseException) -> TracebackType | None:
+    """Return the traceback of an exception without the first frames, those of this file."""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
+        frames = frames.tb_next
+    return frames or error.__traceback__
 
 
 class _Lease:
@@ -2737,17 +2747,21 @@ class _Delivery:
                     self._lease_dir.ensure_open()
                 batch.correct_after_loss(f"pending/{name}")
 
-    def take_named(self, tag: str, ident: str, length_ns: int, until_s: float) -> FemtoTask | None:
+    def take_named(
+        self, tag: str, ident: str, length_ns: int, until_s: float, even_paused: bool = False
+    ) -> FemtoTask | None:
         """Run the maintenance that is due, lease the waiting task of a key or of an id, and return
         the task.
 
         tag: the hash of the key, or "" if `ident` is given. until_s: as in _Keys.lock(). Returns
         None if there is no such task, if it cannot be claimed now, if the lock of the key is not
-        free in time, or if the queue is paused."""
+        free in time, or (without even_paused) if the queue is paused."""
         if time.monotonic() >= self._maintenance.wake_s:
             self._maintenance.run_due()
         keys = self._worker.keys
-        if (tag and not keys.may_have_task(tag)) or self._files.exists("PAUSED"):
+        if tag and not keys.may_have_task(tag):
+            return None
+        if not even_paused and self._files.exists("PAUSED"):
             return None
         for number in range(_MAX_LISTINGS):
             if number:
@@ -3509,6 +3523,7 @@ class FemtoQueue:
         *,
         id: str | None = None,
         lease_ms: float | None = None,
+        even_paused: bool = False,
     ) -> FemtoTask | None:
         """Lease the task of a key, or the task with an id, out of turn, and return the task.
 
@@ -3521,6 +3536,7 @@ class FemtoQueue:
             cancel a waiting task, take it by its id and call done(). If the task is given back or
             reclaimed instead, its old due time no longer counts.
         lease_ms:  the length of the lease in milliseconds, as in pop().
+        even_paused:  True: take the task even if the queue is paused, for example to cancel it.
 
         Returns None if the task could not be leased in time: the task does not exist, is in flight,
         or (by key) is not due yet. Also returns None if the queue stayed paused, or if close() in
@@ -3533,7 +3549,7 @@ class FemtoQueue:
         On disk: as after pop().
         """
         end_s = _end_s(timeout)
-        look = self._finder_of(key, id, lease_ms, end_s)
+        look = self._finder_of(key, id, lease_ms, end_s, even_paused)
         return self._worker.waits.wait_for(look, end_s)
 
     async def take_async(
@@ -3556,7 +3572,12 @@ class FemtoQueue:
         return await self._worker.waits.wait_for_async(look, _end_s(timeout), f"{key} {id}")
 
     def _finder_of(
-        self, key: str | None, id: str | None, lease_ms: float | None, until_s: float
+        self,
+        key: str | None,
+        id: str | None,
+        lease_ms: float | None,
+        until_s: float,
+        even_paused: bool = False,
     ) -> _Look[FemtoTask]:
         """Check the arguments of take(), and return the function that looks for the task once.
         until_s: as in _Keys.lock()."""
@@ -3566,7 +3587,8 @@ class FemtoQueue:
         ident = "" if id is None else _check_id(id)
         tag = "" if key is None else _key_tag(_encode_key(key))
         _notice_fork()
-        return functools.partial(self._delivery.take_named, tag, ident, length_ns, until_s)
+        look = self._delivery.take_named
+        return functools.partial(look, tag, ident, length_ns, until_s, even_paused)
 
     def drain(self, timeout: float | None = None) -> Iterator[FemtoTask]:
         """Iterate over tasks until no task is pending, scheduled or in flight.
@@ -5491,6 +5513,8 @@ class _WorkerPool:
         except (OSError, MemoryError) as error:
             ident, now_s = getattr(error, "task_id", ""), time.monotonic()
             self._trouble_s = min(self._trouble_s, now_s)
+            if not ident and self._is_passing(error):
+                return None
             if not ident or (now_s - self._trouble_s > _TROUBLE_S and not self._running):
                 raise
             why = str(error) or type(error).__name__
@@ -5537,22 +5561,33 @@ class _WorkerPool:
         except LeaseLost as error:
             _log().warning("%s", error)
         except Exception as error:
-            then = _AFTER_FAILURE.get(lease.outcome, lease.outcome)
-            cause = None if isinstance(error, _CommandFailed) else error
-            why = type(error).__name__
-            with suppress(Exception):  # str() of the handler's exception may raise
-                why = str(error).partition("\n")[0]
-            text = "%s: try %d failed, %s: %s"
-            _log().error(text, task.id, task.attempts, then, why, exc_info=cause)
+            cause = (type(error), error, _handler_frames(error))
+            tell = _log().warning if lease.outcome == "retried" else _log().error
+            text = self._failure_text(task, lease.outcome, error)
+            tell("%s", text, exc_info=None if isinstance(error, _CommandFailed) else cause)
             # Without an outcome, the delivery has not ended. For example, the disk failed, or no
             # thread could be started to renew the lease. So `error` ends the pool, like an
             # error without a task_id that pop() raises.
             if not lease.outcome:
-                self._error = self._error or error
+                if has_begun or not self._is_passing(error):
+                    self._error = self._error or error
                 if not has_begun:
                     self._give_back(task)
         finally:
             self._count(task, lease.outcome or "lost")
+
+    def _failure_text(self, task: FemtoTask, outcome: str, error: Exception) -> str:
+        """Return the line of the log about a failed try."""
+        why = type(error).__name__
+        with suppress(Exception):  # str() of the handler's exception may raise
+            why = str(error).partition("\n")[0]
+        then = _AFTER_FAILURE.get(outcome, outcome)
+        return f"{task.id}: try {task.attempts} failed, {then}: {why}"
+
+    def _is_passing(self, error: BaseException) -> bool:
+        """Return True if the pool should go on after an error of its own. A subclass may override
+        this method, and wait first."""
+        return False
 
     def _count(self, task: FemtoTask, outcome: str) -> None:
         with self._changed:
@@ -6585,126 +6620,135 @@ class _SharedNumbers(_Numbers):
 # ==================================================================================================
 
 _REDRAW_S = 0.5  # the shortest pause between two drawings of the progress line on a terminal
-_OPEN_LINE_S = 10.0  # the longest time that an unfinished line keeps others from writing
 _OUTCOMES = ("done", "failed", "retried", "released", "lost")  # the fields of WorkCounts
 
 
-# Output and progress: standard streams, which may be non-blocking
-
-
-def _writable(fd: int) -> None:
-    """Wait until a descriptor can be written to, for at most 50 ms."""
-    import select
-
-    # If select.poll() is missing (see _readable()), select.select() is used. If that raises
-    # ValueError, for a descriptor of 1024 or more, the caller tries again at once.
-    with suppress(ValueError):
-        if hasattr(select, "poll"):
-            poll = select.poll()
-            poll.register(fd, select.POLLOUT)
-            poll.poll(50)
-        else:
-            select.select([], [fd], [], 0.05)
-
-
 def _write_all(fd: int, data: bytes) -> None:
-    """Write all of the data to a descriptor.
-
-    write(2) may take only a part of the data, for example if the process is stopped and continued.
-    The descriptor may be non-blocking: any process that shares a pipe can set O_NONBLOCK.
-    """
+    """Write all of the data to a descriptor. If another process has set O_NONBLOCK, clear it."""
     left = memoryview(data)
     while left:
         try:
             left = left[os.write(fd, left) :]
         except BlockingIOError:
-            _writable(fd)
+            os.set_blocking(fd, True)
 
 
 def _read_some(fd: int) -> bytes:
-    """Wait until bytes come from a descriptor, and return the bytes. Return b"" at the end of the
-    file or pipe. The descriptor may be non-blocking."""
+    """Wait for bytes, and return them; b"" at the end. If another process has set O_NONBLOCK, clear
+    it."""
     while True:
         try:
             return os.read(fd, 1 << 16)
         except BlockingIOError:
-            _readable([fd], 1.0)
+            os.set_blocking(fd, True)
+
+
+_Error = TypeVar("_Error", bound=BaseException)
+
+
+def _named(error: _Error, name: Any) -> _Error:
+    """Give an OSError of the system a file name, if it has none, and return it."""
+    if isinstance(error, OSError) and error.errno is not None and error.filename is None:
+        error.filename = name
+    return error
+
+
+def _printable(text: str) -> str:
+    """Escape the characters that are not printable: they may move the cursor."""
+    return "".join(it if it.isprintable() else ascii(it)[1:-1] for it in text)
+
+
+def _preview(data: bytes) -> str:
+    """Return the beginning of a payload as one line of printable text."""
+    return _printable(" ".join(data[:_PREVIEW_BYTES].decode("utf-8", "replace").split()))
+
+
+_PREVIEW_BYTES = 200
 
 
 class _Progress:
-    """The progress of a queue: how many tasks are left, the rate, and the time until none is left.
+    """The progress of a queue: the tasks left, the rate, and the time until none is left.
 
-    A task is left if it waits or is leased. All workers lower the number of tasks left, and all
-    producers raise it. The rate is the decrease of this number per second. But the rate is never
-    less than the number of tasks per second that this worker ends. Without this minimum, the rate
-    would be 0 if producers push tasks as fast as workers end tasks.
+    A task is left if it waits or is leased. The rate is the decrease of this number per second, or
+    the tasks that this worker ends per second if these are more.
     """
 
-    # The rate is measured over at least _SPAN_S seconds and at least _SPAN_TASKS tasks, or over all
-    # samples if they do not reach back so far.
+    # The rate is measured over at least _SPAN_S seconds and _SPAN_TASKS tasks, or over all samples.
     _SPAN_S, _SPAN_TASKS = 10.0, 20
+    # Without an end for the time of _STALL_TASKS tasks, and for _STALL_S, no rate is shown.
+    _STALL_S, _STALL_TASKS = 2.0, 5
     _NOISE_TASKS = 2  # a queue counts as growing if it became longer by more tasks than this
     _MAX_SAMPLES = 120
 
-    def __init__(self, data_dir: str) -> None:
-        self._root = os.path.abspath(data_dir)  # the current directory may be removed later
+    def __init__(self, files: _Files) -> None:
+        self._files = files
         # Each sample has the time, the number of tasks left, and how many this worker has ended.
         self._samples: list[tuple[float, int, int]] = []
         self._next_s = 0.0
+        self._ended_s = 0.0  # the time of the last sample with an end
+        self._patience_s = self._STALL_S
+        self._later, self._last_due_ns = 0, 0  # the tasks that are not due, and when the last is
         self.waiting, self.running, self.is_paused = 0, 0, False
 
-    def names(self, directory: str) -> set[str]:
+    def tasks_in(self, directory: str) -> set[str]:
         """Return the names of the tasks in a directory."""
-        path = os.path.join(self._root, directory)
-        return {*filter(_FORMS[_state_of(directory)], os.listdir(path))}
+        return {*filter(_FORMS[_state_of(directory)], self._files.names(directory))}
 
     def latest_dead_letters(self, count: int = 5) -> list[str]:
-        """Return the ids of the `count` tasks that came to failed/ most recently, the latest first.
-        To save time, only the thousand names that sort last in failed/ are looked at. Usually these
-        are the tasks that were pushed last. So an older task that failed just now may be missed."""
+        """Return the ids of the tasks that came to failed/ last, the latest first. Only the
+        thousand names that sort last are looked at, to save time."""
 
         def moved_s(name: str) -> float:
             with suppress(OSError):  # RACE: another process has retried or removed the task
-                return os.stat(os.path.join(self._root, "failed", name)).st_ctime
+                return self._files.lstat(f"failed/{name}").st_ctime
             return 0.0
 
-        youngest = sorted(self.names("failed"))[-1000:]
+        youngest = sorted(self.tasks_in("failed"))[-1000:]
         # Each id once: a person may have given a task a second name in failed/.
         return [*dict.fromkeys(map(_id_of, sorted(youngest, key=moved_s)[::-1]))][:count]
 
     def count_left(self, ended: int, now: bool = False) -> None:
         """Count the tasks that are left, and keep a sample. `ended`: how many tasks this worker has
-        ended. Raises OSError if a directory can't be listed.
-
-        Counting must not take more than 1 % of the time. So do nothing until 100 times the duration
-        of the last count has passed. With `now`, count in any case."""
+        ended. Without `now`, counting takes at most 1 % of the time. Raises OSError."""
         began_s = time.monotonic()
         if began_s < self._next_s and not now:
             return
-        self.waiting = sum(len(self.names(it)) for it in _WAITING_DIRS)
-        self.running, names = 0, os.listdir(self._root)
-        self.is_paused = "PAUSED" in names
-        for directory in filter(_parse_node_dir, names):
-            # RACE: the worker ended, and its directory was removed after the listing.
-            # NotADirectoryError: the name is that of a foreign file.
-            with suppress(FileNotFoundError, NotADirectoryError):
-                self.running += len(self.names(directory))
+        self.waiting = len(self.tasks_in("pending")) + self.count_scheduled()
+        self.running = sum(len(self.tasks_in(it)) for it in self._files.node_dirs())
+        self.is_paused = self._files.exists("PAUSED")
         now_s = time.monotonic()
         self._next_s = now_s + 100 * (now_s - began_s)
         self.add_sample(now_s, self.waiting + self.running, ended)
 
+    def count_scheduled(self) -> int:
+        """Return the number of scheduled tasks, and note those that are not due."""
+        names = sorted(self.tasks_in("scheduled"))
+        self._later = len(names) - bisect.bisect(names, f"{_wall_ns():020d}")
+        self._last_due_ns = _stamp_of(names[-1]) if names else 0
+        return len(names)
+
     def add_sample(self, now_s: float, left: int, ended: int = 0) -> None:
         """Keep a sample. If there are too many samples, drop every second one of the older half."""
+        *_, last = self._samples or [(now_s, left, ended)]
+        has_ended = left < last[1] or ended > last[2]
+        if has_ended and self._is_stalled(last[0]):
+            self._samples = [last]  # the pause must not lower the rate
         self._samples.append((now_s, left, ended))
+        if has_ended:
+            self._ended_s = now_s
+            rate = self.estimate()[0]
+            self._patience_s = max(self._STALL_S, self._STALL_TASKS / rate if rate else 0.0)
         if len(self._samples) > self._MAX_SAMPLES:
             del self._samples[1 : self._MAX_SAMPLES // 2 : 2]
+
+    def _is_stalled(self, now_s: float) -> bool:
+        return self.is_paused or now_s - self._ended_s > self._patience_s
 
     def estimate(self) -> tuple[float, float | None, bool]:
         """Return the rate, the time until no task is left, and whether the queue grows.
 
-        The rate is in tasks per second. It is 0 if the number of tasks left does not fall and this
-        worker ends no task. The time is in seconds. It is None if the number does not fall. Until
-        the samples span a second, the rate is 0 and the time is None."""
+        The rate is in tasks per second, the time in seconds. The time is None if the number of
+        tasks left does not fall. Until the samples span a second, the rate is 0."""
         rate, shrinks, span_s = 0.0, 0.0, 0.0
         now_s, left, ended = self._samples[-1] if self._samples else (0.0, 0, 0)
         for since_s, before, ended_before in reversed(self._samples[:-1]):
@@ -6719,9 +6763,12 @@ class _Progress:
         return rate, left / shrinks if shrinks > 0 else None, grows
 
     def pace_text(self) -> str:
-        """Return a text: the rate, and then "growing" if the queue grows, or else the time until no
-        task is left. A rate or time of 0 is left out, and so is a time that is not known."""
+        """Return the rate, the time left or "growing", and when the scheduled tasks are due. What
+        is not known is left out."""
         rate, left_s, grows = self.estimate()
+        if self._samples and self._is_stalled(self._samples[-1][0]):
+            rate, left_s = 0.0, None
+        due_s = (self._last_due_ns - _wall_ns()) / 1e9
         texts = []
         if rate > 0:
             unit, per_unit = next(it for it in _RATE_UNITS if rate * it[1] >= 1 or it[0] == "d")
@@ -6730,12 +6777,13 @@ class _Progress:
         if grows:
             texts.append("growing")
         elif left_s is not None and left_s > 0:
-            texts.append(f"about {_rough_time(left_s)} left")
+            texts.append(f"about {_rough_time(max(left_s, due_s))} left")
+        if self._later and due_s > 0:
+            texts.append(f"{self._later} due in {_rough_time(due_s)}")
         return "  ".join(texts)
 
     def text(self, counts: Mapping[str, int]) -> str:
-        """Return the line of progress. `counts` has the numbers of this worker's deliveries, by the
-        fields of WorkCounts."""
+        """Return the line of progress. counts: this worker's deliveries, by field of WorkCounts."""
         ended = [f"{counts.get(it, 0)} {it}" for it in _OUTCOMES if counts.get(it)]
         parts = ["  ".join(ended or ["0 done"])]
         paused = "  paused" if self.is_paused else ""
@@ -6756,92 +6804,98 @@ def _rough_time(seconds: float) -> str:
 
 
 def _terminal_size(fd: int) -> tuple[int, int]:
-    """Return the columns and rows of the terminal `fd`. A number that is not known is 0. If `fd` is
-    not a terminal, both are 0. $COLUMNS is not used, because it does not follow a change of the
-    size."""
+    """Return the columns and rows of a terminal; 0: not known. $COLUMNS would not follow a change
+    of the size."""
     with suppress(OSError):
         return os.get_terminal_size(fd)
     return 0, 0
 
 
-class _Output:
-    """The standard output and standard error of `femtoqueue work`, which all its threads write to.
-    Other long commands use an object of this class only to show their progress (_showing).
+class _Stalled(Exception):
+    """Nobody reads the output."""
 
-    If jobs run side by side, and one of them has an unfinished line on a stream, the other jobs and
-    the worker wait for the end of the line, but for at most _OPEN_LINE_S. If standard error is a
-    terminal, the line at the bottom shows the progress. This progress line is cleared before other
-    output is written to the terminal. The progress line is drawn again after the output, unless the
-    output ends within a line.
+
+class _Output:
+    """The standard output and standard error of a long command, which all its threads write to.
+
+    If standard error is a terminal, a progress line stands at the bottom. It is cleared before
+    other output, and drawn again after it, unless the output ends within a line. It is drawn only
+    while this process group is in the terminal's foreground.
     """
 
     def __init__(self) -> None:
-        # A thread holds the turn of a stream while it writes to the stream. Usually each stream has
-        # a turn of its own. Then a write to standard output that waits for a reader does not delay
-        # the log on standard error. But streams that lead to the same file share a turn.
-        self._turns = {fd: threading.Condition() for fd in (1, 2)}
+        # A write to standard output that waits for a reader must not delay the log. But streams
+        # that lead to the same file share a lock.
+        self._locks = {fd: threading.Lock() for fd in (1, 2)}
         with suppress(OSError):
             if os.path.sameopenfile(1, 2):
-                self._turns[1] = self._turns[2]
-        # The owner (see put()) of the unfinished line on the stream, by the turn of the stream.
-        # None: nobody has to wait for the end of a line.
-        self._owners: dict[threading.Condition, object] = {}
+                self._locks[1] = self._locks[2]
+        self.is_one = self._locks[1] is self._locks[2]
+        self._unfinished = set[threading.Lock]()  # the locks of streams whose line has not ended
         self.has_terminal = os.isatty(2)
         self._is_dumb = os.environ.get("TERM", "dumb") == "dumb"
         self._has_colours = not (self._is_dumb or os.environ.get("NO_COLOR"))
         self._line: str | None = ""  # to show at the bottom of the terminal; None: show no more
+        self._passed_s = dict.fromkeys(self._locks.values(), 0.0)  # when bytes were last written
         self._shown = 0  # the length of the progress line that is on the terminal now
-        self._unfinished = set[threading.Condition]()  # turns of streams whose line has not ended
 
     def put(
         self,
         fd: int,
         data: bytes,
-        owner: object = None,
-        is_whole: bool = True,
         begins_line: bool = False,
+        gives_up: Callable[[float], object] = _no_op,
     ) -> None:
-        """Write bytes to a stream. While another owner has an unfinished line there, wait first,
-        but for at most _OPEN_LINE_S. Raises OSError if the write fails.
+        """Write bytes to a stream. begins_line: if its last line has not ended, end it first.
 
-        owner: for output of a job, the _Relay (room 22) that reads it from a pipe. None: the bytes
-        are from the worker, or no jobs run side by side.
-        is_whole: True: others may write after these bytes. False: the bytes end within a line, and
-        others wait for the end of the line.
-        begins_line: if the last line of the stream has not ended, end it first."""
+        While nobody reads, gives_up() gets the time since when (monotonic clock). A true result
+        raises _Stalled. Raises OSError."""
         if not data:
             return
-        turn = self._turns[fd]
-        with turn:
-            turn.wait_for(lambda: self._owners.get(turn) in (None, owner), _OPEN_LINE_S)
-            self._owners[turn] = None if is_whole else owner
-            turn.notify_all()
-            has_line = turn is self._turns[2] and self.has_terminal
+        lock, began_s = self._locks[fd], time.monotonic()
+        while not lock.acquire(timeout=0.1):
+            if gives_up(max(began_s, self._passed_s[lock])):
+                raise _Stalled
+        try:
+            has_line = lock is self._locks[2] and self.has_terminal
             if has_line:
                 _write_all(2, self._clearing())
                 self._shown = 0
-            if begins_line and turn in self._unfinished:  # a job has not ended its last line
+            if begins_line and lock in self._unfinished:
                 data = b"\n" + data
-            if data.endswith(b"\n"):
-                self._unfinished.discard(turn)
-            else:
-                self._unfinished.add(turn)
-            _write_all(fd, data)
+            self._unfinished.discard(lock)
+            if not data.endswith(b"\n"):
+                self._unfinished.add(lock)
+            self._write(fd, data, gives_up)
             if has_line:
                 self._draw()
+        finally:
+            lock.release()
+
+    def _write(self, fd: int, data: bytes, gives_up: Callable[[float], object]) -> None:
+        import select
+
+        lock, left = self._locks[fd], memoryview(data)
+        self._passed_s[lock] = time.monotonic()
+        while left:
+            # A pipe that select() finds writable takes 4096 bytes without blocking.
+            if select.select([], [fd], [], 0.1)[1]:
+                with suppress(BlockingIOError):  # another process has set O_NONBLOCK
+                    left = left[os.write(fd, left[:4096]) :]
+                    self._passed_s[lock] = time.monotonic()
+            elif gives_up(self._passed_s[lock]):
+                raise _Stalled
 
     def show(self, line: str | None) -> None:
-        """Show a progress line at the bottom of the terminal, in place of the previous one. While
-        other output has an unfinished line there, the progress line is only stored: put() draws it
-        later. None: show no progress line from now on."""
-        with self._turns[2]:
+        """Show a progress line in place of the previous one. None: show none from now on."""
+        with self._locks[2]:
             if self._line is not None:
                 self._line = line
                 self._draw()
 
     def _draw(self) -> None:
-        is_at_start = self._turns[2] not in self._unfinished
-        if not (self.has_terminal and is_at_start and (self._line or self._shown)):
+        is_at_start = self._locks[2] not in self._unfinished
+        if not (self._is_foreground() and is_at_start and (self._line or self._shown)):
             return
         line = (self._line or "")[: self._columns()]
         shown = line
@@ -6850,21 +6904,23 @@ class _Output:
         _write_all(2, self._clearing() + shown.encode("ascii", "backslashreplace"))
         self._shown = len(line)
 
+    def _is_foreground(self) -> bool:
+        with suppress(OSError):  # the terminal is not the one of this session
+            return self.has_terminal and os.tcgetpgrp(2) == os.getpgrp()
+        return True
+
     def clearing_for_signal(self) -> bytes:
-        """Return the bytes that make room for a message on the terminal: they clear the progress
-        line, or begin a new line if no progress line is shown. A signal handler uses this method
-        instead of put(), because a signal handler must not wait for a lock."""
-        return self._clearing() if self._shown else b"\n"
+        """Return the bytes that make room for a message on the terminal. A signal handler must not
+        wait for a lock, and so can't use put()."""
+        return self._clearing() or b"\n"
 
     def _columns(self) -> int:
         return _terminal_size(2)[0] or 80
 
     def _clearing(self) -> bytes:
-        """Return the bytes that clear the progress line, or b"" if none is shown. If the terminal
-        has become narrower than the line, the line takes several rows, and all of these are
-        cleared. But on a terminal without escape sequences (TERM=dumb), only the last row is
-        cleared, by spaces."""
-        if not self._shown:
+        """Return the bytes that clear the progress line. If the terminal has become narrower, the
+        line takes several rows, which are all cleared, unless the terminal is dumb."""
+        if not (self._shown and self._is_foreground()):
             return b""
         if self._is_dumb:
             return b"\r" + b" " * self._shown + b"\r"
@@ -6874,445 +6930,339 @@ class _Output:
 
 # ==================================================================================================
 # 22. Jobs: the processes of a command, CMD, that `femtoqueue work` runs for a task.
-#     The leader of a job is CMD's process, which also leads a session. The job consists of the
-#     processes in this session, their descendants, and daemons (_job_processes). A daemon has left
-#     the session, and its parent has ended. While the leader runs, the variables in the daemon's
-#     environment show its job. After the end of the leader, a daemon is known only if an earlier
-#     call of _job_processes() found it. Where _is_proc_ours() is false, for example on macOS,
-#     the job is only the leader's process group. _terminate() ends a job at --task-timeout
-#     (_CommandPool._follow), at the second signal (_CommandPool._abort), or after an error.
-#     Invariant: the watchdog knows each job from before CMD is executed until end_job(). If this
-#     worker dies, the watchdog kills the jobs that it knows.
+#     A job is the session that CMD leads. The launcher, a process without threads, starts each CMD.
+#     It keeps the ended CMD as a zombie until the job is over. So no other session, and no other
+#     process group, can get the number of the job.
+#     Invariant: the launcher knows each job from its start until the job is over. Each job has a
+#     link, a pair of sockets. If the worker dies, the links end, and the launcher kills the jobs.
+#     If the launcher dies, the links end, and the worker kills the jobs.
 # ==================================================================================================
 
 _GRACE_S = 5.0  # the time between a signal to a job and SIGKILL
-# How long a relay (a thread that passes on output) still reads what background programs write,
-# after it has passed on CMD's last byte.
-_RELAY_LINGER_S = 1.0
-_REASON_BYTES = 4096  # a reason gets at most this many of the last bytes of CMD's standard error
-# The error messages of sh begin with this name and a colon. From such a message, _judge() sees that
-# sh could not execute CMD. The name is not "femtoqueue", because CMD may itself be a `femtoqueue`,
-# whose error messages begin with "femtoqueue: ".
-_SH_NAME = "femtoqueue work"
-# The script that sh runs in the process that becomes CMD. The script writes its pid to the
-# watchdog's pipe, closes the pipe and executes CMD. CMD then has descriptors 0, 1 and 2 only.
-# CRASH: the worker dies after the fork() and before the script writes. The new process still holds
-# the pipe, so the watchdog waits, reads the pid, and kills the process.
-# A preexec_fn (see Popen) could write the pid, too. But it would run Python code in a fork of a
-# process with threads. This code may wait for ever for a lock that another thread held at the fork.
-_START = 'echo $$ >&{0}; exec "$@" {0}>&-'
+_FORGET = 255  # a request to the launcher; the others are numbers of signals, and 0
+_LAUNCHER_ENDED = "the launcher of this worker has ended; its jobs are killed"
+_FAULTS = ("SIGKILL", "SIGSTOP", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT", "SIGTRAP")
 
 
-def _shell_words(names: Iterable[str]) -> list[str]:
-    """Return the words that start a shell. The shell should pass all variables of the environment
-    on to CMD. `names` are the names of these variables.
-
-    /bin/sh may be dash, which drops a variable whose name has other characters than ASCII letters,
-    digits and "_". Examples are "a.b", and "BASH_FUNC_f%%", in which bash exports a function
-    f. For such names, use bash, which passes the variables on. With -p, bash neither runs $BASH_ENV
-    nor defines the exported functions. If bash is not installed, use /bin/sh all the same."""
-    import shutil
-
-    bash = None
-    if not all(re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", it) for it in names):
-        bash = shutil.which("bash")
-    return [bash, "-p"] if bash else ["/bin/sh"]
-
-
-class _Relay(threading.Thread):
-    """A thread that passes on what a job writes to one pipe.
-
-    The thread ends when no process of the job holds the pipe. Background programs that outlive CMD
-    may hold the pipe for ever. Therefore the thread also ends _RELAY_LINGER_S after both of these
-    have happened: CMD's last byte has been passed on, and the job is over (_Process.is_over).
-
-    tail: the last bytes that came, at most _REASON_BYTES.
-    error: the exception that ended the thread, or None.
-    passed: how many bytes have been read and handled: passed on, or kept until their line ends.
-    is_through: set when everything that CMD wrote before its end has been passed on, or when the
-        thread ends, also by an exception.
-    """
-
-    def __init__(self, pipe: Any, fd: int, process: Any, pool: Any) -> None:
-        super().__init__(daemon=True)  # a thread stuck in a write must not keep the worker alive
-        self._pipe, self._fd, self._process, self._pool = pipe, fd, process, pool
-        self.tail, self._rest = b"", b""  # _rest: the bytes of an unfinished line, not passed on
-        self._is_open = False  # True: the beginning of an unfinished line has been passed on
-        self.error: Exception | None = None
-        self.passed = 0
-        self.is_through = threading.Event()
-
-    def run(self) -> None:
-        try:
-            with self._pipe:
-                self._pass_on_all(self._pipe.fileno())
-        except Exception as error:
-            self.error = error
-        finally:
-            self.is_through.set()
-            self._process.woken.set()
-
-    def _pass_on_all(self, pipe: int) -> None:
-        """Read the pipe, and pass on what comes. Return when no process of the job holds the pipe.
-        Also return _RELAY_LINGER_S after CMD's last byte has been passed on and the job is over,
-        whichever of the two comes later.
-
-        RACE: a background program of the job writes to the pipe all the time, also after the end of
-        CMD. The pipe may then never be empty, so an empty pipe can't be the sign that CMD's output
-        has been read. Therefore the bytes in the pipe are counted once, when CMD has ended. CMD's
-        output is complete when that many bytes have been read and passed on."""
-        left, end_s = None, float("inf")
-        while time.monotonic() < end_s:
-            if left is None and self._process.status is not None:
-                left = _bytes_in(pipe)
-            if left is not None and left <= 0 and not self.is_through.is_set():
-                self._end_line()
-                self.is_through.set()
-            # _RELAY_LINGER_S does not begin at the end of CMD, but when the job is over: in a stop,
-            # a program of the job may outlive CMD, save its state, and still write.
-            if self._process.is_over and self.is_through.is_set():
-                end_s = min(end_s, time.monotonic() + _RELAY_LINGER_S)
-            if _readable([pipe], 0.1):
-                data = os.read(pipe, 1 << 16)
-                if not data:
-                    break
-                if left is not None:
-                    left -= len(data)
-                self._receive(data)
-                self.passed += len(data)
-        self._end_line()
-
-    def _receive(self, data: bytes) -> None:
-        """Pass on the data. If jobs run side by side (-j 2 or more), pass on only whole lines. Keep
-        the bytes of an unfinished line until the line ends, or until they are more than 64 KiB."""
-        self.tail = (self.tail + data)[-_REASON_BYTES:]
-        if self._pool.jobs == 1:
-            self._pool.pass_on(self._fd, data)
-            return
-        self._rest += data
-        end = self._rest.rfind(b"\n") + 1
-        if end:
-            self._pool.pass_on(self._fd, self._rest[:end], self)
-            self._rest, self._is_open = self._rest[end:], False
-        if len(self._rest) > 1 << 16:
-            self._pool.pass_on(self._fd, self._rest, self, is_whole=False)
-            self._rest, self._is_open = b"", True
-
-    def _end_line(self) -> None:
-        """If an unfinished line is left, pass on its kept bytes, and end the line. With -j 1, do
-        nothing, because _receive() keeps nothing back."""
-        if self._rest or self._is_open:
-            self._pool.pass_on(self._fd, self._rest + b"\n", self)
-        self._rest, self._is_open = b"", False
-
-
-def _await_output(relays: list[_Relay], end_s: float) -> bool:
-    """Wait until each relay has passed on everything that its CMD wrote, or has ended with an
-    error. Return True.
-
-    Return False if the time `end_s` has passed, and the reader of the output has stalled: the
-    relays have passed on nothing for _GRACE_S."""
-    passed, since_s = -1, 0.0
-    while waiting := [it for it in relays if not it.is_through.is_set()]:
-        before, passed, now_s = passed, sum(it.passed for it in relays), time.monotonic()
-        if passed != before:
-            since_s = now_s
-        elif now_s >= max(end_s, since_s + _GRACE_S):
-            return False
-        waiting[0].is_through.wait(_GRACE_S)
-    return True
-
-
-def _bytes_in(pipe: int) -> int:
-    """Return how many bytes a pipe holds."""
-    import termios
-
-    return int.from_bytes(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)), sys.byteorder)
-
-
-class _Process:
-    """CMD's process.
-
-    status: None while the process runs. Later, the exit status, or -N if signal N ended the
-        process.
-    is_over: True when the job is over, see end_job(). Usually it is over when CMD has ended, even
-        if background programs of the job still run. But if CMD failed and this worker was told
-        to stop, or if this worker had to terminate the job (_end_now), the job is over only when
-        its last process has ended (_CommandPool._follow).
-    woken: set when either the process or a relay of its output has ended.
-    """
-
-    def __init__(self, popen: Any) -> None:
-        self.pid, self._popen = popen.pid, popen
-        self.status: int | None = None
-        self.is_over = False
-        self.is_watched = True  # False: the watchdog is dead, and was not told of the job's end
-        self.woken = threading.Event()
-
-    def end(self, status: int) -> None:
-        self.status = self._popen.returncode = status
-        self.woken.set()
-
-
-class _Processes:
-    """The running processes of CMD, and the thread that reaps all children of the worker.
-
-    On Linux the worker is a child subreaper, see prctl(2): a descendant whose parent ends becomes
-    the worker's child. The thread therefore also reaps this descendant when it ends. So no zombie
-    is left, even if PID 1 of a container does not reap.
-    """
-
-    def __init__(self, watchdog: int) -> None:
-        self._watchdog, self._shell_words = watchdog, _shell_words(os.environ)
-        self._lock = threading.Lock()  # held from before a process starts until it is in `_running`
-        self._running: dict[int, _Process] = {}  # by pid
-        self.jobs = set[_Process]()  # the jobs that the watchdog knows
-        with suppress(OSError):
-            _call_libc("prctl", "", 36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
-        threading.Thread(target=self._reap_all, daemon=True).start()
-
-    def start(self, words: list[Any], **settings: Any) -> tuple[_Process, Any]:
-        """Start CMD as the leader of a session. Return its process, and its Popen object.
-        `settings` are for Popen. Raises OSError if the process can't be started, for example
-        because the words are too long (E2BIG). Raises ValueError if a word has a zero byte."""
-        import subprocess
-
-        with self._lock:
-            popen = subprocess.Popen(
-                [*self._shell_words, "-c", _START.format(self._watchdog), _SH_NAME, *words],
-                bufsize=0,
-                pass_fds=[self._watchdog],
-                start_new_session=True,  # Ctrl-C reaches only the worker, which lets CMD finish
-                **settings,
-            )
-            process = self._running[popen.pid] = _Process(popen)
-            self.jobs.add(process)
-        return process, popen
-
-    def _reap_all(self) -> None:
-        while True:
-            for pid in self._ended():
-                with self._lock:  # wait until start() has put the process into `_running`
-                    self._reap(pid)
-
-    def _ended(self) -> list[int]:
-        """Wait until a child has ended, and return its pid. If there is no waitid(), or no child,
-        wait for a moment instead, and return the pids in `_running`: any of these processes may
-        have ended. No child is reaped."""
-        # AttributeError: macOS before Python 3.13. ChildProcessError: there is no child.
-        with suppress(AttributeError, ChildProcessError):
-            ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
-            return [ended.si_pid] if ended else []
-        time.sleep(0.05)
-        return [*self._running]
-
-    def _reap(self, pid: int) -> None:
-        process = self._running.get(pid)
-        # ChildProcessError: Popen has reaped the child, because the shell could not be executed.
-        with suppress(ChildProcessError):
-            ended, status = os.waitpid(pid, os.WNOHANG)
-            if ended and process is not None:
-                del self._running[pid]
-                process.end(os.waitstatus_to_exitcode(status))
-
-    def end_job(self, process: _Process) -> None:
-        """Tell the watchdog that a job is over (_Process.is_over). Do nothing if CMD still runs.
-
-        CRASH: if the worker dies before this call, the watchdog kills the whole job. This includes
-        programs that CMD has started and that outlive CMD. After this call, they live on.
-
-        Call this method soon after the job is over. When the session has no process left, the
-        system may give CMD's pid to another process. If the worker died before this call, the
-        watchdog would kill that process."""
-        if process.status is not None:
-            process.is_over = True
-            self.jobs.discard(process)
-            with self._lock:
-                if process.pid in self._running:  # the system has given the pid to a newer job
-                    return
-                try:
-                    os.write(self._watchdog, b"-%d\n" % process.pid)
-                except BrokenPipeError:
-                    process.is_watched = False
-
-
-class _JobProcess(NamedTuple):
-    """A process of a job. The pid alone does not identify a process, because the system may give
-    the pid of an ended process to another process. So the time of the start is kept, too."""
-
-    started: int  # proc(5): starttime
-    pid: int
-    group: int
-
-
-def _is_proc_ours() -> bool:
-    """Return whether /proc shows this process under its own pid.
-
-    A container may have a PID namespace of its own, but the /proc of the host. In this /proc, the
-    same pids belong to processes of the host. On systems other than Linux, /proc/self/stat is
-    usually missing."""
+def _has_own_proc() -> bool:
+    """Return whether /proc shows this process under its own pid. A container may see the /proc of
+    its host."""
     with suppress(OSError), open("/proc/self/stat", "rb") as file:
         return int(file.read().split()[0]) == os.getpid()
     return False
 
 
-def _task_variables(pid: int) -> frozenset[bytes]:
-    """Return the variables FEMTOQUEUE_ID and FEMTOQUEUE_ATTEMPT of a process, each as
-    b"NAME=value", from the environment that its program was started with. The result is empty if
-    the variables are missing, if the process has ended, or if it belongs to another user."""
-    with suppress(OSError), open(f"/proc/{pid}/environ", "rb") as file:
-        names = b"FEMTOQUEUE_ID=", b"FEMTOQUEUE_ATTEMPT="
-        return frozenset(it for it in file.read().split(b"\0") if it.startswith(names))
-    return frozenset()
-
-
-def _job_processes(leaders: Iterable[int], known: Iterable[_JobProcess] = ()) -> set[_JobProcess]:
-    """Return the running processes of some jobs.
-
-    leaders: the pids of the jobs' leaders.
-    known: processes of the jobs that an earlier call found.
-
-    A process belongs to a job if it is in the leader's session, or is in `known`, or descends from
-    a process of the job. A daemon has a session of its own, and its parent has ended. A daemon
-    belongs to the job if its environment and the leader's environment name the same task and the
-    same attempt. Daemons are looked for only if `known` is empty. They are found only while the
-    leader runs, because the environment of an ended leader can't be read. Zombies are left out: a
-    zombie no longer runs, and may never be reaped.
-
-    Where _is_proc_ours() is false, the result has one process for each leader whose process group
-    still exists, with the pid of the leader.
-    """
-    leaders, known = {*leaders}, {*known}
-    if not _is_proc_ours():
-        return _signal([_JobProcess(0, pid, pid) for pid in leaders], 0)
-    found, zombies = set[_JobProcess](), set[_JobProcess]()
-    children = defaultdict[int, list[_JobProcess]](list)
+def _groups_of(leaders: set[int]) -> list[int]:
+    """Return the process groups with running processes in the sessions of these leaders. Without a
+    /proc, only the groups of the leaders are known."""
+    groups = set[int]()
+    if not _has_own_proc():
+        for leader in leaders:
+            with suppress(OSError):
+                os.killpg(leader, 0)
+                groups.add(leader)
+        return [*groups]
     for name in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            with open(f"/proc/{name}/stat", "rb") as file:
-                state, *fields = file.read().rpartition(b")")[2].split()
-        except OSError:  # RACE: the process has just ended
-            continue
-        parent, group, session = map(int, fields[:3])
-        member = _JobProcess(int(fields[18]), int(name), group)
-        children[parent].append(member)
-        # If the first thread of a process has ended, the process has the state Z even while its
-        # other threads run. Such a process is not a zombie.
-        if state in (b"Z", b"X") and int(fields[16]) < 2:  # num_threads
-            zombies.add(member)
-        if member.pid in leaders or session in leaders or member in known:
-            found.add(member)
-    # This worker may itself be a process of another worker's job, and have the variables of that
-    # job. A leader that this worker started may have the same variables, for example if this
-    # worker works on a copy of the other worker's queue. This worker must not count as a daemon of
-    # that leader's job, so the variables of this worker are subtracted.
-    tries = {*map(_task_variables, leaders)} - {frozenset(), _task_variables(os.getpid())}
-    if tries and not known:
-        every = itertools.chain.from_iterable(children.values())
-        found.update(it for it in every if it not in zombies and _task_variables(it.pid) in tries)
-    descendants = [*found]
-    for it in descendants:
-        new = [child for child in children[it.pid] if child not in found]
-        found.update(new)
-        descendants += new
-    return found - zombies
+        with suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:  # RACE: it has just ended
+            state, _, group, session, *more = file.read().rpartition(b")")[2].split()
+            # A process whose first thread has ended has the state Z, too: more[13] is num_threads.
+            if int(session) in leaders and (state not in (b"Z", b"X") or int(more[13]) > 1):
+                groups.add(int(group))
+    # RACE: if the child of a shell, in a group of its own, got a signal first, the shell could go
+    # on, and end with status 0. So the groups of the leaders come first.
+    return sorted(groups, key=lambda it: it not in leaders)
 
 
-def _signal(members: Iterable[_JobProcess], *numbers: int) -> set[_JobProcess]:
-    """Send signals to the process groups of some processes. Return the processes whose group got
-    the signals. The number 0 sends nothing: the result is the processes whose group still exists.
-
-    Each group is signalled as a whole, and the group of the oldest process first. RACE: without
-    this order, the child of a shell, in a group of its own, could get the signal first and end. The
-    shell could continue before it gets the signal, and end with status 0, as if the child had done
-    its work."""
-    members, reached = sorted(members), dict[int, bool]()
-    for it in members:
-        if it.group not in reached:
-            reached[it.group] = False
-            with suppress(OSError):  # the group has just ended, or belongs to another user
-                for number in numbers:
-                    os.killpg(it.group, number)
-                reached[it.group] = True
-    return {it for it in members if reached[it.group]}
+def _signal(leaders: set[int], *numbers: int) -> bool:
+    """Send signals to all processes of some sessions. Return whether any process could be
+    signalled: after sudo, for example, it belongs to another user."""
+    is_sent = False
+    for group in _groups_of(leaders):
+        with suppress(OSError):
+            for number in numbers:
+                os.killpg(group, number)
+            is_sent = True
+    return is_sent
 
 
-def _terminate(leaders: Iterable[int], number: int = 15) -> None:  # SIGTERM
-    """End the jobs with these leaders, and wait until no process of the jobs runs.
-
-    Each process group of the jobs gets the signal `number`, and then SIGCONT, because a stopped
-    process could not handle the signal. Processes that still run after _GRACE_S are killed. If this
-    worker may not signal a process, because the process belongs to another user, the process is not
-    waited for."""
+def _kill(leaders: set[int]) -> None:
+    """Kill all processes of some sessions, and wait until they have ended."""
     import signal
 
-    leaders, end_s = [*leaders], time.monotonic() + _GRACE_S
-    members = _signal(_job_processes(leaders), number, signal.SIGCONT)
-    while members and time.monotonic() < end_s:
-        time.sleep(0.02)
-        members = _signal(_job_processes(leaders, members), 0)
-    while members := _signal(_job_processes(leaders, members), signal.SIGKILL):
-        time.sleep(0.02)  # RACE: a process may have forked just before the signal, so look again
+    while _signal(leaders, signal.SIGKILL):
+        time.sleep(0.01)  # RACE: a process may have forked just before the signal, so look again
 
 
-def _start_watchdog() -> int:
-    """Fork the watchdog, and return a descriptor for writing to the pipe that the watchdog reads.
+# Jobs: in the launcher
 
-    If the worker is killed, the watchdog kills the worker's jobs. Without the watchdog, these jobs
-    would go on, while other workers reclaim the tasks and work on them, too. But other workers do
-    not wait for the watchdog. So another worker may reclaim a task, and start on it, some
-    milliseconds before the watchdog kills the job of this task. A process survives if it runs as
-    another user, or if _job_processes() does not find it. All jobs survive if the watchdog is
-    killed, too.
 
-    Each new process writes its pid to the pipe before it executes CMD (see _START). The worker
-    writes the negative pid when the job is over (see end_job). The watchdog comes to the end of the
-    pipe when the worker has ended and each new process has closed the pipe or has ended. By this
-    time, each new process has written its pid or has died, so the watchdog knows all jobs.
+class _Session:
+    """A job, as the launcher knows it.
+
+    wake_s: when is_over() is to be called next, if nothing happens before.
+    keeps_zombie: False: CMD is reaped when it ends. macOS before Python 3.13 has no waitid().
+        Without a /proc, a group counts as running even if only the zombie is left.
     """
+
+    keeps_zombie = True
+
+    def __init__(self, popen: Any, link: Any, limit_s: float) -> None:
+        self._popen, self.link = popen, link
+        self.pid: int = popen.pid
+        self._limit_s = self.wake_s = time.monotonic() + limit_s
+        self._status: int | None = None
+        self._number: int | None = None  # the signal that ends the job; 0: only wait for its end
+        self._asked_s = 0.0  # when the end was asked for
+        self._is_sent = False
+
+    def is_forgotten(self) -> bool:
+        """Obey a request of the worker. Return True if the launcher no longer cares for the job."""
+        number = _FORGET
+        try:
+            number = self.link.recv(1)[0]
+        except (IndexError, ConnectionResetError):  # the worker has ended, or its thread has
+            _kill({self.pid})
+        if number != _FORGET:
+            self._end(number)
+        return number == _FORGET
+
+    def _end(self, number: int) -> None:
+        if not self._number:
+            self._number = number
+            self._asked_s = self.wake_s = time.monotonic()
+
+    def is_over(self) -> bool:
+        """Report what has happened to CMD, and do what is due. Return True if an end was asked for,
+        and no process is left."""
+        import signal
+
+        # CMD that has ended before its limit is not late, so look at CMD first.
+        if self._status is None and (status := self._ended()) is not None:
+            self._status = status
+            self.wake_s = float("inf") if self._number is None else self.wake_s
+            _report(self.link, "status", status)
+        now_s = time.monotonic()
+        if now_s < self.wake_s:
+            return False
+        if now_s >= self._limit_s and not self._number:
+            _report(self.link, "is_late", 1)
+            self._end(signal.SIGTERM)
+        if self._number and now_s >= self._asked_s + _GRACE_S:
+            _signal({self.pid}, signal.SIGKILL)
+        elif self._number and not self._is_sent:
+            # A stopped process can't handle the signal, so continue it.
+            self._is_sent = _signal({self.pid}, self._number, signal.SIGCONT)
+        self.wake_s = now_s + min(0.5, 0.01 + (now_s - self._asked_s) / 10)
+        if self._status is None or _groups_of({self.pid}):
+            return False
+        _report(self.link, "is_over", 1)
+        return True
+
+    def _ended(self) -> int | None:
+        """Return CMD's exit status, or -N if signal N has ended it; None while it runs."""
+        if not self.keeps_zombie:
+            status: int | None = self._popen.poll()
+            return status
+        it = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+        if it is None:
+            return None
+        return it.si_status if it.si_code == os.CLD_EXITED else -it.si_status
+
+    def drop(self) -> None:
+        self._popen.poll()  # reap CMD
+        self.link.close()
+
+
+def _report(link: Any, name: str, value: int) -> None:
+    """Tell the worker a value of a job. A link gets so few reports that the call never blocks, even
+    if the worker is stopped."""
+    with suppress(OSError):  # the worker has ended; is_forgotten() sees it, too
+        link.send(f"{name:8}{value:8}".encode())
+
+
+def _receive(requests: Any) -> tuple[Any, list[int]]:
+    """Return a request and its descriptors. Raises EOFError if the worker has ended."""
+    import marshal
+    import socket
+
+    head, fds, _, _ = socket.recv_fds(requests, 8, 4)
+    body, size = bytearray(), int.from_bytes(head, "big")
+    while len(body) < size and (part := requests.recv(size - len(body))):
+        body += part
+    if not head or len(body) < size:
+        raise EOFError
+    return marshal.loads(body), fds
+
+
+def _start_session(requests: Any, env: dict[str, Any]) -> _Session | None:
+    """Read a request, and start CMD. Return None if CMD can't be started; the worker gets the
+    errno."""
+    import socket
+    import subprocess
+
+    (words, variables, limit_s), fds = _receive(requests)
+    link = socket.socket(fileno=fds.pop())
+    try:
+        env.update(variables)
+        stdin, stdout, stderr = fds
+        popen: Any = subprocess.Popen(
+            words, 0, None, stdin, stdout, stderr, env=env, start_new_session=True
+        )
+    except OSError as error:
+        _report(link, "errno", error.errno or errno.EIO)
+        _report(link, "is_over", 1)
+        link.close()
+        return None
+    finally:
+        for fd in fds:
+            os.close(fd)
+    _report(link, "pid", popen.pid)
+    return _Session(popen, link, limit_s)
+
+
+def _handle_signals() -> int:
+    """Let no signal end the launcher. Return a descriptor that can be read after each signal."""
     import signal
 
-    # The parent of this worker may have started it with SIGCHLD ignored. The system would then reap
-    # each CMD itself. CMD's status would be lost, and this worker would never see that CMD has
-    # ended.
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    reading, writing = os.pipe()
-    # The watchdog blocks all signals. A signal to a whole process group, or to all processes that
-    # a scheduler has started, must not end the watchdog.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-    if os.fork():
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        os.close(reading)
-        watchdog: int = fcntl.fcntl(writing, fcntl.F_DUPFD_CLOEXEC, 3)
-        os.close(writing)
-        if watchdog > 9:  # in a redirection, sh knows only descriptors of one digit
-            raise OSError(errno.EMFILE, "descriptors 3 to 9 are in use; work needs one of them")
-        return watchdog
+    # A scheduler may signal all processes that it has started. CMD gets the default action, because
+    # a handler, unlike SIG_IGN, does not survive exec().
+    for number in signal.valid_signals() - {getattr(signal, it, 0) for it in _FAULTS}:
+        if signal.getsignal(number) not in (signal.SIG_IGN, None) or number == signal.SIGCHLD:
+            signal.signal(number, _no_op)
+    waking, wake = os.pipe()
+    os.set_blocking(wake, False)
+    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    return waking
+
+
+def _launch(requests: Any) -> None:
+    """Start jobs, and end them, until the worker has ended. Then kill the jobs that are left."""
+    waking, env = _handle_signals(), {**os.environ}
+    _Session.keeps_zombie = hasattr(os, "waitid") and _has_own_proc()
+    sessions: dict[int, _Session] = {}  # by the descriptor of the link
+    ready: list[int] = []
     try:
-        os.close(writing)
-        os.setsid()
-        leaders: set[int] = set()
-        for report in map(int, os.fdopen(reading, closefd=False)):
-            if report > 0:
-                leaders.add(report)
-            else:
-                leaders.discard(-report)
-        while members := _signal(_job_processes(leaders), signal.SIGKILL):
-            # SIGKILL also ends the leaders and parents by which this call has found the members.
-            # With the members' pids as leaders, the next call of _job_processes() still finds the
-            # members, and the sessions that they lead.
-            leaders.update(it.pid for it in members)
-            time.sleep(0.001)
+        while True:
+            for fd, it in [*sessions.items()]:
+                if (fd in ready and it.is_forgotten()) or it.is_over():
+                    sessions.pop(fd).drop()
+            wake_s = min((it.wake_s for it in sessions.values()), default=float("inf"))
+            pause_s = min(max(0.0, wake_s - time.monotonic()), 3600.0)
+            ready = _readable([requests.fileno(), waking, *sessions], pause_s)
+            if waking in ready:  # a child has ended
+                os.read(waking, 1 << 16)
+            if requests.fileno() in ready and (session := _start_session(requests, env)):
+                sessions[session.link.fileno()] = session
+    except EOFError:
+        pass
     finally:
-        os._exit(0)
+        _kill({it.pid for it in sessions.values()})
+
+
+# Jobs: in the worker
+
+
+class _CommandJob:
+    """A job, as the worker knows it. note() reads a report of the launcher into an attribute.
+
+    errno: why CMD could not be started, or 0.
+    status: CMD's exit status, or -N if signal N has ended it; None: not known.
+    is_late: true: the time limit was over before CMD had ended.
+    is_over: true: nothing is left of the job, or the launcher no longer cares for it.
+    """
+
+    pid = errno = is_late = is_over = 0
+    status: int | None = None
+
+    def __init__(self, link: Any, stdin: int) -> None:
+        self.link, self._stdin = link, os.fstat(stdin)
+
+    def note(self) -> None:
+        """Wait for a report, and read it. If the launcher has ended, kill the job."""
+        import socket
+
+        with suppress(ConnectionResetError):
+            if report := self.link.recv(16, socket.MSG_WAITALL):
+                name, value = report.split()
+                setattr(self, name.decode(), int(value))
+                return
+        # CRASH: at the end of the link, the launcher is dead, and each process that it forked has
+        # executed CMD or has ended. If the launcher died before it reported the pid, CMD is known
+        # by its standard input, a file that only this job has.
+        _kill({self.pid} if self.pid else self._sessions_of_stdin())
+        self.is_over = 1
+
+    def end(self, number: int = 0) -> None:
+        """Let the launcher end the job by a signal, and wait until no process is left. Without a
+        number, it only waits."""
+        with suppress(OSError):  # the launcher has ended; note() sees it, too
+            self.link.send(bytes([number]))
+
+    def forget(self) -> None:
+        """Let the processes live on that CMD, which has ended, has left.
+
+        CRASH: if the worker dies before this call, the launcher kills these processes, too."""
+        self.end(_FORGET)
+        self.is_over = 1
+
+    def _sessions_of_stdin(self) -> set[int]:
+        found = set[int]()
+        for name in filter(str.isdigit, os.listdir("/proc") if _has_own_proc() else ()):
+            with suppress(OSError):  # RACE: it has just ended; or it belongs to another user
+                if os.path.samestat(os.stat(f"/proc/{name}/fd/0"), self._stdin):
+                    found.add(os.getsid(int(name)))
+        return found
+
+
+class _Launcher:
+    """The launcher, as the worker knows it. It is forked before any thread starts, and before the
+    queue is opened: so it has no lock, and no descriptor of the queue."""
+
+    def __init__(self) -> None:
+        import socket
+
+        self._requests, requests = socket.socketpair()
+        self._lock = threading.Lock()  # held during a request
+        self._pid = os.fork()
+        if self._pid == 0:
+            try:
+                self._requests.close()
+                os.setsid()  # SIGKILL to the worker's process group must not reach the launcher
+                _launch(requests)
+            finally:
+                os._exit(0)
+        requests.close()
+
+    def start(
+        self, words: list[bytes], variables: dict[str, Any], limit_s: float, streams: list[int]
+    ) -> _CommandJob:
+        """Start CMD with these descriptors as its streams. The launcher ends the job at the time
+        limit. If the launcher has ended, the first note() of the job tells it. Raises OSError."""
+        import marshal
+        import socket
+
+        body = marshal.dumps((words, variables, limit_s))
+        message = len(body).to_bytes(8, "big") + body
+        link, theirs = socket.socketpair()
+        # CRASH: the launcher may be killed after it has started CMD. So an error of the socket does
+        # not tell that there is no job.
+        with theirs, self._lock, suppress(BrokenPipeError, ConnectionResetError):
+            fds = [*streams, theirs.fileno()]
+            sent = socket.send_fds(self._requests, [message], fds)
+            self._requests.sendall(message[sent:])
+        return _CommandJob(link, streams[0])
+
+    def stop(self) -> None:
+        """Let the launcher end, and reap it."""
+        self._requests.close()
+        with suppress(ChildProcessError):  # PID 1 may have reaped it
+            os.waitpid(self._pid, 0)
 
 
 # ==================================================================================================
 # 23. Command runner: the pool of `femtoqueue work`, which runs CMD for each task.
-#     The pool has several threads. Each job has a thread that ends the job at --task-timeout and
-#     judges how CMD ended. Each pipe of a job has a relay (22). One thread reaps children (22), and
-#     one thread reports the progress. No other thread than a relay writes the output of a job. So
-#     --task-timeout works even if nobody reads the output.
+#     The pool has several threads. Each runs a job at a time: it passes on the output, and judges
+#     how CMD ended. The launcher ends a job at --task-timeout, even if nobody reads the output.
 #     Invariant: the pool uses only public methods of the queue.
 # ==================================================================================================
 
@@ -7320,50 +7270,103 @@ def _start_watchdog() -> int:
 #
 # The first signal:
 #
-#   1. _WorkerPool._on_signal() (17) notes the signal. _tell_stop() writes a message.
-#   2. The threads take no further task: _is_stopping() (17). CMD leads a session of its own, gets
-#      no signal from the worker, and runs on. The lease of the task is still renewed.
-#   3. If CMD exits with 0, its task is done. If CMD fails, the task is given back to the front,
-#      uncounted, when all processes of the job have ended: _ended_by_stop(), _follow(),
-#      _run_command(). But if --task-timeout has ended CMD, the attempt has failed as usual.
-#   4. run_reported() waits for the output, writes the last line of progress, and returns the exit
-#      status 0. With --drain, the status is 1 if a task has become a dead letter or is left.
+#   1. The threads take no further task. CMD leads a session of its own, and runs on.
+#   2. If CMD exits with 0, its task is done. If CMD fails, the task is given back to the front,
+#      uncounted, when all processes of the job have ended. But if --task-timeout has ended CMD, the
+#      attempt has failed as usual.
+#   3. run_reported() writes the last line of progress, and returns the exit status.
 #
 # Another signal within 0.3 s of the first is ignored. The second signal:
 #
-#   1. _on_signal() notes the signal. The main thread stops waiting for the other threads, and calls
-#      _CommandPool._abort().
-#   2. _terminate() (22) passes the signal, and then SIGCONT, to the process groups of all jobs. It
-#      kills the processes that still run after 5 s.
-#   3. The thread of each job settles the task as after the first signal: if CMD exits with 0, the
-#      task is done, and if CMD fails, the task is given back. At most 1 s after step 2,
-#      _WorkerPool._abort() gives back the tasks that are left.
-#   4. The queue is closed. _work_command() (24) ends the process with the status 128 + N, where N
-#      is the number of the last signal.
+#   1. The launcher passes the signal, and then SIGCONT, to all jobs. It kills the processes that
+#      still run after 5 s.
+#   2. The thread of each job settles the task as after the first signal. At most 1 s later,
+#      _abort() gives back the tasks that are left.
+#   3. The process ends with the status 128 + N, where N is the last signal.
 #
-# If the worker is killed, the watchdog (22) kills all jobs. Other workers find the worker dead, and
-# reclaim the tasks (11).
+# If the worker is killed, the launcher kills all jobs. Other workers do not wait for the launcher,
+# so a task may start again some milliseconds before its old job is killed. If the launcher is
+# killed, the worker kills all jobs, gives the tasks back, and ends with status 2.
+#
+# TOPIC: whose trouble an error is (_verdict).
+#
+#   step                errno or event                           what follows
+#   any                 EAGAIN, EMFILE, ENFILE, ENOMEM,          the worker waits, and tries again
+#                       ETXTBSY, no thread
+#   payload, output     ENOSPC, EDQUOT, EFBIG                    this try fails, and is counted
+#   output              OUT/ID.out is there, but can't be used   this try fails, and is counted
+#   output              OUT was removed                          OUT is made again
+#   command             E2BIG, or a zero byte, by the payload    the task is a dead letter
+#   any                 all others, such as ENOENT of CMD        the worker ends; the task goes back
 
 _REPORT_S = 10.0  # the pause between two lines of progress
+_REASON_BYTES = 4096  # a reason gets at most this many of the last bytes of CMD's standard error
+_LINE_BYTES = 1 << 24  # with -j 2 or more, a line is kept until its end, but not if it is longer
+_PIPE_BYTES = 1 << 20  # a pipe holds at most so many bytes (Linux: pipe-max-size)
+_SHORT_ERRNOS = (errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ETXTBSY)
+
+
+class _Shortage(Exception):
+    """The system is short of something, such as processes. Try again later."""
+
+
+def _is_shortage(error: BaseException) -> bool:
+    is_no_thread = isinstance(error, RuntimeError) and str(error) == "can't start new thread"
+    is_errno = isinstance(error, OSError) and error.errno in _SHORT_ERRNOS
+    return is_no_thread or is_errno or isinstance(error, MemoryError)
+
+
+def _verdict(step: str, error: OSError) -> BaseException:
+    """Return what an error becomes, by the table above: _Shortage, _CommandFailed or SystemExit."""
+    text = f"{step}: {error}"
+    if _is_shortage(error):
+        return _Shortage(text)
+    is_full = error.errno in (*_OUT_OF_SPACE_ERRNOS, errno.EFBIG)
+    is_bad_output = step == _OUTPUT and os.path.lexists(error.filename)
+    if is_bad_output or (is_full and step in (_OUTPUT, _PAYLOAD)):
+        return _CommandFailed(text)
+    return SystemExit(text)
+
+
+_PAYLOAD, _OUTPUT = "its payload can't be written", "its output can't be written"
+
+
+class _Relay:
+    """What passes on the bytes of a pipe to the stream `fd`. tail: the last bytes that came."""
+
+    def __init__(self, fd: int, is_by_lines: bool) -> None:
+        self.fd, self._is_by_lines = fd, is_by_lines
+        self.tail, self._rest = b"", bytearray()  # _rest: an unfinished line
+
+    def due(self, data: bytes) -> bytes:
+        """Return what is to be passed on when `data` has come; b"" stands for the end."""
+        self.tail = (self.tail + data)[-_REASON_BYTES:]
+        if not self._is_by_lines:
+            return data
+        self._rest += data or (b"\n" if self._rest else b"")
+        is_long = len(self._rest) > _LINE_BYTES
+        end = len(self._rest) if is_long else self._rest.rfind(b"\n") + 1
+        lines = bytes(self._rest[:end])
+        del self._rest[:end]
+        return lines
 
 
 class _CommandPool(_WorkerPool):
-    """The pool of the command `work`. The handler runs CMD for a task. The comment above tells what
-    signals do."""
+    """The pool of the command `work`. The handler runs CMD for a task."""
 
     # The system sends HUP when the terminal is gone. Schedulers send USR1 and USR2 as a warning.
     stops = (*_WorkerPool.stops, "SIGHUP", "SIGUSR1", "SIGUSR2")
 
-    def __init__(self, queue: FemtoQueue, watchdog: int, options: Any) -> None:
+    def __init__(self, queue: FemtoQueue, launcher: _Launcher, options: Any) -> None:
         limits = {"idle_timeout_s": options.idle_timeout, "time_limit_s": options.time_limit}
         super().__init__(queue, self._run_command, options.jobs, options.drain, **limits)
         # Use a thread even for a single job. In the main thread, the second signal would raise
-        # KeyboardInterrupt, perhaps after CMD has started and before `_processes` knows its pid.
+        # KeyboardInterrupt at any instant of the start of CMD.
         self._is_threaded = True
-        self._options, self.jobs = options, options.jobs
-        self._processes = _Processes(watchdog)
-        self._output, self._progress = _Output(), _Progress(os.fspath(queue.data_dir))
-        self._relays: list[_Relay] = []  # the relays that may still run
+        self._options, self._launcher = options, launcher
+        self._output = _Output()
+        self._progress = _Progress(_open_files(os.fspath(queue.data_dir), False))
+        self._jobs = set[_CommandJob]()
         self._is_told = threading.Event()  # set when the first signal has come
         self._is_over = threading.Event()  # set when no more progress is to be reported
         self._output_dir = options.output_dir and os.path.abspath(options.output_dir)
@@ -7371,41 +7374,40 @@ class _CommandPool(_WorkerPool):
     def run_reported(self) -> int:
         """Run the pool, report what was done, and return the exit status."""
         before = self._dead_letters()
-        reporter = threading.Thread(target=self._report_all, daemon=True)
-        if not self._options.quiet:
-            reporter.start()
         try:
+            if os.getpid() == 1:
+                threading.Thread(target=_reap_inherited, daemon=True).start()
+            if not self._options.quiet:
+                threading.Thread(target=self._report_all, daemon=True).start()
             self.run()
-        # SystemExit: trouble that _run_command() met. RuntimeError: the system allows no more
-        # threads. OSError, MemoryError: trouble with the queue.
+        # SystemExit: trouble of this worker. RuntimeError: the system allows no more threads.
+        # OSError, MemoryError: trouble with the queue.
         except (SystemExit, RuntimeError, OSError, MemoryError) as error:
-            self._end_report(f"femtoqueue: {str(error) or type(error).__name__}\n")
+            text = str(_named(error, self._queue.data_dir)) or type(error).__name__
+            self._end_report(f"femtoqueue: {text}\n")
             return 2
-        # After the second signal, report nothing: the report would wait for the turn of the stream
-        # (see _Output), and a thread that is stuck in a write may hold the turn.
+        # After the second signal, report nothing: a thread that is stuck in a write may hold the
+        # lock of the stream.
         if len(self.signals) > 1:
             return 128 + self.signals[-1]
-        is_lost = not _await_output(self._relays, 0.0)
-        for relay in self._relays:  # a background program may write for another moment
-            if relay.is_through.is_set():
-                relay.join(_GRACE_S)
-        self._end_report("femtoqueue: output is lost: nobody reads it\n" if is_lost else "")
+        self._end_report()
         has_failed = bool(self.counts["failed"] or self._dead_letters() - before)
         return int(self._drain and (has_failed or not self._queue.join(0)))
 
     # Progress, and what is written
 
     def _report_all(self) -> None:
-        """Report the progress until `_is_over` is set. On a terminal, redraw the line at the bottom
-        every _REDRAW_S. Elsewhere, write a line every _REPORT_S."""
-        pause_s = _REDRAW_S if self._output.has_terminal else _REPORT_S
+        """Report the progress until `_is_over` is set: on a terminal, at its bottom; elsewhere as a
+        line, unless it is the same again."""
+        last, pause_s = "", _REDRAW_S if self._output.has_terminal else _REPORT_S
         while not self._is_over.wait(pause_s):
             text = self._progress_text()
             with suppress(OSError):  # if the terminal is gone, the running jobs must still finish
                 if self._output.has_terminal:
                     self._output.show(text)
-                elif text and not self._is_over.is_set():
+                elif text not in ("", last) and not self._is_over.is_set():
                     self.write(f"{text}\n")
+                    last = text
 
     def _progress_text(self, now: bool = False) -> str:
         with suppress(OSError):  # pop() meets the same trouble, and raises the error
@@ -7414,8 +7416,7 @@ class _CommandPool(_WorkerPool):
         return ""
 
     def _end_report(self, text: str = "") -> None:
-        """Write a text, and without --quiet the last line of progress. From now on, no line is
-        shown at the bottom of the terminal."""
+        """Write a text and the last line of progress, and show no other line from now on."""
         self._is_over.set()
         with suppress(OSError):
             self._output.show(None)
@@ -7423,34 +7424,20 @@ class _CommandPool(_WorkerPool):
         self.write(text + (report and f"{report}\n"))
 
     def _dead_letters(self) -> set[str]:
-        """With --drain, return the names in failed/: the exit status depends on new dead letters.
-        Without --drain, or if this user may not list failed/, return no names."""
+        """With --drain, return the names in failed/, if this user may list them."""
         if self._drain:
             with suppress(PermissionError):
-                return self._progress.names("failed")
+                return self._progress.tasks_in("failed")
         return set()
 
     def write(self, text: str) -> None:
-        """Write a text to standard error, as lines of its own. The log writes through this method,
-        too."""
+        """Write a text to standard error, as lines of its own. The log uses this method, too."""
         with suppress(OSError):  # if the terminal is gone, the running jobs must still finish
             self._output.put(2, text.encode("utf-8", "backslashreplace"), begins_line=True)
 
-    def pass_on(self, fd: int, data: bytes, owner: object = None, is_whole: bool = True) -> None:
-        """Write output of a job. Raises OSError if the write fails.
-
-        But if the reader of the output is gone and this worker was told to stop, drop the output:
-        the running jobs must still finish. For example, Ctrl-C ends `tee` in
-        `femtoqueue work ... | tee log`, too, and SIGHUP means that the terminal is gone.
-
-        RACE: Ctrl-C ends `tee`, and the write fails, before the signal has come to this worker. So
-        wait up to _ONE_SIGNAL_S for the signal."""
-        try:
-            self._output.put(fd, data, owner, is_whole)
-        except OSError as error:
-            is_gone = error.errno in (errno.EPIPE, errno.EIO)
-            if not (is_gone and self._is_told.wait(_ONE_SIGNAL_S)):
-                raise
+    def _failure_text(self, task: FemtoTask, outcome: str, error: Exception) -> str:
+        text = super()._failure_text(task, outcome, error).removesuffix(_try_text(task))
+        return f"{text}; data: {_preview(task.data)}"
 
     # Signals
 
@@ -7460,201 +7447,242 @@ class _CommandPool(_WorkerPool):
         _write_stop_line(self._output.clearing_for_signal())
 
     def _abort(self) -> None:
-        """Pass the second signal to all jobs that run, and wait until the jobs have ended. Then
-        wait for the threads of the jobs, which settle the tasks, for up to a second. Give back the
-        tasks that are left."""
+        """Pass the second signal to all jobs, and wait until they are over. Then wait up to a
+        second for the threads to settle the tasks, and give back the tasks that are left."""
         self._is_over.set()
-        _terminate([it.pid for it in self._processes.jobs.copy()], self.signals[-1])
+        jobs, end_s = [*self._jobs], time.monotonic() + _GRACE_S + 1
+        for job in jobs:
+            job.end(self.signals[-1])
+        while not all(it.is_over for it in jobs) and time.monotonic() < end_s:
+            time.sleep(0.02)
         with self._changed:
             self._changed.wait_for(lambda: not self._running, 1.0)
         super()._abort()
+
+    def _is_passing(self, error: BaseException) -> bool:
+        """Wait for a moment, and return True, if the system is only short of something."""
+        if not _is_shortage(error):
+            return False
+        _log().warning("%s; trying again", error)
+        self._is_told.wait(_BASE_INTERVAL_S)
+        return True
 
     # A task
 
     def _run_command(self, task: FemtoTask) -> None:
         """Run CMD for a task. If CMD fails and this worker was told to stop, give the task back,
-        uncounted. Raises _CommandFailed for any other failure of CMD. Raises SystemExit for trouble
-        of this worker: the worker ends, and the block of processing() gives the task back,
-        uncounted."""
-        try:
-            with ExitStack() as files:
-                payload = files.enter_context(self._payload_file(task))
-                outputs = self._open_outputs(task, files)
-                sizes = [os.fstat(it.fileno()).st_size for it in outputs]
-                process, relays = self._start(task, payload, outputs)
-                status, is_stopped = self._follow(task, process, relays)
-                tail = relays[-1].tail if relays else _end_of_file(outputs[-1], sizes[-1])
-            text = tail.decode("utf-8", "replace")
-            if is_stopped and process.is_watched:
-                self._queue.release(task, front=True, counted=False)
-            else:
-                self._judge(task, process, status, text)
-        except (_CommandFailed, LeaseLost):
-            raise
-        except Exception as error:  # a full TMPDIR, a missing module, no reader of the output, ...
-            raise SystemExit(str(error) or type(error).__name__) from error
+        uncounted. Raises _CommandFailed if the try fails. Raises SystemExit for trouble of this
+        worker: the block of processing() gives the task back, uncounted."""
+        has_logged = False
+        while True:
+            try:
+                with ExitStack() as files:
+                    self._try(task, files)
+                return
+            except _Shortage as error:
+                if not has_logged:
+                    _log().warning("task %s waits: %s", task.id, error)
+                has_logged = True
+                if self._is_told.wait(_BASE_INTERVAL_S):
+                    self._queue.release(task, front=True, counted=False)
+                    return
+            except (_CommandFailed, LeaseLost):
+                raise
+            except Exception as error:  # a missing module, no reader of the output, ...
+                raise SystemExit(str(error) or type(error).__name__) from error
 
-    def _payload_file(self, task: FemtoTask) -> Any:
-        """Return a file without a name that holds the payload, for CMD to read. Raises OSError."""
+    def _try(self, task: FemtoTask, files: ExitStack) -> None:
+        payload = self._payload_file(task, files)
+        outputs = self._open_outputs(task, files)
+        begins = [os.fstat(it).st_size for it in outputs]
+        job, relays = self._start(task, payload, outputs, files)
+        self._jobs.add(job)
+        try:
+            is_stopped = self._follow(task, job, {**relays})
+        finally:
+            self._jobs.discard(job)
+        if is_stopped:
+            self._queue.release(task, front=True, counted=False)
+        elif job.is_late or job.status:
+            tails = [it.tail for it in relays.values()]
+            tail = tails[-1] if tails else _end_of_file(outputs[-1], begins[-1])
+            raise _CommandFailed(self._reason(task, job, tail.decode("utf-8", "replace")))
+        elif job.status is None:
+            self._refuse(task, job.errno)
+
+    def _payload_file(self, task: FemtoTask, files: ExitStack) -> int:
+        """Return the descriptor of a file without a name that holds the payload."""
         import tempfile
 
-        file = tempfile.TemporaryFile()  # noqa: SIM115
         try:
-            file.write(task.data)
-            file.seek(0)  # this also flushes the payload
-        except OSError:
-            # This error ends the worker. Perhaps only this payload is too large. So put the task at
-            # the back of the queue: the next worker takes other tasks first.
-            self._queue.release(task, counted=False)
-            with suppress(OSError):
-                file.close()
-            raise
-        return file
-
-    def _open_outputs(self, task: FemtoTask, files: ExitStack) -> list[Any]:
-        """Open ID.out and ID.err in --output-dir, and return the files. Without --output-dir,
-        return an empty list.
-
-        Raises _CommandFailed if the disk or the quota is full. Also raises _CommandFailed if one of
-        the files exists and this user may not write to it, for example because another user made
-        the file in an earlier attempt. In both cases, the attempt fails. Raises OSError for other
-        trouble."""
-        if self._output_dir is None:
-            return []
-        paths = [f"{self._output_dir}/{task.id}.{it}" for it in ("out", "err")]
-        try:
-            return [files.enter_context(open(path, "ab+")) for path in paths]
+            file = files.enter_context(tempfile.TemporaryFile(buffering=0))  # noqa: SIM115
+            _write_all(file.fileno(), task.data)
+            os.lseek(file.fileno(), 0, os.SEEK_SET)
         except OSError as error:
-            is_full = error.errno in (*_OUT_OF_SPACE_ERRNOS, errno.EFBIG)
-            is_refused = error.errno in (errno.EACCES, errno.EPERM, errno.EISDIR)
-            if is_full or (is_refused and os.path.lexists(error.filename)):
-                raise _CommandFailed(f"its output can't be written: {error}") from None
-            raise
+            raise _verdict(_PAYLOAD, _named(error, tempfile.gettempdir())) from None
+        return file.fileno()
+
+    def _open_outputs(self, task: FemtoTask, files: ExitStack) -> list[int]:
+        """Open ID.out and ID.err in --output-dir, and return the descriptors. Without --output-dir,
+        return an empty list."""
+        opened: list[int] = []
+        try:
+            for suffix in ("out", "err") if self._output_dir else ():
+                path = f"{self._output_dir}/{task.id}.{suffix}"
+                if not os.path.isdir(self._output_dir):
+                    os.makedirs(self._output_dir, 0o700, exist_ok=True)
+                opened.append(_open_output(path))
+                files.callback(os.close, opened[-1])
+        except OSError as error:
+            raise _verdict(_OUTPUT, error) from None
+        return opened
 
     def _start(
-        self, task: FemtoTask, payload: Any, outputs: list[Any]
-    ) -> tuple[_Process, list[_Relay]]:
-        """Start CMD, and a relay for each of its pipes. Return the process and the relays. If the
-        output goes to files, there are no relays."""
-        import subprocess
-
+        self, task: FemtoTask, payload: int, outputs: list[int], files: ExitStack
+    ) -> tuple[_CommandJob, dict[int, _Relay]]:
+        """Start CMD. Return the job, and a relay for each pipe. If the output goes to files, there
+        are no pipes."""
         words = [os.fsencode(it).replace(b"{}", task.data) for it in self._options.after_dashes]
-        env = {**os.environ, "FEMTOQUEUE_ID": task.id, "FEMTOQUEUE_ATTEMPT": str(task.attempts)}
+        if any(b"\0" in it for it in words):
+            self._fail_for_good(task, "embedded null byte")
+        variables: dict[str, Any] = {"FEMTOQUEUE_ID": task.id}
+        variables["FEMTOQUEUE_ATTEMPT"] = str(task.attempts)
         # The key is passed in UTF-8, whatever the locale is.
-        env["FEMTOQUEUE_KEY"] = os.fsdecode((task.key or "").replace("\0", "%00").encode())
-        out, err = outputs or [subprocess.PIPE] * 2
+        variables["FEMTOQUEUE_KEY"] = (task.key or "").replace("\0", "%00").encode()
+        jobs, relays = self._options.jobs, dict[int, _Relay]()
+        # With one pipe for both streams, their lines stay in order.
+        fds = () if outputs else (1,) if jobs == 1 and self._output.is_one else (1, 2)
         try:
-            process, popen = self._processes.start(
-                words, env=env, stdin=payload, stdout=out, stderr=err
-            )
-        except (OSError, ValueError) as error:  # ValueError: an argument has a zero byte
-            if getattr(error, "errno", errno.E2BIG) != errno.E2BIG:
-                raise
-            self._refuse(task, str(error))
-        pipes = [] if outputs else [(popen.stdout, 1), (popen.stderr, 2)]
-        relays = [_Relay(pipe, fd, process, self) for pipe, fd in pipes]
-        self._relays = [*filter(threading.Thread.is_alive, self._relays), *relays]
-        try:
-            for relay in relays:
-                relay.start()
-        except BaseException:  # the system allows no more threads
-            self._end_now(task, process)
-            self._processes.end_job(process)
-            raise
-        return process, relays
+            with ExitStack() as ends:
+                for fd in fds:
+                    reading, writing = os.pipe()
+                    files.callback(os.close, reading)
+                    ends.callback(os.close, writing)
+                    relays[reading] = _Relay(fd, jobs > 1)
+                    outputs = [*outputs, writing]
+                streams = [payload, outputs[0], outputs[-1]]
+                limit_s = self._options.task_timeout or float("inf")
+                job = self._launcher.start(words, variables, limit_s, streams)
+        except OSError as error:
+            raise _verdict(f"{self._options.after_dashes[0]} can't be run", error) from None
+        files.callback(job.link.close)
+        return job, relays
 
-    def _refuse(self, task: FemtoTask, why: str) -> NoReturn:
-        """Make a dead letter of a task whose payload can't be an argument of CMD, and raise
-        _CommandFailed. Another attempt would fail in the same way.
+    def _follow(self, task: FemtoTask, job: _CommandJob, pipes: dict[int, _Relay]) -> bool:
+        """Pass on the output of a job until the job is over. Return the result of _ended_by_stop().
+        Raises the error of a write; the job is ended first."""
+        import signal
 
-        But if CMD has no {}, the payload is not an argument, and is not the cause. The environment
-        of this worker and the arguments of CMD are too large together. So raise SystemExit."""
-        if not any("{}" in it for it in self._options.after_dashes):
-            raise SystemExit(f"{self._options.after_dashes[0]} can't be run: {why}")
-        text = f"the payload can't be an argument of the command, in place of {{}}: {why}"
-        self._queue.fail(task, text)
-        raise _CommandFailed(text)
+        begin_s, warn_s, link = time.monotonic(), float("inf"), job.link.fileno()
+        end_s = begin_s + (self._options.task_timeout or float("inf"))
+        is_stopped, error = False, None
+        if len(self.signals) > 1:  # RACE: the main thread ran _abort() before it knew the job
+            job.end(self.signals[-1])
+        while not job.is_over:
+            ready = _readable([link, *pipes], 1.0)
+            try:
+                self._relay(pipes, ready, end_s)
+            except (OSError, _Stalled) as trouble:
+                error = trouble
+                pipes.clear()
+                job.end(signal.SIGTERM)
+            if link in ready:
+                is_stopped |= self._note(task, job, error is not None)
+            if job.is_late or error is not None:
+                warn_s = min(warn_s, time.monotonic() + _GRACE_S + 1)
+            if 0 <= warn_s <= time.monotonic():
+                _log().warning("task %s: its command can't be killed; waiting for its end", task.id)
+                warn_s = -1.0
+        if isinstance(error, OSError):
+            raise error
+        self._relay_rest(task, pipes, end_s)
+        return is_stopped
 
-    def _follow(
-        self, task: FemtoTask, process: _Process, relays: list[_Relay]
-    ) -> tuple[int | None, bool]:
-        """Wait until CMD has ended, and until its output is passed on. If CMD runs longer than the
-        time limit (--task-timeout), end the job.
-
-        Returns two values. The first is the status of CMD's process (_Process.status), or None if
-        CMD still ran at the time limit. The second is the result of _ended_by_stop(). Raises the
-        error of a relay. Raises SystemExit if the second signal came before this call. If CMD still
-        runs when an error is raised, the job is ended first."""
-        # Event.wait() refuses a time of more than TIMEOUT_MAX. Half of TIMEOUT_MAX leaves room for
-        # the rounding of `end_s`.
-        time_limit_s = min(self._options.task_timeout or 0.0, threading.TIMEOUT_MAX / 2) or None
-        end_s = _end_s(time_limit_s)
-        status: int | None = None
-        try:
-            # RACE: the main thread ran _abort() while this thread started CMD. So _terminate() may
-            # not have got the pid of CMD.
-            if len(self.signals) > 1:
-                raise SystemExit
-            while process.status is None and time.monotonic() < end_s:
-                process.woken.wait(time_limit_s and max(0.0, end_s - time.monotonic()))
-                if process.status is None:
-                    process.woken.clear()
-                    _raise_first(relays)
-            status = process.status
-            is_stopped = self._ended_by_stop(status, task)
+    def _note(self, task: FemtoTask, job: _CommandJob, is_ending: bool) -> bool:
+        """Read a report of a job. If CMD has ended, return the result of _ended_by_stop()."""
+        had_ended, is_stopped = job.status is not None, False
+        job.note()
+        if job.status is not None and not had_ended and not job.is_late:
             # A signal may have ended only a shell, while the program that the shell started still
             # saves its state. The task must not run again meanwhile: wait for the whole job.
-            while is_stopped and _job_processes([process.pid]):
-                if time.monotonic() >= end_s:
-                    _terminate([process.pid])
-                time.sleep(0.05)
-        finally:
-            # If `status` is None, the time limit or an error ends the whole job. Don't test
-            # process.status instead: CMD itself may have ended just now, and have left another
-            # program of the job running.
-            if status is None:
-                self._end_now(task, process)
-            self._processes.end_job(process)
-        # Wait until the output is passed on. If the reader of this worker's output has stalled, the
-        # wait ends at the time limit. Without a time limit, the wait goes on.
-        _await_output(relays, end_s)
-        _raise_first(relays)
-        return status, is_stopped
+            is_stopped = self._ended_by_stop(job.status, task)
+            if is_stopped or len(self.signals) > 1:
+                job.end()
+            elif not is_ending:
+                job.forget()
+        return is_stopped
 
-    def _end_now(self, task: FemtoTask, process: _Process) -> None:
-        """End a job, and wait until it has ended, or until the second signal.
+    def _relay(self, pipes: dict[int, _Relay], ready: Iterable[int], end_s: float) -> int:
+        """Pass on what has come through pipes, and return the number of bytes. Remove a pipe that
+        has ended. Raises OSError, and _Stalled if nobody reads the output."""
+        count = 0
+        for pipe in pipes.keys() & ready:
+            relay, data = pipes[pipe], os.read(pipe, 1 << 16)
+            if not data:
+                del pipes[pipe]
+            self._pass_on(relay.fd, relay.due(data), end_s)
+            count += len(data)
+        return count
 
-        A process of the job may run as another user, for example after sudo. This worker can't kill
-        such a process. The task must not be tried again while the process runs."""
-        _terminate([process.pid])
-        told_s = time.monotonic() + 1.0
-        while (process.status is None or _job_processes([process.pid])) and len(self.signals) < 2:
-            if time.monotonic() >= told_s:
-                told_s = float("inf")
-                _log().warning("task %s: its command can't be killed; waiting for its end", task.id)
-            time.sleep(0.02)
+    def _relay_rest(self, task: FemtoTask, pipes: dict[int, _Relay], end_s: float) -> None:
+        """Pass on what is left in the pipes of a job that is over. A program that the job has left
+        may hold a pipe for ever, and write to it all the time."""
+        left = _PIPE_BYTES * len(pipes)
+        try:
+            while left > 0 and (ready := _readable(pipes, 0.0)):
+                left -= self._relay(pipes, ready, end_s)
+            for relay in pipes.values():
+                self._pass_on(relay.fd, relay.due(b""), end_s)
+        except _Stalled:
+            _log().warning("task %s: output is lost: nobody reads it", task.id)
 
-    def _judge(self, task: FemtoTask, process: _Process, status: int | None, tail: str) -> None:
-        """Raise _CommandFailed if CMD failed. But if the watchdog was killed, too, raise
-        SystemExit. Also raise SystemExit if sh could not execute CMD. But if sh could not execute
-        CMD because the arguments are too long for the system, call _refuse()."""
-        if status and not process.is_watched:
-            raise SystemExit("the watchdog of this worker was killed")
-        if status in (126, 127) and tail.startswith(f"{_SH_NAME}: "):  # the error is from sh
-            if os.strerror(errno.E2BIG) in tail:
-                self._refuse(task, os.strerror(errno.E2BIG))
-            raise SystemExit(f"{self._options.after_dashes[0]} can't be run")
-        if status != 0:
-            if status is None:
-                what = f"killed after {self._options.task_timeout:.9g}s"
-            else:
-                what = f"exit status {status}" if status > 0 else f"killed by signal {-status}"
-            raise _CommandFailed(f"{what}\n{tail}".rstrip())
+    def _pass_on(self, fd: int, data: bytes, end_s: float) -> None:
+        """Write output of a job. Raises OSError. But if the reader of the output is gone and this
+        worker was told to stop, drop the output: the running jobs must still finish. Raises
+        _Stalled if nobody reads for _GRACE_S, and the time end_s is over.
+
+        RACE: Ctrl-C ends `tee` in `femtoqueue work ... | tee log`, and the write fails, before the
+        signal has come to this worker. So wait up to _ONE_SIGNAL_S for the signal."""
+
+        def gives_up(since_s: float) -> bool:
+            is_aborted = len(self.signals) > 1
+            return time.monotonic() >= (
+                since_s + 1 if is_aborted else max(end_s, since_s + _GRACE_S)
+            )
+
+        try:
+            self._output.put(fd, data, gives_up=gives_up)
+        except OSError as error:
+            is_gone = error.errno in (errno.EPIPE, errno.EIO)
+            if not (is_gone and self._is_told.wait(_ONE_SIGNAL_S)):
+                raise _named(error, f"standard {'output' if fd == 1 else 'error'}") from None
+
+    def _refuse(self, task: FemtoTask, code: int) -> NoReturn:
+        """Raise what follows if CMD could not be started, or if the launcher has ended."""
+        if not code:
+            raise SystemExit(_LAUNCHER_ENDED)
+        words = self._options.after_dashes
+        if code == errno.E2BIG and any("{}" in it for it in words):
+            self._fail_for_good(task, os.strerror(code))
+        raise _verdict(f"{words[0]} can't be run", OSError(code, os.strerror(code)))
+
+    def _fail_for_good(self, task: FemtoTask, why: str) -> NoReturn:
+        """Make a dead letter of a task whose payload can't be an argument of CMD: another try would
+        fail in the same way."""
+        text = f"the payload can't be an argument of the command, in place of {{}}: {why}"
+        self._queue.fail(task, text + _try_text(task))
+        raise _CommandFailed(text)
+
+    def _reason(self, task: FemtoTask, job: _CommandJob, tail: str) -> str:
+        status = job.status or 0
+        what = f"exit status {status}" if status > 0 else f"killed by signal {-status}"
+        if job.is_late:
+            what = f"killed after {self._options.task_timeout:.9g}s"
+        return f"{what}{_try_text(task)}\n{tail}".rstrip()
 
     def _ended_by_stop(self, status: int | None, task: FemtoTask) -> bool:
         """Return True if CMD failed and this worker was told to stop. The attempt is then not
-        counted, because the signal to stop may have come to CMD, too. But if CMD still ran at the
-        time limit (`status` is None), return False.
+        counted, because the signal to stop may have come to CMD, too.
 
         RACE: a scheduler signals CMD and this worker. CMD ends before the signal has come to this
         worker. So if one of the signals that stop a worker has ended CMD, wait up to _ONE_SIGNAL_S
@@ -7667,35 +7695,48 @@ class _CommandPool(_WorkerPool):
         return self._is_told.wait(_ONE_SIGNAL_S if may_be else 0)
 
 
-def _raise_first(relays: Iterable[_Relay]) -> None:
-    """If an error ended one of the relays, raise this error."""
-    for relay in relays:
-        if relay.error is not None:
-            raise relay.error
+def _try_text(task: FemtoTask) -> str:
+    """Return what ends the first line of a reason, for _tries_of()."""
+    return f" (try {task.attempts})"
 
 
-def _end_of_file(file: Any, begin: int) -> bytes:
+def _reap_inherited() -> None:
+    """Reap the processes that PID 1 inherits, until there is no child any more."""
+    with suppress(ChildProcessError):
+        while True:
+            os.wait()
+
+
+def _open_output(path: str) -> int:
+    """Open a file for output, at its end. Raises OSError unless it is a regular file of this user
+    with one link. Others may be able to write to the directory, and put a file or link there that
+    leads the output elsewhere, or that blocks the call."""
+    fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | _NO_FOLLOW_OR_BLOCK, 0o666)
+    it = os.fstat(fd)
+    if stat.S_ISREG(it.st_mode) and it.st_uid == os.geteuid() and it.st_nlink == 1:
+        os.set_blocking(fd, True)
+        return fd
+    os.close(fd)
+    raise OSError(errno.EPERM, "not a regular file of this user, with one link", path)
+
+
+def _end_of_file(fd: int, begin: int) -> bytes:
     """Return the last bytes of a file, at most _REASON_BYTES. Bytes before `begin` are left out,
     because an earlier attempt wrote them."""
-    size = os.fstat(file.fileno()).st_size
+    size = os.fstat(fd).st_size
     start = max(begin, size - _REASON_BYTES)
-    return os.pread(file.fileno(), max(0, size - start), start)
+    return os.pread(fd, max(0, size - start), start)
 
 
 # ==================================================================================================
 # 24. Command line: a function for each command. The docstring of the function is the help text.
-#     Invariant: a command calls only public methods of FemtoQueue and FemtoTask. From other rooms,
-#     this room uses the runner (23), the watchdog (22), streams and progress (21), _readable (15),
-#     errors (3), and the parsers and formatters of names (2).
+#     Invariant: a command calls only public methods of FemtoQueue and FemtoTask.
 #     TOPIC: a new command. It touches these places:
 #     - Here, a function _NAME_command(options), below the decorator @_command: see
-#       _retry_command(). The decorator has an _argument() for each argument and option. A new kind
-#       of value needs a parser in _TYPES. The first line of the docstring also stands in the list
-#       of commands (`femtoqueue --help`). The docstring has an example.
-#     - Room 12, a public method, if the command needs a new one.
-#     - The test of --help in test.py, which has the number of commands. The test also limits the
-#       lines of a help text to 80 columns, and their number to 24 (except for `work`).
-#     A new option of a command needs only the _argument(), the code that uses it, and a test.
+#       _retry_command(). The first line of the docstring also stands in the list of commands. A new
+#       kind of value needs a parser in _TYPES.
+#     - FemtoQueue, a public method, if the command needs a new one.
+#     - The test of --help in test.py, which has the number of commands.
 # ==================================================================================================
 
 
@@ -7705,10 +7746,12 @@ def main(argv: list[str] | None = None) -> int:
     0: success. 1: nothing was there, a condition was not met, or the queue raised FemtoQueueError.
     2: the command line is wrong, or there was trouble. 128 + N: signal N ended the command. An
     error is written to standard error, as one line. Raises SystemExit for --help and --version
-    (status 0), for a wrong command line (2), and if SIGTERM or SIGHUP ends `top` (128 + N)."""
+    (status 0), and for a wrong command line (2)."""
+    directory = None
     try:
         _open_closed_streams()
         options = _parse_arguments(sys.argv[1:] if argv is None else argv)
+        directory = options.dir
         status: int | None = options.run(options)
         sys.stdout.flush()
         return status or 0
@@ -7717,7 +7760,8 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130  # 128 + SIGINT
     except (FemtoQueueError, OSError, ValueError, MemoryError) as error:
-        _write_error(str(error) or type(error).__name__)
+        text = str(_named(error, directory)) or type(error).__name__
+        _write_error(_PARAMETER.sub(lambda it: _OPTIONS[it[0]], text))
         return 1 if isinstance(error, FemtoQueueError) else 2
     finally:
         for stream in (sys.stdout, sys.stderr):
@@ -7729,10 +7773,20 @@ def main(argv: list[str] | None = None) -> int:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
+# Parameters of FemtoQueue at the beginning of its messages, and the options that they come from.
+_OPTIONS = {
+    "max_attempts": "--max-attempts",
+    "node_id": "--node",
+    "key": "--key",
+    "if_in_flight": "--if-in-flight",
+    "time_us": "--at or --delay",
+}
+_PARAMETER = re.compile(rf"^({'|'.join(_OPTIONS)})\b(?= must )")
+
+
 def _import_only_libraries() -> None:
-    """Remove two directories from sys.path: the directory of this file, and the current directory
-    if Python has put it there (`python -m`). A user's random.py in such a directory must not take
-    the place of a module of Python that is imported later."""
+    """Remove from sys.path the directory of this file, and the current directory if Python has put
+    it there (`python -m`). A user's random.py there must not hide a module of Python."""
     ours = {"", os.path.dirname(os.path.abspath(__file__))}
     if not getattr(sys.flags, "safe_path", False):
         ours.update(sys.path[:1])
@@ -7740,24 +7794,22 @@ def _import_only_libraries() -> None:
 
 
 def _open_closed_streams() -> None:
-    """If a standard stream is closed (`>&-`), open /dev/null in its place. Without /dev/null, the
-    next file that is opened would get the descriptor of the stream. If that file were a task, the
-    output of the command would go into the task."""
+    """If a standard stream is closed (`>&-`), open /dev/null in its place. Otherwise a task's file
+    could get the descriptor, and the output."""
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:  # then the descriptor of the stream is the lowest free one
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), "r+", closefd=False))
 
 
 def _write_error(text: str) -> None:
-    """Write an error to standard error, as one line. If the write fails, ignore the error: there is
-    no other place to report it."""
-    with suppress(OSError):
+    """Write an error to standard error, as one line."""
+    with suppress(OSError):  # there is no other place to report it
         _put(sys.stderr, " ".join(["femtoqueue:", *text.splitlines()]) + "\n")
 
 
 def _put(stream: Any, data: str | bytes) -> None:
-    """Write all of a text or of bytes to a standard stream. A character that the encoding of the
-    stream does not have is escaped. Raises OSError."""
+    """Write all of a text or of bytes to a standard stream. Raises OSError. A character that the
+    encoding lacks is escaped."""
     stream.flush()
     try:
         fd = stream.fileno()
@@ -7767,7 +7819,10 @@ def _put(stream: Any, data: str | bytes) -> None:
         return
     if isinstance(data, str):
         data = data.encode(stream.encoding or "ascii", "backslashreplace")
-    _write_all(fd, data)
+    try:
+        _write_all(fd, data)
+    except OSError as error:
+        raise _named(error, f"standard {'output' if fd == 1 else 'error'}") from None
 
 
 def _print(*texts: object) -> None:
@@ -7776,7 +7831,7 @@ def _print(*texts: object) -> None:
 
 
 def _print_all(lines: Iterable[str]) -> None:
-    """Print lines. Many lines are written with one call."""
+    """Print lines, many with one call."""
     lines = iter(lines)
     while some := [*itertools.islice(lines, 500)]:
         _print(*some)
@@ -7793,8 +7848,8 @@ def _input() -> Iterator[bytes]:
 
 @contextmanager
 def _showing(text: Callable[[], str]) -> Iterator[None]:
-    """While the block runs, show a text at the bottom of the terminal: the progress of a long
-    command. If standard error is not a terminal, show nothing. `text` returns the current text."""
+    """While the block runs, show what text() returns at the bottom of the terminal, if there is
+    one."""
     output, is_over = _Output(), threading.Event()
 
     def redraw() -> None:
@@ -7828,8 +7883,7 @@ _COMMANDS: dict[str, tuple[_Run, tuple[_Argument, ...]]] = {}
 
 
 def _command(*arguments: _Argument) -> Callable[[_Run], _Run]:
-    """Declare a function _NAME_command as the command NAME. `arguments`: the options, and the
-    arguments after DIR."""
+    """Declare a function _NAME_command as the command NAME, with its arguments after DIR."""
 
     def declare(run: _Run) -> _Run:
         _COMMANDS[run.__name__[1:].removesuffix("_command")] = run, arguments
@@ -7842,10 +7896,8 @@ def _argument(words: str, text: str = "", group: str = "", **settings: Any) -> _
     """Declare an argument or option of a command.
 
     words: the names, then the value in capitals, as in "-j --jobs N". A flag has no value.
-    text: the help.
-    group: the name of the argument's group, or "" for no group. Only one argument of a group may be
-    given. But if the name ends with a colon, all arguments of the group may be given, and the name
-    is their title in the help."""
+    group: only one argument of a group may be given. But a name that ends with a colon is only a
+        title in the help."""
     *names, value = words.split()
     if isinstance(settings.get("default"), str):
         text += " (default: %(default)s)"
@@ -7855,9 +7907,8 @@ def _argument(words: str, text: str = "", group: str = "", **settings: Any) -> _
 
 
 def _parse_arguments(argv: list[str]) -> Any:
-    """Return the options of a command line. Their attribute `run` is the function of the command.
-    Their attribute `after_dashes` has the words after `--` if the command is push or work. Raises
-    SystemExit for --help, for --version, and for a wrong command line."""
+    """Return the options of a command line, with `run`, the function of the command, and
+    `after_dashes`, the words after `--` of push and work. Raises SystemExit as main() does."""
     import argparse
 
     parser, commands = _make_parser()
@@ -7878,6 +7929,8 @@ def _make_parser() -> tuple[Any, dict[str, Any]]:
     class Parser(argparse.ArgumentParser):
         def error(self, message: str) -> NoReturn:
             where = f" (DIR is {default_dir}, from FEMTOQUEUE_DIR)" if default_dir else ""
+            if "unrecognized" in message and self.prog.endswith("push"):
+                where += "; put a PAYLOAD that begins with - after --"
             _write_error(f"{message}{where}; see {self.prog} --help")  # one line, without the usage
             sys.exit(2)
 
@@ -7890,8 +7943,8 @@ def _make_parser() -> tuple[Any, dict[str, Any]]:
     parser.add_argument("--version", action="store_true", help="show the version, and exit")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for name, (run, arguments) in _COMMANDS.items():
-        text = re.sub("(?m)^    ", "", run.__doc__ or "")
-        command = commands.add_parser(name, help=text.split("\n")[0], description=text)
+        title, _, text = re.sub("(?m)^    ", "", run.__doc__ or "").partition("\n\n")
+        command = commands.add_parser(name, help=title, description=title, epilog=text)
         command.formatter_class = raw
         command.set_defaults(run=run, error=command.error, dir=default_dir)
         if not default_dir:
@@ -7912,8 +7965,8 @@ def _add_arguments(command: Any, arguments: Iterable[_Argument]) -> None:
 
 
 def _refuse_command(parser: Any, commands: Iterable[str], argv: list[str]) -> None:
-    """Exit, because the command line does not begin with a command. Either the command line asks
-    for help, or it is wrong."""
+    """Exit, because the command line does not begin with a command: it asks for help, or it is
+    wrong."""
     import difflib
 
     word, hint = argv[0] if argv else "-", "the command comes first, as in: push DIR PAYLOAD"
@@ -7954,9 +8007,8 @@ def _timestamp(text: str) -> float:
 
 
 def _utf8_argument(text: str) -> str:
-    """Decode the bytes of an argument as UTF-8, whatever the locale is, because a key must be the
-    same key in every locale. `text` is the argument as Python has decoded it by the locale. If the
-    bytes are not UTF-8, return `text`."""
+    """Decode an argument as UTF-8, whatever the locale is: a key must be the same in every
+    locale."""
     with suppress(UnicodeError):
         return os.fsencode(text).decode()
     return text
@@ -7978,7 +8030,7 @@ trouble, 128 + a signal's number.
 
 Example: femtoqueue push jobs 'resize 42.png'
          femtoqueue work jobs --drain -- echo working on {}"""
-_TIMES = "2026-12-01T08:00 (local), or T08:00+01:00"
+_TIMES = "2026-12-01T08:00 or 2026-12-01T08:00+01:00"
 _TYPES: dict[str, Callable[[str], Any]] = {
     "TIME": _seconds,
     "WHEN": _timestamp,
@@ -7996,19 +8048,24 @@ _SYNC = _argument("--sync", "survive power loss, not only the death of processes
 # Command line: what several commands use
 
 
-def _open_queue(options: Any, **settings: Any) -> FemtoQueue:
-    """Open the queue in DIR. Raises ValueError if there is no queue in DIR."""
+def _has_queue(directory: str) -> bool:
     try:
-        os.stat(os.path.join(os.path.abspath(options.dir), "pending", ""))
+        os.stat(os.path.join(directory, "pending", ""))
     except (FileNotFoundError, NotADirectoryError):
-        raise ValueError(f"{options.dir}: there is no queue; push makes one") from None
+        return False
+    return True
+
+
+def _open_queue(options: Any, **settings: Any) -> FemtoQueue:
+    """Open the queue in DIR. Raises ValueError if there is none."""
+    if not _has_queue(options.dir):
+        raise ValueError(f"{options.dir}: there is no queue; push makes one")
     return FemtoQueue(options.dir, **settings)
 
 
 def _for_each_id(options: Any, act: Callable[[FemtoQueue, str], object], **settings: Any) -> int:
-    """Call act() for each ID, and return the exit status. If act() raises FemtoQueueError, for
-    example because the task is in another state, report the error, go on with the next ID, and
-    return 1 at the end."""
+    """Call act() for each ID, and return the exit status: 1 if act() raised FemtoQueueError for one
+    of them, for example because the task is in another state."""
     status = 0
     with _open_queue(options, **settings) as q:
         for name in options.ids:
@@ -8030,7 +8087,7 @@ def _time_text(seconds: float | None) -> str:
     return f"{seconds:.0f}s"
 
 
-def _task_row(task: FemtoTask) -> dict[str, Any]:
+def _task_row(q: FemtoQueue, task: FemtoTask) -> dict[str, Any]:
     """Return the fields of a task that `ls` and `show` print, in the order of the table."""
     since, until = task.since, task.until
     return {
@@ -8038,33 +8095,64 @@ def _task_row(task: FemtoTask) -> dict[str, Any]:
         "id": task.id,
         "age_s": round(time.time() - task.created.timestamp(), 3),
         "since_s": None if since is None else round(time.time() - since.timestamp(), 3),
-        "attempts": task.attempts,
+        "attempts": _tries_of(task),
         "size_bytes": task.size_bytes,
         "left_s": None if until is None else round(until.timestamp() - time.time(), 3),
         "key": task.key,
         "node": task.node,
+        "data_preview": _preview(task.data or _beginning(q, task)),
     }
 
 
+def _tries_of(task: FemtoTask) -> int | None:
+    """Return the attempts. The reason tells those of a dead letter of `work` (see _try_text)."""
+    match = re.match(r".*\(try (\d+)\)$", task.error or "", re.MULTILINE)
+    return int(match[1]) if match and task.attempts is None else task.attempts
+
+
+def _beginning(q: FemtoQueue, task: FemtoTask) -> bytes:
+    """Return the first bytes of a payload; b"" if they can't be read."""
+    with suppress(OSError):
+        head = q._files.text(task.path, _HEAD_BYTES)
+        return head.partition("\n")[2].encode() if head.startswith("FQ1 ") else b""
+    return b""
+
+
+_HEAD_BYTES = 1024  # the header line of a record has up to 650 bytes
+
+
 def _cell(name: str, value: Any) -> str:
-    """Return a field of a row as text. A key is percent-encoded, as in the header line of a record,
-    so that the key is one word."""
-    if value is None:
+    """Return a field of a row as text. A key is percent-encoded, so that it is one word."""
+    if name.endswith("_s"):
+        return _time_text(value)
+    if value is None or value == "":
         return "-"
     return _quote_key(value) if name == "key" else str(value)
 
 
-def _task_table(tasks: Iterable[FemtoTask]) -> Iterator[str]:
-    form = "{:9} {:29} {:>6} {:>6} {:>3} {:>8} {:>6} {} {}"
-    yield form.format("STATE", "ID", "AGE", "SINCE", "TRY", "BYTES", "LEFT", "KEY", "NODE")
+def _task_table(q: FemtoQueue, tasks: Iterable[FemtoTask]) -> Iterator[str]:
+    form = "{:9} {:37} {:>6} {:>6} {:>3} {:>8} {:>6} {} {} {}"
+    yield form.format(
+        *("STATE", "ID", "AGE", "SINCE", "TRY", "BYTES", "LEFT", "KEY", "NODE", "DATA")
+    )
     for task in tasks:
-        row = _task_row(task)
-        cells = (_time_text(row[it]) if it.endswith("_s") else _cell(it, row[it]) for it in row)
-        yield form.format(*cells)
+        yield form.format(*(_cell(*it) for it in _task_row(q, task).items()))
 
 
 def _field_lines(row: dict[str, Any]) -> list[str]:
-    return [f"{name:20} {_cell(name, value)}" for name, value in row.items()]
+    return [f"{name.removesuffix('_s'):20} {_cell(name, value)}" for name, value in row.items()]
+
+
+def _fitting(lines: Iterable[str]) -> Iterator[str]:
+    """Yield lines as printable text. On a terminal, cut off what does not fit."""
+    import unicodedata
+
+    columns = _terminal_size(1)[0] if sys.stdout.isatty() else 0
+    for line in map(_printable, lines):
+        # Letters of China and Japan take two columns.
+        widths = (1 + (unicodedata.east_asian_width(it) in "WF") for it in line)
+        end = bisect.bisect([*itertools.accumulate(widths)], columns or float("inf"))
+        yield line[:end]
 
 
 # Command line: push
@@ -8092,19 +8180,23 @@ def _push_command(options: Any) -> None:
         options.error("--if-in-flight goes with --key")
     payloads = _payloads(options)
     due_s = options.at if options.delay is None else time.time() + options.delay
+    is_new = not _has_queue(options.dir)
     with FemtoQueue(options.dir, sync_after_write=options.sync) as q:
+        if is_new:
+            _write_error(f"{options.dir}: a new queue is made")
         push = q.push if due_s is None else functools.partial(q.schedule, time_us=due_s * 1e6)
         of_key = {"key": options.key, "if_in_flight": options.if_in_flight}
         _push_all(functools.partial(push, **of_key), payloads)
 
 
 def _payloads(options: Any) -> Iterable[bytes]:
-    """Return the payloads of `push`: the arguments, or pieces of standard input, or the whole of
-    it."""
+    """Return the payloads: the arguments, or pieces of standard input, or the whole of it."""
     words = [*options.payloads, *options.after_dashes]
     end = b"\0" if options.null else b"\n" if options.lines else b""
     if words and end:
         options.error("--lines and --null read standard input: leave PAYLOAD out")
+    if options.key is not None and (end or len(words) > 1):
+        options.error("--key goes with one PAYLOAD: each would replace the one before")
     if words:
         return map(os.fsencode, words)
     if end:
@@ -8116,10 +8208,8 @@ def _payloads(options: Any) -> Iterable[bytes]:
 
 
 def _push_all(push: Callable[[bytes], str], payloads: Iterable[bytes]) -> None:
-    """Push payloads, and print an id for each.
-
-    If an id can't be printed, the other payloads are pushed all the same, and no error is raised.
-    If the command failed, its caller would try again, and all tasks would be pushed twice."""
+    """Push payloads, and print an id for each. An id that can't be printed is no error: the caller
+    would try again, and all tasks would be pushed twice."""
     count, lost = 0, None
     with nullcontext() if sys.stdout.isatty() else _showing(lambda: f"{count} pushed"):
         for payload in payloads:
@@ -8141,9 +8231,8 @@ def _push_all(push: Callable[[bytes], str], payloads: Iterable[bytes]) -> None:
 
 
 def _pieces(chunks: Iterable[bytes], end: bytes) -> Iterator[bytes]:
-    """Yield the pieces of a stream. A piece is the bytes before a byte `end`, and is yielded as
-    soon as this byte has come. If no `end` follows the last bytes of the stream, these bytes are a
-    piece, too."""
+    """Yield the pieces of a stream, each as soon as its byte `end` has come. The last piece needs
+    no `end`."""
     rest = bytearray()
     for chunk in chunks:
         rest += chunk
@@ -8178,65 +8267,72 @@ def _pieces(chunks: Iterable[bytes], end: bytes) -> Iterator[bytes]:
 def _work_command(options: Any) -> int:
     """Run CMD for each task, with the payload on its standard input.
 
-    In an argument of CMD, {} stands for the payload. If CMD has {}, and the payload
-    can't be an argument (it has a zero byte, or is too long), the task becomes a
-    dead letter at once. Give {} to `sh -c` as an argument of its own: within the
-    script, the payload would run as code. CMD's environment has FEMTOQUEUE_ID,
-    FEMTOQUEUE_ATTEMPT and FEMTOQUEUE_KEY.
+    Each {} in CMD stands for the payload. If payloads may begin with -, write
+    `CMD -- {}`. A payload that can't be an argument (it has a zero byte, or is too
+    long) is a dead letter at once. {} in the script of `sh -c` is refused, because
+    the payload would run as code: use sh -c 'convert "$1"' sh {}. CMD's environment
+    has FEMTOQUEUE_ID, FEMTOQUEUE_ATTEMPT and FEMTOQUEUE_KEY. CMD gets only
+    descriptors 0, 1 and 2, so `make` can't use a jobserver of its parent.
 
     If CMD exits with 0, the task is done. If CMD fails, the task is tried again
     after a pause. After --max-attempts tries, the task becomes a dead letter, with
     a reason: how CMD ended, and the end of CMD's standard error. CMD's output is
-    passed on at once. With -j 2 or more, it is passed on in whole lines. The
-    progress is written as a line every 10 s. On a terminal, one line is rewritten
-    in place.
+    passed on at once; with -j 2 or more, in whole lines. The progress is a line
+    every 10 s. On a terminal, one line is rewritten in place.
 
     After SIGTERM, SIGHUP, SIGUSR1, SIGUSR2 or Ctrl-C, the running commands finish,
     and no other command starts. If a command fails after the signal, its task is
     given back, and the try is not counted: a scheduler may have sent the signal to
     the command, too. A second signal, at least 0.3 s later, is passed to the
-    running commands. Commands that still run 5 s later are killed. The tasks of
-    commands that did not succeed are given back in the same way.
+    running commands. Commands that still run 5 s later are killed.
 
-    --task-timeout ends all processes of CMD. If a scheduler limits the time of this
-    worker, make --task-timeout shorter. Otherwise a task that takes too long is
-    given back at each limit, and comes first in the next worker.
+    --task-timeout ends all processes of CMD's session. If a scheduler limits the
+    time of this worker, make --task-timeout shorter. Otherwise a task that takes
+    too long is given back at each limit, and comes first in the next worker.
 
-    If this worker is killed, its commands are killed. If a lease is lost, CMD goes
-    on. A lease may be lost if this worker is stopped for longer than --timeout, and
-    is lost if somebody gives the task back with `femtoqueue release`.
+    If this worker is killed, its commands are killed. A program that calls setsid()
+    has left its command, and nothing ends it: to end such programs, too, run the
+    command in a container, or with `systemd-run --scope`. If a lease is lost, CMD
+    goes on. A lease may be lost if this worker is stopped for longer than
+    --timeout, or if somebody gives the task back with `femtoqueue release`.
 
     Status 1 (only with --drain): a task of DIR became a dead letter, or tasks are
     left.
 
-    Example: femtoqueue work jobs -j 2 --drain -- ./resize --fast
+    Example: femtoqueue work jobs -j 2 --drain -- ./resize --fast -- {}
     """
     import logging
 
     _prepare_work(options)
-    watchdog = _start_watchdog()  # fork before any thread starts
-    with FemtoQueue(
-        *(options.dir, options.node, options.timeout * 1000, options.sync),
-        keep_done=options.keep_done,
-        max_attempts=options.max_attempts or None,
-        retry_delay_s=options.retry_delay,
-    ) as q:
-        pool = _CommandPool(q, watchdog, options)
-        logging.basicConfig(stream=pool, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
-        status = pool.run_reported()
-    # A status above 128: a second signal came. A thread may be stuck in a write, and hold the lock
-    # of the log. A normal exit would flush the log, and wait for that thread.
-    if status > 128:
-        os._exit(status)
+    launcher = _Launcher()
+    try:
+        with FemtoQueue(
+            *(options.dir, options.node, options.timeout * 1000, options.sync),
+            keep_done=options.keep_done,
+            max_attempts=options.max_attempts or None,
+            retry_delay_s=options.retry_delay,
+        ) as q:
+            pool = _CommandPool(q, launcher, options)
+            logging.basicConfig(stream=pool, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+            status = pool.run_reported()
+        # A second signal came. A thread may be stuck in a write, and hold the lock of the log. A
+        # normal exit would flush the log, and wait for that thread.
+        if status > 128:
+            os._exit(status)
+    finally:
+        launcher.stop()
     return status
 
 
 def _prepare_work(options: Any) -> None:
-    """Check the options of `work`, and that CMD, --output-dir and TMPDIR can be used: an error must
-    come before a task is taken."""
-    # Import every module that a job needs: the worker's Python may be replaced or removed while the
-    # worker runs.
+    """Check the options of `work`, CMD, --output-dir and TMPDIR before a task is taken."""
+    # Import all modules that a job needs. The launcher imports nothing, and the worker's Python may
+    # be replaced or removed while the worker runs.
+    import marshal  # noqa: F401
+    import select  # noqa: F401
     import shutil
+    import signal  # noqa: F401
+    import socket  # noqa: F401
     import subprocess  # noqa: F401
     import tempfile
     import traceback  # noqa: F401
@@ -8249,13 +8345,33 @@ def _prepare_work(options: Any) -> None:
         options.error("-j must be 1 or more")
     if shutil.which(command[0]) is None:
         options.error(f"{command[0]}: command not found, or not executable")
+    if "{}" in _script_of(command):
+        wanted = "sh -c 'convert \"$1\"' sh {}"
+        options.error(f"{{}} in the script of sh -c would run as code; as an argument: {wanted}")
     if not hasattr(os, "fork"):
         options.error("no fork() here; use FemtoQueue.work() in a program of your own")
     if options.output_dir is not None:
-        os.makedirs(options.output_dir, exist_ok=True)
+        os.makedirs(options.output_dir, 0o700, exist_ok=True)
     tempfile.TemporaryFile().close()  # finds TMPDIR, or raises an error
-    if options.drain and not os.path.isdir(os.path.abspath(options.dir)):
+    if options.drain and not os.path.isdir(options.dir):
         _write_error(f"{options.dir}: there was no queue; an empty one is made")
+
+
+def _script_of(words: list[str]) -> str:
+    """Return the scripts of all `sh -c SCRIPT` in a command line."""
+    scripts = ""
+    for number, word in enumerate(words, 1):
+        options, has_script = iter(words[number:]), False
+        if os.path.basename(word) not in ("sh", "bash", "dash", "zsh", "ksh", "ash", "mksh"):
+            continue
+        for option in options:
+            if option[:1] not in ("-", "+"):
+                scripts += option if has_script else ""
+                break
+            has_script |= re.fullmatch("-[A-Za-z]*c[A-Za-z]*", option) is not None
+            if re.fullmatch("[-+][A-Za-z]*[oO]|--rcfile|--init-file", option):
+                next(options, None)  # the value of the option
+    return scripts
 
 
 # Command line: leases
@@ -8303,16 +8419,15 @@ def _pop_command(options: Any) -> int:
 def _cancel_command(options: Any) -> int:
     """Delete tasks that wait, due or not.
 
-    A task in another state stays as it is. Status 1: one of the tasks did not wait,
-    or the queue is paused.
+    A task in another state stays as it is. Status 1: one of the tasks did not wait.
 
     Example: femtoqueue cancel jobs 01795243500123456789-0a1b2c3d
     """
 
     def cancel(q: FemtoQueue, name: str) -> None:
-        task = q.take(id=_id_of(name))
+        task = q.take(id=_id_of(name), even_paused=True)
         if task is None:
-            raise TaskNotFound(f"task {_id_of(name)} is not waiting, or the queue is paused")
+            raise TaskNotFound(f"task {_id_of(name)} is not waiting")
         q.done(task)
 
     return _for_each_id(options, cancel, keep_done=False)
@@ -8363,8 +8478,8 @@ def _release_command(options: Any) -> int:
 
 
 def _release(q: FemtoQueue, task: FemtoTask, to: dict[str, Any]) -> bool:
-    """Release a task that was listed in flight. Return False if the delivery of `task` has ended,
-    or if the worker renewed the lease during each of our three tries."""
+    """Release a task that was listed in flight. Return False if its delivery has ended, or if the
+    worker renewed the lease during each of three tries."""
     # RACE: the worker renews the lease after our attach(). The path of the lease changes, and
     # release() raises LeaseLost. So try again with the new path.
     for _ in range(3):
@@ -8410,7 +8525,7 @@ def _ls_command(options: Any) -> None:
     A STATE is pending, scheduled, inflight, done or failed; --all means all five.
     Columns: state, id, age, time since it came to its state, attempts (-: not
     known), size in bytes (-: corrupt), time until the lease ends or the task is
-    due, key, node.
+    due, key, node, begin of the payload.
 
     Example: femtoqueue ls jobs failed
     """
@@ -8419,8 +8534,10 @@ def _ls_command(options: Any) -> None:
     states = options.states or [it for it in STATES if options.all or it != "done"]
     q = _open_queue(options)
     tasks = itertools.chain(*[q.tasks(state, data=False) for state in states])
-    rows = map(json.dumps, map(_task_row, tasks))
-    _print_all(rows if options.json else _task_table(tasks))
+    if options.json:
+        _print_all(json.dumps(_task_row(q, task)) for task in tasks)
+    else:
+        _print_all(_fitting(_task_table(q, tasks)))
 
 
 @_command(_argument("id ID", _ID_HELP), _argument("--payload", "print the payload only"))
@@ -8429,14 +8546,25 @@ def _show_command(options: Any) -> None:
 
     Example: femtoqueue show jobs 01795243500123456789-0a1b2c3d
     """
-    ident = _id_of(options.id)
-    task = _open_queue(options).peek(ident)
+    ident, q = _id_of(options.id), _open_queue(options)
+    task = q.peek(ident)
     if task is None:
         raise TaskNotFound(f"no task {ident}")
+    is_terminal = sys.stdout.isatty()
     if not options.payload:
-        reason = {} if task.error is None else {"reason": task.error}
-        _print(*_field_lines(_task_row(task) | reason), "")
-    _put(sys.stdout, task.data)
+        row = _task_row(q, task)
+        del row["data_preview"]
+        # No line of the reason may look like a field.
+        reason = (task.error or "").split("\n")
+        row |= {} if task.error is None else {"reason": f"\n{'':21}".join(reason)}
+        text = "\n".join([*_field_lines(row), "", ""])
+        _put(sys.stdout, _escaped(text) if is_terminal else text)
+    data = task.data
+    _put(sys.stdout, _escaped(data.decode("utf-8", "replace")) if is_terminal else data)
+
+
+def _escaped(text: str) -> str:
+    return "\n".join(map(_printable, text.split("\n")))
 
 
 @_command(
@@ -8448,20 +8576,24 @@ def _stat_command(options: Any) -> int:
     """Count the tasks in each state, for people and for monitors.
 
     A task that moves from one state to another meanwhile may be missed, or counted
-    twice.
+    twice. For --max-age, a task is due, too, when its lease has ended.
 
     Example: femtoqueue stat jobs --max-age 10m
     """
     import json
 
-    figures = _figures(_open_queue(options))
-    _print(*[json.dumps(figures)] if options.json else _field_lines(figures))
-    age_s = figures["oldest_pending_age_s"] or 0
-    return int(figures["pending"] > options.max_pending or age_s > options.max_age)
-
-
-def _figures(q: FemtoQueue) -> dict[str, Any]:
+    q = _open_queue(options)
     stats = q.stats()
+    figures = _figures(q, stats)
+    _print(*[json.dumps(figures)] if options.json else _field_lines(figures))
+    ages_s = [stats.oldest_pending_age_s or 0.0]
+    if stats.expired:
+        untils = (it.until for it in q.tasks("inflight", data=False))
+        ages_s += [time.time() - it.timestamp() for it in untils if it is not None]
+    return int(stats.pending > options.max_pending or max(ages_s) > options.max_age)
+
+
+def _figures(q: FemtoQueue, stats: Stats) -> dict[str, Any]:
     live = Counter(node.liveness for node in stats.nodes)
     names = (*STATES, "expired", "buffered", "oldest_pending_age_s")
     figures = {name: getattr(stats, name) for name in names}
@@ -8481,110 +8613,57 @@ def _join_command(options: Any) -> int:
     return int(not _open_queue(options).join(options.timeout))
 
 
-@_command(_argument("--interval TIME", "pause between two looks", default="1s"))
+@_command(_argument("--interval TIME", "pause between two looks", default="2s"))
 def _top_command(options: Any) -> None:
     """Show the queue live: rate, workers, what runs, dead letters.
 
-    q or Ctrl-C ends the command. On a terminal, the view is redrawn in place, and
-    lines that do not fit are cut off.
+    Ctrl-C ends the command. On a terminal, the view is redrawn in place, and lines
+    that do not fit are cut off. If there is no queue in DIR, wait for one.
 
     Example: femtoqueue top jobs
     """
-    q, progress = _open_queue(options), _Progress(options.dir)
-    begins, ends, ends_all = ("",) * 3
-    if sys.stdout.isatty():  # DECAWM off: otherwise letters of two columns might wrap a line
-        begins, ends, ends_all = "\x1b[?7l\x1b[H", "\x1b[K", "\x1b[J\x1b[?7h"
-    with _keyboard() as wait_for_key:
-        while True:
-            columns, rows = (it or 999 for it in _terminal_size(1))
-            lines = itertools.islice(_top_lines(options.dir, q, progress), rows - 1)
-            text = "".join(f"{_printable(line)[:columns]}{ends}\n" for line in lines)
-            _put(sys.stdout, begins + text + ends_all)
-            if wait_for_key(min(options.interval, 86400)) in ("q", "Q"):
-                return
-
-
-def _printable(text: str) -> str:
-    """Escape the characters of a text that are not printable, because they may move the cursor."""
-    return "".join(it if it.isprintable() else ascii(it)[1:-1] for it in text)
+    begins, ends, ends_all = ("\x1b[H", "\x1b[K", "\x1b[J") if sys.stdout.isatty() else ("",) * 3
+    pause_s = min(options.interval, 86400)
+    if not _has_queue(options.dir):
+        _print(f"{options.dir}: waiting for a queue")
+    while not _has_queue(options.dir):
+        time.sleep(min(pause_s, 1.0))
+    q = _open_queue(options)
+    progress = _Progress(_open_files(options.dir, False))
+    while True:
+        rows = _terminal_size(1)[1] or 999
+        lines = itertools.islice(_fitting(_top_lines(options.dir, q, progress)), rows - 1)
+        _put(sys.stdout, begins + "".join(f"{it}{ends}\n" for it in lines) + ends_all)
+        time.sleep(pause_s)
 
 
 def _top_lines(name: str, q: FemtoQueue, progress: _Progress) -> Iterator[str]:
     """Yield the lines that `top` shows, the most important lines first."""
-    figures, nodes = _figures(q), q.stats().nodes
-    left = sum(figures[it] for it in ("pending", "scheduled", "inflight"))
-    progress.add_sample(time.monotonic(), left)
+    stats = q.stats()
+    figures = _figures(q, stats)
+    progress.is_paused = figures["paused"]
+    progress.count_scheduled()
+    progress.add_sample(time.monotonic(), stats.pending + stats.scheduled + stats.inflight)
     yield f"{name} {time.strftime('%H:%M:%S')}  {progress.pace_text()}".rstrip()
     yield from _field_lines(figures)
-    if nodes:
+    if stats.nodes:
         form = "{:>6} {:>7} {:8} {}"
         yield from ("", form.format("LEASED", "EXPIRED", "WORKER", "NODE"))
-        yield from (form.format(it.inflight, it.expired, it.liveness, it.node) for it in nodes)
+        yield from (
+            form.format(it.inflight, it.expired, it.liveness, it.node) for it in stats.nodes
+        )
     yield ""
-    yield from _task_table(q.tasks("inflight", data=False))
+    yield from _task_table(q, q.tasks("inflight", data=False))
     if failed := progress.latest_dead_letters():
         yield from ("", "LATEST DEAD LETTERS")
     for ident in failed:
         with suppress(CorruptTask):
-            task = q.peek(ident)  # None: a person moved the task there, under another name
-            key, reason = (task.key, task.error) if task else (None, None)
-            first_line = (reason or "-").partition("\n")[0]
-            yield f"{ident} {_cell('key', key)} {first_line}"
-
-
-@contextmanager
-def _keyboard() -> Iterator[Callable[[float], str]]:
-    """Yield a function that takes a number of seconds, and waits at most so long until a key is
-    pressed. The function returns the key, or "" if no key was pressed. In the block, the terminal
-    passes each key on at once. If _let_terminal_pass_keys() returns False, the function only
-    sleeps, and returns ""."""
-
-    signals: list[int] = []
-
-    def wait_for_key(seconds: float) -> str:
-        # Python may swallow the SystemExit of the signal's handler, if the signal came while a
-        # finalizer ran or a generator was closed. So raise SystemExit again.
-        if signals:
-            raise SystemExit(128 + signals[0])
-        return os.read(0, 1).decode("latin-1") if _readable([0], seconds) else ""
-
-    def wait(seconds: float) -> str:
-        time.sleep(seconds)
-        return ""
-
-    with ExitStack() as restored:
-        yield wait_for_key if _let_terminal_pass_keys(restored, signals) else wait
-
-
-def _let_terminal_pass_keys(restored: ExitStack, signals: list[int]) -> bool:
-    """Let the terminal pass each key on at once, and return True. Return False if standard input is
-    not a terminal, or if this system has no termios.
-
-    When `restored` is closed, the terminal gets its settings back. Until then, when SIGTERM or
-    SIGHUP comes, its number is added to `signals`, and SystemExit is raised. So `restored` is also
-    closed if one of these signals ends the process. A signal that is ignored or has a handler
-    already is left as it is."""
-    import signal
-
-    def leave(number: int, frame: object) -> NoReturn:
-        signals.append(number)
-        raise SystemExit(128 + number)
-
-    with suppress(ImportError):  # not POSIX
-        import termios
-        import tty
-
-        with suppress(termios.error):
-            settings = termios.tcgetattr(0)
-            restored.enter_context(suppress(termios.error))  # if the terminal is gone at the close
-            restored.callback(termios.tcsetattr, 0, termios.TCSADRAIN, settings)
-            for number in (signal.SIGTERM, signal.SIGHUP):
-                if signal.getsignal(number) == signal.SIG_DFL:
-                    restored.callback(signal.signal, number, signal.SIG_DFL)
-                    signal.signal(number, leave)
-            tty.setcbreak(0, termios.TCSADRAIN)
-            return True
-    return False
+            # None: a person moved the task there, under another name.
+            task = q.peek(ident)
+            row = {} if task is None else _task_row(q, task)
+            preview, key = row.get("data_preview") or "-", row.get("key")
+            reason = (task and task.error) or "-"
+            yield " ".join([ident, _cell("key", key), preview, reason.partition("\n")[0]])
 
 
 # Command line: maintenance

@@ -33,8 +33,8 @@ import femtoqueue
 import test
 
 LIMITS = {
-    "tokens of code": 43_245,
-    "lines of code": 4_812,
+    "tokens of code": 44_706,
+    "lines of code": 4_946,
 }
 DOORS = {  # names of annexes that rooms above them may use
     *("_Inspector", "_Processing", "_WorkerPool", "_open_files"),
@@ -332,8 +332,8 @@ CHECKS: list[tuple[str, int, Measure]] = [
     ("rooms with a wrong number, or not as the docstring lists them", 0, rooms_not_as_listed),
     ("uses of a name from a room below, or of another room's private name", 0, used_from_below),
     ("functions that call another function of their name", 0, calls_of_own_name),
-    ("lines of code in the longest room except FemtoQueue, Command line", 300, longest_room),
-    ("lines of code in the longest class except FemtoQueue", 290, longest_class),
+    ("lines of code in the longest room except FemtoQueue, Command line", 310, longest_room),
+    ("lines of code in the longest class except FemtoQueue", 295, longest_class),
     ("steps of the docstring's table that are not methods", 0, steps_without_a_method),
     ("methods that rename or unlink and are not in that table", 0, moves_without_a_step),
     ("README: sections out of order", 0, sections_out_of_order),
