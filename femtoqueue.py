@@ -1440,6 +1440,7 @@ class _Files:
         self.path = root.path
         self.is_durable = is_durable
         self.dirs = _OpenDirs(root)
+        self._kept_inode = 0  # of the large pending/ that shrink() has tried to replace
         # Nothing in the queue may be written by those who may not write to data_dir. The umask
         # takes away more.
         status = root.status()
@@ -1881,8 +1882,10 @@ class _Files:
         shrinks a directory, and each listing reads all of it. rename() refuses to replace a
         directory that is not empty, so no task is lost."""
         old = self.lstat("pending")
-        if old.st_size <= _SHRINK_BYTES or old.st_uid != os.geteuid():
+        is_kept = old.st_ino == self._kept_inode  # the last attempt has failed
+        if old.st_size <= _SHRINK_BYTES or is_kept or old.st_uid != os.geteuid():
             return
+        self._kept_inode = old.st_ino
         where, name = self.place(f"creating/{new_name}.pending")
         # RACE: another process renames a file into the directory first. Then our rename fails, and
         # the old directory stays. It also stays if it is a mount point, or if the disk is full.
