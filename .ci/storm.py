@@ -439,12 +439,9 @@ class Storm(Noter):
         self.full_at_s = time.monotonic() + self.chance.uniform(3, 7)
 
     def put_rubbish(self) -> None:
-        """Put a foreign entry into the queue's directory, or into a directory below.
-
-        spare/ is left out: it is renamed to a worker's directory with all its entries.
-        """
+        """Put a foreign entry into the queue's directory, or into a directory below."""
         root = self.queue_path
-        places = [f"{root}/{name}" for name in os.listdir(root) if name != "spare"]
+        places = [f"{root}/{name}" for name in os.listdir(root)]
         places = [place for place in places if place not in self.rubbish]
         standing = [place for place in places if "inflight-" not in place]
         place = self.chance.choice((root, *self.chance.choice((standing, places))))
