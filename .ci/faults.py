@@ -400,7 +400,8 @@ class Slot:
     leased: str = ""  # while the task is leased to the life: the payload's name
     later: bool = False  # pop() may not find it yet: it is due later, or needs a housekeeping job
     behind: Slot | None = None  # the payload that is buffered behind this task
-    is_update: bool = False  # the payload ends with the task in front of it
+    # The names of payloads that end with the task in front of them.
+    updates: set[str] = dataclasses.field(default_factory=set)
 
 
 class Ledger:
@@ -455,7 +456,7 @@ class Ledger:
                 slot.states = (slot.states - {"live"}) | {"gone"}
                 behind.later |= is_seen
                 self.slots.append(behind)
-                if behind.is_update and slot.states & {"done", "failed"}:
+                if behind.updates and slot.states & {"done", "failed"}:
                     behind.states |= {"gone"}
             elif behind is not None:  # the process was killed in the push of the buffered payload
                 slot.names |= behind.names
@@ -482,16 +483,17 @@ class Ledger:
             if holder is None:
                 self.slots.append(slot := Slot({name}, key=key))
             elif holder.leased:
-                new = Slot({name}, key=key, is_update=policy == "update")
-                slot = holder.behind = holder.behind or new
+                slot = holder.behind = holder.behind or Slot({name}, key=key, updates={name})
+                if policy != "update":
+                    slot.updates -= {name}
             else:
                 slot = holder
             self._pushed = [slot]
         slot = self._pushed[0]
         slot.later |= later
-        slot.is_update &= word != "ok" or policy == "update"
         if slot.names != {name}:
             slot.names = {name} if word == "ok" else slot.names | {name}
+            slot.updates &= slot.names
             return
         slot.states = {"try": {"gone", "live"}, "ok": {"live"}, "err": {"gone"}}[word]
         for other in self.slots:
@@ -537,7 +539,10 @@ class Ledger:
             slot.later |= later
             return
         slot.states, slot.leased = {*end}, ""
-        if slot.behind is not None and (how == "release" or not slot.behind.is_update):
+        if slot.behind is not None and how != "release" and slot.behind.updates:
+            slot.behind.names -= slot.behind.updates
+            slot.behind.states |= {"gone"}
+        if slot.behind is not None and slot.behind.names:
             slot.behind.later |= word == "lost"  # the next pop() promotes it
             self.slots.append(slot.behind)
             if how == "release":
