@@ -753,7 +753,8 @@ def check_keys(history: History, found: Iterable[str]) -> Iterator[str]:
         key = history.tried[name].key
         ended[key] = max(ended[key], order_of(name))
     for _, pushes in verdict.by_key(history):
-        key, last = pushes[0].key, max(order_of(push.name) for push in pushes)
+        key, seen = pushes[0].key, filter(history.must_be_seen, pushes)
+        last = max((order_of(push.name) for push in seen), default=())
         if last > ended[key]:
             yield f"the last value of {key} is {last}, but the last finished one is {ended[key]}"
     yield from itertools.chain(*verdict.key_faults(history).values())
