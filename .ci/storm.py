@@ -749,7 +749,8 @@ def check_due(history: History) -> Iterator[str]:
 def check_keys(history: History, found: Iterable[str]) -> Iterator[str]:
     """Yield what is wrong with the values of a key: the promise "keys"."""
     ended: dict[str, tuple[int, ...]] = defaultdict(tuple)
-    for name in history.tried.keys() & found:
+    removed = (it.name for ident in history.removed for it in history.deliveries[ident])
+    for name in history.tried.keys() & {*found, *removed}:
         key = history.tried[name].key
         ended[key] = max(ended[key], order_of(name))
     for _, pushes in verdict.by_key(history):
