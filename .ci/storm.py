@@ -149,9 +149,11 @@ class Role(Actor):
         if isinstance(error, OSError) and error.errno != errno.ENOSPC:
             raise error
         # A synced push that raises ENOSPC removes its task again. But if a worker has claimed the
-        # task meanwhile, the task stays. So this error is logged as an error of the call "kept":
-        # verdict.py counts a payload as refused only after an error of the call "push".
-        call = "kept" if what == "push" and self.sync else what
+        # task meanwhile, the task stays. And a push with a key may have replaced the payload of a
+        # task before ENOSPC. So these errors are logged as errors of the call "kept": verdict.py
+        # counts a payload as refused only after an error of the call "push".
+        is_keyed = self.kind in ("keyed", "update")
+        call = "kept" if what == "push" and (self.sync or is_keyed) else what
         self.note("error", call, which, began_s, getattr(error, "errno", 0), what)
         time.sleep(0.02 if what == "push" else 0.05)
 
