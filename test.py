@@ -2355,19 +2355,18 @@ class InterruptedDelivery(QueueCase):
     )
 
     def test_queue_object_in_a_reference_cycle_gives_its_task_back_silently(self) -> None:
-        """A queue object that is freed by the garbage collector gives back its task, and prints
-        nothing."""
-        # With lock_first, the finalizer of the object's lock runs before that of the object itself.
-        # Then another worker finds the lock free, and takes the task back.
-        for lock_first in (False, True):
-            with (
-                self.subTest(lock_first=lock_first),
-                mock.patch.object(sys, "unraisablehook") as complaint,
-            ):
-                self.drop_in_cycle(lock_first)
-                complaint.assert_not_called()
-                self.assertEqual(os.path.exists(self.file("inflight-n1")), lock_first)
-                self.assertEqual(self.drain(self.queue("n2")), [b"x"])
+        """If a queue object is freed by the garbage collector, nothing is printed, and the next
+        worker takes its task back."""
+        # The finalizer of the object's lock may run before that of the object itself.
+        with mock.patch.object(sys, "unraisablehook") as complaint:
+            q: Any = FemtoQueue(self.path, "n1")
+            leased(q, b"x")
+            q.__dict__["itself"] = q
+            del q
+            gc.collect()
+        complaint.assert_not_called()
+        self.assertEqual(self.drain(self.queue("n2")), [b"x"])
+        self.assertEqual(os.listdir(self.path).count("inflight-n1"), 0)
 
     def test_interpreter_exits_while_an_ended_thread_holds_the_lock_of_a_queue_object(self) -> None:
         """The interpreter exits without an error even if a thread that has ended holds the lock of
@@ -2393,20 +2392,6 @@ class InterruptedDelivery(QueueCase):
                 self.assertFalse(os.path.exists(self.file("inflight-gone")))
             self.assertEqual(self.drain(self.queue("n2")), [b"x"])
 
-    def drop_in_cycle(self, lock_first: bool) -> None:
-        """Make a queue object that holds a lease and a reference to itself; let it be collected."""
-        q: Any = FemtoQueue(self.path, "n1")
-        leased(q, b"x")
-        if lock_first:  # finalizers run in the order in which the objects were made
-            younger = FemtoQueue.__new__(FemtoQueue)
-            younger.__dict__.update(q.__dict__)
-            q.__dict__.clear()
-            q = younger
-            del younger
-        q.__dict__["itself"] = q
-        del q
-        gc.collect()
-
     def test_close_at_any_line_of_a_delivery_loses_no_task(self) -> None:
         """If close() comes at any line of a delivery, the caller has a task that it can finish, or
         whose next call says LeaseLost, or no task. If it has none, the task is delivered later."""
@@ -2419,7 +2404,7 @@ class InterruptedDelivery(QueueCase):
         for way, deliver in ways.items():
             with self.subTest(way):
                 lines = next(it for it in itertools.count() if not self.close_at_line(it, deliver))
-                self.assertGreater(lines, 25)
+                self.assertGreater(lines, 20)
 
     def test_ctrl_c_at_any_line_of_a_pop_leaves_no_lease(self) -> None:
         """After Ctrl-C at any line of pop(), the task waits at its place, and the delivery was not
@@ -7797,7 +7782,11 @@ class Checking(QueueCase):
             ("leftover", f"creating/{order}-0000aaaa00000000", True),
         )
         self.assertEqual(self.found(q), [(kind, path, False) for kind, path, _ in wanted])
-        self.assertEqual(self.found(q, repair=True), [*wanted])
+        # What the maintenance mends before the check is no finding.
+        by_maintenance = "dead worker", "key without a task", "leftover"
+        self.assertEqual(
+            self.found(q, repair=True), [it for it in wanted if it[0] not in by_maintenance]
+        )
         for repair in (False, True):
             self.assertEqual(self.found(q, repair), [it for it in wanted if not it[2]])
         os.unlink(self.file("done", ident))
@@ -7821,21 +7810,6 @@ class Checking(QueueCase):
                 with contextlib.suppress(FileNotFoundError):
                     os.rmdir(path)
 
-    def test_torn_copy_of_a_dead_letter_never_replaces_the_whole_one(self) -> None:
-        """Neither a repair nor pop() moves a damaged file over a valid dead letter of the same
-        id."""
-        q = self.queue()
-        for mend in (lambda: q.check(repair=True), q.pop):
-            task = leased(q)
-            q.fail(task, "why")
-            self.put(task.id, b"torn")
-            mend()
-            letters = [name for name in self.names("failed") if name.endswith(task.id)]
-            self.assertEqual((len(letters), reason_of(q, task.id)), (2, "why\n"))
-            self.assertEqual(q.peek(task.id), FemtoTask(task.id, b"x", None))
-            for name in self.names("failed"):
-                os.unlink(self.file("failed", name))
-
     def test_exception_of_a_signal_handler_ends_the_check(self) -> None:
         # A TimeoutError of a signal handler is an OSError without an errno. check() raises it, and
         # does not take it for the error of an unreadable file.
@@ -7855,14 +7829,24 @@ class Checking(QueueCase):
             self.assertEqual({*q.check(repair=True)}, {*q.check()})
         q.pop()
 
-    def test_clock_set_back_and_network_file_system_are_reported(self) -> None:
-        with on_file_system(NFS):
-            q, clock = self.queue(), self.clock()
-        clock.wall_shift_s -= 3600
-        found = q.check()
-        self.assertEqual([it.kind for it in found], ["network file system", "clock"])
-        self.assertIn("NFS", found[0].text)
-        self.assertIn("3600 s ahead", found[1].text)
+    def test_queue_that_others_than_root_may_write_to_is_reported_to_root(self) -> None:
+        """If root opens a queue that others may write to, one warning is logged, and check()
+        reports it."""
+        os.chmod(self.path, 0o770)
+        said = self.assertLogs("femtoqueue", "WARNING")
+        as_root = mock.patch("os.geteuid", return_value=0)
+        with as_root, mock.patch.object(LOG, "disabled", False), said as logs:
+            q, _ = self.queue(), self.queue()
+        self.assertEqual(len(logs.output), 1)
+        self.assertRegex(logs.output[0], "root works on .*; better: runuser -u OWNER")
+        with as_root:
+            self.assertEqual(self.found(q), [("trust", ".", False)])
+        with mock.patch("os.geteuid", return_value=1000):
+            self.assertEqual(self.found(q), [])
+
+    def test_lost_and_found_of_a_mount_point_is_no_finding(self) -> None:
+        os.mkdir(self.file("lost+found"))
+        self.assertEqual(self.found(self.queue()), [])
 
 
 # Transcripts of shell sessions. Each begins with "# " and the claim that the transcript shows.
@@ -8921,7 +8905,7 @@ class CommandLine(QueueCase):
         q.fail(leased(q), "no such\timage \u65e5\r\x1b[Hx\nat line 1")
         said = self.run_on_terminal(80, "top", "jobs", "--interval", "60s", typed=b"xq")
         reason = r"no such\\timage \u65e5\\r\\x1b\[Hx"
-        self.assertRegex(said, rf"LATEST DEAD LETTERS\S*\r\n\d{{20}}-\w{{8}} - {reason}\S*\r\n")
+        self.assertRegex(said, rf"LATEST DEAD LETTERS\S*\r\n\d{{20}}-\w{{16}} - {reason}\S*\r\n")
         self.assertTrue("\x1b[?7l\x1b[Hjobs" in said and said.endswith("\x1b[?7h"))
 
     def test_top_shows_a_dead_letter_that_a_person_moved_to_failed_under_the_name_of_its_lease(
