@@ -8153,10 +8153,10 @@ $ femtoqueue work jobs -q --task-timeout 100ms -- sh -c \
  'sleep 1000 & echo $!; kill -INT $PPID; exit 130' > pids -> ! ...
 $ gone pids
 $ states -> failed 1, pending 1
-# work --drain has status 1 if a task is corrupt; ".." in DIR is resolved by its text
-$ femtoqueue push jobs x -> <x>
-$ echo torn > jobs/pending/$x
+# work --drain has status 1 if a task is corrupt; "link/.." in DIR is resolved by the kernel
 $ mkdir elsewhere elsewhere/inside; ln -s elsewhere/inside link
+$ femtoqueue push link/../jobs x -> <x>
+$ echo torn > elsewhere/jobs/pending/$x
 $ femtoqueue work link/../jobs --drain -- true
 ! ... task <x> is in failed/: ...
 ! femtoqueue 0 done | 0 running 0 waiting
@@ -8244,7 +8244,7 @@ $ states -> done 2
 $ ulimit -f 60; { echo small; head -c 100000 /dev/zero; } | femtoqueue push limited --lines
 <small>
 ! femtoqueue: the first 1 tasks are pushed, the others are not
-! femtoqueue: [Errno 27] File too large
+! femtoqueue: [Errno 27] File too large: ...limited/creating/...
 [2]
 # if an id can't be printed, push says that its task is pushed; unprintable letters are escaped
 $ femtoqueue push jobs x > /dev/full -> ! femtoqueue: all 1 tasks are pushed, but ...
@@ -9245,7 +9245,7 @@ class Documents(QueueCase):
         deadlines, times and the widths of columns."""
         for pattern, plain in (
             (r"\d{20}~(?=\d+~)", "DEADLINE~"),
-            (r"\d{20}-[0-9a-f]{8}", "ID"),
+            (r"\d{20}-[0-9a-f]{16}", "ID"),
             (r"\d\d:\d\d:\d\d", "CLOCK"),
             (r"\b\d+s\b", "AGE"),
             (r" +", " "),
