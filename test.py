@@ -830,7 +830,6 @@ NO_KEYS = "", "k" * 201, "\u00e9" * 101, "\udc80"
 NO_TEXTS = 7, b"k", ("k",)
 NO_TASK: tuple[dict[str, str], ...] = {}, {"key": "k", "id": f"{0:020d}-0000000000000000"}
 NO_RELEASE = {"front": True, "delay_s": 1}, {"delay_s": -1}, {"delay_s": NAN}
-FIXED = "sync_after_write", "max_attempts", "keep_done", "timeout_stale_ms", "node_id"
 NO_SETTINGS: tuple[tuple[str, type[Exception], tuple[Any, ...]], ...] = (
     ("node_id", ValueError, ("", "..", "a/b", "a" * 101, "größe", "a\n", 7)),
     ("timeout_stale_ms", ValueError, (0, NAN, 10**400)),
@@ -883,7 +882,6 @@ REFUSALS: tuple[Refusal, ...] = (
     (lambda q, task, it: q.peek(it), ValueError, "not the id", ("../secrets",)),
     (lambda q, task, it: q.attach(it), TypeError, "lease must be a str", (None, 5, b"x")),
     (lambda q, task, it: q.tasks(it), ValueError, "state must be one of", ("waiting",)),
-    (lambda q, task, it: setattr(q, it, 1), AttributeError, "{it}", FIXED),
     (lambda q, task, it: q.pop(it), TypeError, "timeout must be", NO_SECONDS),
     (lambda q, task, it: q.pop(it), ValueError, "timeout must be", NO_TIMEOUTS),
     (lambda q, task, it: q.drain(it), TypeError, "timeout must be", NO_SECONDS),
@@ -1441,42 +1439,31 @@ class Ordering(QueueCase):
                     q.push(b"%d" % number)
             with self.subTest(name):
                 self.assertEqual(self.drain(q), [b"%d" % n for n in range(len(rows))])
-                # The first process of a boot removes the clock file of the boot before. Processes
-                # without a boot id have no clock file.
-                self.assertEqual(len(self.clocks()), int(rows[-1][0] is not None))
+                # Processes without a boot id have no clock file.
+                self.assertEqual(len(self.clocks()), len({boot for boot, *_ in rows} - {None}))
 
     def clocks(self) -> list[str]:
         """Return the sorted names of the clock files."""
         return sorted(name for name in os.listdir(self.path) if name.startswith("clock-"))
 
-    def test_clock_files_of_earlier_boots_do_not_pile_up(self) -> None:
-        """A clock file of another boot stays while a task is leased by its clock, and no longer."""
-        # The other boot may be that of a container, with a worker that still lives.
+    def test_clock_files_of_other_boots_stay(self) -> None:
+        """A clock file stays when another boot begins, and its worker, which may be in a container,
+        goes on with its clock."""
         clock = self.clock()
         with on_boot("container"):
             q = self.queue("container")
-        (theirs,) = self.clocks()
-        task = leased(q)
-        for number in range(5):
+        theirs = self.clocks()
+        for number in range(3):
             with on_boot(f"boot {number}"):
                 self.queue()
-        self.assertEqual((len(self.clocks()), theirs in self.clocks()), (2, True))
-        q.done(task)
-        with on_boot("boot 5"):
-            self.queue()
-        self.assertNotIn(theirs, self.clocks())
-        clock.advance(601)
-        q.pop()  # makes the clock file of the container again
-        self.assertIn(theirs, self.clocks())
+        self.assertEqual((len(self.clocks()), {*theirs} - {*self.clocks()}), (4, set()))
         clock.wall_shift_s += 3600
         with on_boot("container"):
-            before, after = q.push(b"1"), self.queue("second").push(b"2")
-        self.assertLess(int(after[:20]) - int(before[:20]), 3600e9)  # both use one queue clock
+            self.check_one_clock(q, self.queue("second"))
 
     def test_service_that_can_not_see_the_boot_id_keeps_the_order_after_a_reboot(self) -> None:
         """A service that can't see the boot id does not use the clock file of an earlier boot."""
-        # The queue is empty, so no id shows that the clock of that file is behind. Only the wall
-        # clock shows this.
+        # The queue is empty, so no id shows that the clock of that file is behind.
         clock = self.clock()
         with on_boot("1"):
             self.queue().close()
@@ -1490,31 +1477,15 @@ class Ordering(QueueCase):
         service.push(b"second")
         self.assertEqual(self.drain(service), [b"first", b"second"])
 
-    def test_service_that_can_not_see_the_boot_id_ignores_a_clock_file_that_it_can_not_read(
-        self,
-    ) -> None:
-        with on_boot("1"):
-            self.queue()
+    def test_process_that_can_not_read_the_clock_file_has_a_clock_of_its_own(self) -> None:
+        """A process that may not read clock-<boot> delivers tasks, and its leases have another
+        <boot>."""
+        self.queue().push(b"x")
         (theirs,) = self.clocks()
-        with on_boot(None), hooked(at_call("stat lstat open", theirs, errno_raiser(errno.EACCES))):
-            q = self.queue()
-            q.push(b"x")
-            self.assertNotIn(theirs.removeprefix("clock-"), self.pop(q).path)
+        with hooked(at_call("stat lstat open", theirs, errno_raiser(errno.EACCES))):
+            task = self.pop(self.queue())
+        self.assertNotIn(theirs.removeprefix("clock-"), task.path)
         self.assertEqual(self.clocks(), [theirs])
-
-    def test_clock_file_of_this_boot_stays_when_a_service_that_can_not_see_the_boot_id_starts(
-        self,
-    ) -> None:
-        """A service that can't see the boot id does not remove a clock file that it does not
-        use."""
-        # After the date was set, no clock file agrees with the wall clock. So the service has a
-        # clock of its own, without a file. Processes that use the clock file may still live.
-        clock = self.clock()
-        q = self.queue()
-        clock.wall_shift_s += 3600
-        with on_boot(None):
-            self.queue("service")
-        self.check_one_clock(q, self.queue("later"))
 
     def test_clock_files_of_other_hosts_stay(self) -> None:
         """No host removes the clock files of other hosts, not even a host that has data_dir on its
@@ -1684,22 +1655,22 @@ class ReplacedClock(QueueCase):
             wanted = [q.push(b"%d" % number) for number in range(100)]
             self.assertEqual([self.pop(q).id for _ in wanted], wanted)
 
-    def test_order_survives_a_monotonic_clock_that_begins_anew_under_one_boot_id(self) -> None:
-        """A restored virtual machine delivers its tasks in order, and leases end."""
-        # Such a machine has the same boot id as before, and a monotonic clock near zero.
+    def test_no_task_is_lost_when_a_monotonic_clock_begins_anew_under_one_boot_id(self) -> None:
+        """A restored virtual machine delivers all its tasks."""
+        # Such a machine has the same boot id as before, and a monotonic clock near zero. The tasks
+        # may come in another order, and a lease may end late unless its worker is dead.
         clock = self.clock()
         clock.monotonic_shift_s = 40 * 86400.0
-        q = self.queue("n1", detached=True)
+        q = self.queue("n1")
         older, leased = q.push(b"older"), q.push(b"leased")
-        q.take(id=leased, lease_ms=1500)
+        self.take(q, id=leased)
+        simulate_death(q)
         clock.monotonic_shift_s = 0.0
         clock.wall_shift_s = 60.0
         restarted = self.queue("n2")
-        self.assertIn(("clock", True), [(it.kind, it.repaired) for it in restarted.check()])
         younger = restarted.push(b"younger")
-        clock.advance(2)
-        found = {self.pop(restarted).id: None for _ in range(3)}
-        self.assertEqual([*found], [older, leased, younger])
+        found = {self.pop(restarted).id for _ in range(3)}
+        self.assertEqual(found, {older, leased, younger})
 
 
 @FORK
@@ -1749,87 +1720,60 @@ class Liveness(QueueCase):
             clock.wall_shift_s -= back_s
             self.assertEqual(self.pop(q).attempts, 2)
 
-    def test_leases_of_a_dead_worker_that_can_not_see_the_boot_id_come_back_at_once(self) -> None:
-        """A dead worker's lease without a deadline comes back, even if the dead worker or the other
-        worker can't see the boot id."""
-        # A service of systemd with ProcSubset=pid can't see the boot id. The service uses the clock
-        # file of the services that see the boot id, or, if there is no such file, a clock of its
-        # own.
-        for first, second in ((None, "1"), ("1", None), (None, None)):
-            with self.subTest(first=first, second=second):
-                self.path = self.new_dir()
-                with on_boot("1"):
-                    self.clock().stand_still()
-                    if first is not None:
-                        self.queue()  # makes the clock file
-                with on_boot(first):
-                    dead = self.queue("dead", timeout_stale_ms=None)
-                    dead.push(b"x")
-                    popped(dead)
-                simulate_death(dead)
-                with on_boot(second):
-                    q = self.queue("other", timeout_stale_ms=None)
-                    self.assertEqual([it.liveness for it in q.stats().nodes], ["dead"])
-                    self.assertEqual(popped(q).attempts, 2)
-
-    def test_lease_of_an_earlier_boot_is_not_of_this_boot_where_the_boot_id_is_not_seen(
+    def test_leases_of_a_dead_worker_that_can_not_see_the_boot_id_end_at_their_deadlines(
         self,
     ) -> None:
+        """If a dead worker or the other worker can't see the boot id, a lease ends at its deadline,
+        or at once when a worker starts under the same node_id."""
+        # A service of systemd with ProcSubset=pid can't see the boot id.
+        for first, second in ((None, "1"), ("1", None), (None, None)):
+            with self.subTest(first=first, second=second):
+                self.path, clock = self.new_dir(), self.clock()
+                with on_boot(first):
+                    dead = self.queue("dead")
+                    dead.push_many([b"1", b"2"])
+                    self.assertEqual(len([*iter(dead.pop, None)]), 2)
+                simulate_death(dead)
+                with on_boot(second):
+                    q = self.queue("other")
+                    self.assertEqual([it.liveness for it in q.stats().nodes], ["unknown"])
+                    self.assertIsNone(q.pop())
+                    again = self.pop(self.queue("dead"))
+                    self.assertEqual((again.data, again.attempts), (b"1", 2))
+                    clock.advance(31)
+                    self.assertEqual([it.data for it in iter(q.pop, None)], [b"1", b"2"])
+
+    def test_lease_of_another_boot_is_not_of_this_boot_where_the_boot_id_is_not_seen(self) -> None:
         """A service that can't see the boot id does not treat a lease of another boot as a lease of
         this boot."""
-        # After the date was set, or after a reboot, no clock file agrees with the wall clock. Then
-        # the service does not use the clock of another boot. Nor does it use that clock if other
-        # hosts use the directory: the clock of another host may agree by chance.
-        for shift_s, fs_type in ((3600, EXT4), (-3600, EXT4), (0, NFS)):
-            clock = self.clock()
+        for fs_type in (EXT4, NFS):
             self.path = self.new_dir()
             with on_boot("1"), on_file_system(fs_type):
                 living = self.queue("living", timeout_stale_ms=None)
-                living.push(b"x")
-                popped(living)
+                leased(living)
             simulate_death(living)  # as on another host, no lock shows that this worker lives
-            clock.wall_shift_s += shift_s
             with on_boot(None):
                 self.assertIsNone(self.queue("other").pop())
 
-    def test_living_worker_keeps_its_lease_when_the_clock_file_of_its_boot_is_made_anew(
-        self,
-    ) -> None:
-        """A living worker keeps its lease even if, by the clock of a new worker, the lease ended an
-        hour ago."""
-        self.patched(on_file_system(NFS))
-        clock = self.clock()
-        clock.wall_shift_s = -3600.0
-        living = self.queue("living")
-        living.push(b"1")
-        clock.wall_shift_s = 0.0  # the date is set forward, or the host was suspended
-        task = popped(living)
-        with on_boot("other host"):
-            self.queue("other").push(b"2")
-        # The id of the other host's task is an hour ahead of the queue clock of this boot. So a new
-        # worker supposes that the monotonic clock began anew, and makes the clock file anew.
-        q = self.queue("new")
-        q.done(popped(q))
-        self.assertIsNone(q.pop())
-        clock.advance(31)
-        self.assertEqual(popped(q).id, task.id)
-
     def test_leases_end_after_a_reboot_that_set_the_wall_clock_far_back(self) -> None:
-        """A lease ends in time after a reboot with a dead battery, which sets the date back."""
-        # The ids of all tasks are hours older than the lease. But the date of the lease directory
-        # is the time of the claim, and the new queue clock starts after this time.
+        """After a reboot with a dead battery, which sets the date back, a lease ends when the new
+        queue clock has passed its deadline, or at once by a restart under the same node_id."""
+        # The new queue clock starts after the newest id, which is five hours older than the lease.
         clock = self.clock()
         with on_boot("1"):
             q = self.queue("dead")
-            q.push(b"")
+            q.push_many([b"1", b"2"])
             clock.advance(5 * 3600)
-            self.pop(q)
-            os.utime(lease_dir(q), (clock.time(), clock.time()))
+            self.assertEqual((self.pop(q).data, self.pop(q).data), (b"1", b"2"))
             simulate_death(q)
         with on_boot("2"):
             clock.wall_shift_s = clock.monotonic_shift_s = 0.0
             q = self.queue()
             clock.advance(31)
+            self.assertIsNone(q.pop())
+            again = self.queue("dead")
+            again.done(self.pop(again))
+            clock.advance(5 * 3600)
             self.assertEqual(self.pop(q).attempts, 2)
 
     def test_task_that_can_not_be_moved_does_not_delay_other_tasks(self) -> None:
@@ -1981,19 +1925,6 @@ class Liveness(QueueCase):
             with self.subTest(call):
                 self.check_child_outlives_parent(call)
 
-    def test_forked_child_has_no_leases_of_its_parent_after_ctrl_c_in_the_fork(self) -> None:
-        """Ctrl-C at the start of a fork does not give the parent's leases to the child."""
-        # The Ctrl-C interrupts the function that Python calls before the fork. Python then prints
-        # the exception, and forks all the same.
-        q = self.queue()
-        task = leased(q)
-        lock = mock.Mock(acquire=interrupt)
-        lock.release.side_effect = RuntimeError
-        with seam("fork lock", lock), mock.patch.object(sys, "unraisablehook"):
-            child = self.child(lambda child: q.close())
-        self.assertEqual(child.finish(), ([], 0))
-        q.done(task)
-
     def test_forked_child_is_a_worker_of_its_own(self) -> None:
         """In a forked child, a queue object gets its own node_id, lease directory and id tag."""
         # After close() in the child, the parent still has its lease.
@@ -2142,7 +2073,7 @@ STEPS = {
     "litter | none": Row(
         "list move open read fstat close stat move unlink open write close move unlink stat fstat"
         " stat list stat",
-        "move move unlink file move file directory unlink",
+        "move move unlink file unlink move file directory",
     ),
     "push x, take | save 1": Row(
         "open stat fstat fchown fchmod write close "
@@ -2159,31 +2090,31 @@ KEY_STEPS = {
     "push x, take, done | push y": Row(
         "open lock stat open open write close "
         "open open stat fstat fchown fchmod write close move lock close",
-        "file file directory move directory",
+        "file move directory move directory",
     ),
     "push x | push y": Row(
         "open lock stat open fstat read close stat open write close move unlink lock close",
-        "file move file directory unlink",
+        "file move move move file directory",
     ),
     "push x, take, fail | retry": Row(
         "stat open lock stat open open read fstat close "
         "open open stat fstat fchown fchmod write close unlink lock move lock close",
-        "file directory unlink move file directory",
+        "move directory unlink move file directory",
     ),
     "push x, take, release | push y": Row(
         "open lock stat open fstat read close stat open write close unlink move move unlink"
         " open write close lock close",
-        "file unlink move file directory move file directory unlink",
+        "file move move move move file directory",
     ),
     "push x, take | push y": Row(
         "open lock stat open fstat read close stat stat list stat list open write close"
         " open write close move lock close",
-        "file file directory move directory",
+        "move file move directory move directory",
     ),
     "push x, take | push y update": Row(
         "open lock stat open fstat read close stat stat list stat list open write close move unlink"
         " open write close lock close",
-        "file move file directory unlink",
+        "move file move directory move directory",
     ),
 }
 
@@ -2257,7 +2188,6 @@ class LostReply(QueueCase):
     and the server answers that the file does not exist (ENOENT)."""
 
     fs_type = NFS
-    exchanges = False  # as on NFS
 
     @contextlib.contextmanager
     def lost_reply(self, then: Callable[[], object] = do_nothing) -> Iterator[None]:
@@ -2496,27 +2426,26 @@ class InterruptedDelivery(QueueCase):
 
     DELIVERS = (  # the functions of femtoqueue that take part in a delivery
         *("pop", "take_oldest", "claim", "_deliver"),
-        *("_look", "_look_for_all", "_answer", "wait_for_async", "hand_over"),
+        *("_look_for_all", "_answer", "wait_for_async"),
     )
 
     def test_queue_object_in_a_reference_cycle_gives_its_task_back_silently(self) -> None:
-        """A queue object that is freed by the garbage collector gives back its task, removes its
-        lease directory, and prints nothing."""
-        # With lock_first, the finalizer of the object's lock runs before that of the object itself.
-        for lock_first in (False, True):
-            with (
-                self.subTest(lock_first=lock_first),
-                mock.patch.object(sys, "unraisablehook") as complaint,
-            ):
-                self.drop_in_cycle(lock_first)
-                complaint.assert_not_called()
-            self.assertFalse(os.path.exists(self.file("inflight-n1")))
-            self.assertEqual(self.drain(self.queue("n2")), [b"x"])
+        """If a queue object is freed by the garbage collector, nothing is printed, and the next
+        worker takes its task back."""
+        # The finalizer of the object's lock may run before that of the object itself.
+        with mock.patch.object(sys, "unraisablehook") as complaint:
+            q: Any = FemtoQueue(self.path, "n1")
+            leased(q, b"x")
+            q.__dict__["itself"] = q
+            del q
+            gc.collect()
+        complaint.assert_not_called()
+        self.assertEqual(self.drain(self.queue("n2")), [b"x"])
+        self.assertEqual(os.listdir(self.path).count("inflight-n1"), 0)
 
-    def test_interpreter_exits_while_ended_threads_hold_locks(self) -> None:
-        """The interpreter exits without an error even if threads that have ended hold all locks of
-        a queue object."""
-        # If the worker's own lock is free, the worker's task is given back at exit.
+    def test_interpreter_exits_while_an_ended_thread_holds_the_lock_of_a_queue_object(self) -> None:
+        """The interpreter exits without an error even if a thread that has ended holds the lock of
+        a queue object. If the lock is free, the worker's tasks are given back at exit."""
         code = """if True:
             import sys, threading
             import femtoqueue
@@ -2525,18 +2454,10 @@ class InterruptedDelivery(QueueCase):
                 q.push(b"x", key=key)
             with q.processing(q.pop()):  # starts the thread that renews
                 assert q.pop()
-            worker = q._worker
-            places = [vars(it) for it in (femtoqueue, q._clock, worker, *vars(worker).values())
-                      if hasattr(it, "__dict__")]
-            found = {id(it): it for place in places for it in place.values()}.values()
-            locks = [getattr(it, "_cond", it).acquire for it in found
-                     if hasattr(it, "acquire") or isinstance(it, threading.Event)]
-            assert worker.lock.acquire in locks and len(locks) > 3
-            if sys.argv[2] == "free":
-                locks.remove(worker.lock.acquire)
-            thread = threading.Thread(target=list, args=(map(lambda it: it(False), locks),))
-            thread.start()
-            thread.join()
+            if sys.argv[2] == "locked":
+                thread = threading.Thread(target=q._worker.lock.acquire)
+                thread.start()
+                thread.join()
             """
         for lock in ("free", "locked"):
             words = sys.executable, "-W", "error", "-c", code, self.path, lock
@@ -2546,25 +2467,9 @@ class InterruptedDelivery(QueueCase):
                 self.assertFalse(os.path.exists(self.file("inflight-gone")))
             self.assertEqual(self.drain(self.queue("n2")), [b"x"])
 
-    def drop_in_cycle(self, lock_first: bool) -> None:
-        """Make a queue object that holds a lease and a reference to itself; let it be collected."""
-        q: Any = FemtoQueue(self.path, "n1")
-        leased(q, b"x")
-        if lock_first:  # finalizers run in the order in which the objects were made
-            younger = FemtoQueue.__new__(FemtoQueue)
-            younger.__dict__.update(q.__dict__)
-            q.__dict__.clear()
-            q = younger
-            del younger
-        q.__dict__["itself"] = q
-        del q
-        gc.collect()
-
-    def test_close_at_any_line_of_a_delivery_counts_only_a_delivered_task(self) -> None:
-        """If close() comes at any line of a delivery, the delivery is counted only if the caller
-        gets the task."""
-        # If the delivery were counted although no caller got the task, then with max_attempts=1,
-        # the task would be a dead letter that was never delivered.
+    def test_close_at_any_line_of_a_delivery_loses_no_task(self) -> None:
+        """If close() comes at any line of a delivery, the caller has a task that it can finish, or
+        whose next call says LeaseLost, or no task. If it has none, the task is delivered later."""
         ways: dict[str, Callable[[FemtoQueue], FemtoTask | None]] = {
             "pop": FemtoQueue.pop,
             "wait": lambda q: q.pop(PATIENCE_S),
@@ -2574,7 +2479,7 @@ class InterruptedDelivery(QueueCase):
         for way, deliver in ways.items():
             with self.subTest(way):
                 lines = next(it for it in itertools.count() if not self.close_at_line(it, deliver))
-                self.assertGreater(lines, 25)
+                self.assertGreater(lines, 20)
 
     def test_ctrl_c_at_any_line_of_a_pop_leaves_no_lease(self) -> None:
         """After Ctrl-C at any line of pop(), the task waits at its place, and the delivery was not
@@ -2606,7 +2511,7 @@ class InterruptedDelivery(QueueCase):
     def close_at_line(self, number: int, deliver: Callable[[FemtoQueue], FemtoTask | None]) -> bool:
         """Call close() in another thread at a line of a delivery, and check what is left. Return
         False if the delivery has fewer lines."""
-        q = self.new_queue(max_attempts=1)
+        q = self.new_queue()
         q.push(b"x")
         self.assertIsNone(q.take(key="none"))
         closer = threading.Thread(target=q.close)
@@ -2621,15 +2526,16 @@ class InterruptedDelivery(QueueCase):
             return False
         until(lambda: closer.ident is not None)
         closer.join()
-        while task is None:  # the thread that takes tasks for coroutines may still hold the task
-            self.assertEqual(q.stats().failed, 0)
-            task = q.pop()
-        # If the file of the lease is gone, close() has reclaimed the task after its only attempt.
-        # Then the next pop() makes the task a dead letter. If the file is there, the caller has a
-        # valid lease: perhaps close() had reclaimed the task, and the delivery went on and took the
-        # task again.
-        is_lost = not os.path.exists(self.file(task.path))
-        self.assertEqual((q.pop(), q.stats().failed, task.attempts), (None, is_lost, 1))
+        if task is not None:
+            with contextlib.suppress(LeaseLost):
+                q.done(task)
+                task = None
+        if task is not None or not self.names("done"):
+            # close() may have taken back the task after a delivery that was counted.
+            again = q.pop(PATIENCE_S) or self.fail("the task is lost")
+            self.assertLessEqual(again.attempts, 3)
+            q.done(again)
+        self.assertEqual(self.states(), {"done": 1})
         q.close()
         return True
 
@@ -3016,77 +2922,35 @@ class Keyed(QueueCase):
         self.assertEqual((task.attempts, task.checkpoint), (1, None))
 
 
-class KeyedByRename(Keyed):
-    """The tests of Keyed where names can't be exchanged: on NFS, FUSE, and systems without
-    renameat2."""
-
-    in_memory, exchanges = True, False
-
-    def test_scheduled_payload_whose_sync_failed_is_not_delivered_before_its_time(self) -> None:
-        """If the sync of a replacing schedule() fails, the new payload is delivered at its time,
-        not before."""
-        # The rename over the old payload, or over the buffered payload, can't be undone.
-        clock, moves = self.clock(), list[str]()
-
-        def fail(name: str, args: tuple[Any, ...]) -> None:
-            moves.extend(args[:1] if name == "move" else ())
-            if name == "fsync" and moves and "/creating/" in moves[-1]:
-                raise_errno(errno.EIO)
-
-        for is_leased in (False, True):
-            q = self.new_queue(sync_after_write=True)
-            task = leased(q, key="k") if is_leased else None
-            q.push(b"1", key="k")
-            moves.clear()
-            with hooked(fail), self.assertRaises(OSError):
-                q.schedule(b"2", (clock.time() + 99) * 1e6, key="k")
-            if task is not None:
-                q.done(task)
-            self.assertIsNone(q.pop())
-            clock.advance(100)
-            self.assertEqual(self.drain(q), [b"2"])
-
-
 class Healed(QueueCase):
-    """Old names of renamed files come back. GlusterFS shows them again, as second links, when it
-    has healed after a network failure."""
+    """On a file system that hosts share, old names of renamed files come back, as second links, when
+    GlusterFS has healed after a network failure. Other hosts move and remove files meanwhile."""
 
     fs_type = FUSE
 
-    def test_finished_task_whose_old_name_comes_back_is_not_delivered_again(self) -> None:
-        """A finished task is not delivered again if one of its old names comes back."""
-        # The finished task does not count as the task of its key, and does not become a dead
-        # letter.
+    def test_finished_task_whose_old_name_comes_back_comes_twice_more_at_most(self) -> None:
+        """If an old name of a finished task comes back, the task is delivered twice more at most,
+        and its key's newer task is delivered."""
+        # The first end renames the lease to another link of the same file, which does nothing. The
+        # second end removes the lease.
         front = "pending/{id:.20}~1~{id}"
         for key, name in itertools.product((None, "k"), ("pending/{id}", front, "{path}")):
-            q, clock = self.new_queue(max_attempts=1), self.clock()
+            q, clock = self.new_queue(), self.clock()
             task = leased(q, b"1", key)
             path = self.file(name.format(id=task.id, path=task.path))
             q.done(task)
+            newer = q.push(b"2", key=key)
             os.link(self.file("done", task.id), path)
+            delivered = list[str]()
+            for _ in range(4):
+                clock.advance(60)
+                for it in iter(q.pop, None):
+                    delivered.append(it.id)
+                    q.done(it)
             with self.subTest(name, key=key):
-                self.assertFalse(key and q.contains(key))
-                self.assertNotEqual(q.push(b"2", key=key), task.id)
-                newer = self.take(q, key) if key else popped(q)
-                self.assertEqual(newer.data, b"2")
-                q.done(newer)
-                clock.advance(3600)
-                self.assertIsNone(q.pop())
-                self.assertEqual(self.states(), {"done": 2})
-
-    def test_old_name_that_can_not_be_removed_at_its_claim_is_removed_later(self) -> None:
-        """If a worker claims an old name of a finished task and can't remove it, the next
-        housekeeping removes the name."""
-        q, clock = self.queue(timeout_stale_ms=None), self.clock()
-        task = leased(q)
-        q.done(task)
-        os.link(self.file("done", task.id), self.file("pending", task.id))
-        with hooked(at_call("unlink", None, errno_raiser(errno.ENOTCONN))):
-            self.assertIsNone(q.pop())
-        self.assertEqual(len(self.names("inflight-n1")), 1)
-        clock.advance(60)
-        self.assertEqual((q.pop(), q.pop()), (None, None))
-        self.assertEqual(self.states(), {"done": 1})
+                self.assertIn(newer, delivered)
+                self.assertLessEqual({*Counter(delivered).values()}, {1, 2})
+                self.assertLessEqual({*delivered}, {newer, task.id})
 
     def test_replaced_record_that_comes_back_does_not_become_the_task_of_its_key(self) -> None:
         """A replaced record that comes back ends in failed/, and the key's younger task is
@@ -3128,23 +2992,6 @@ class Healed(QueueCase):
             self.assertEqual(self.names("keys"), [behind])
             os.unlink(ghost)
 
-    def test_old_lease_that_comes_back_is_not_reclaimed_over_its_waiting_task(self) -> None:
-        """If an old lease of a waiting task comes back, its reclaim does not overwrite the task."""
-        # A reclaim takes the attempts of the new name from the lease. The old lease has as many
-        # attempts as the waiting task, so the reclaim would rename it to the name of that task.
-        # Instead, the reclaim chooses another name, and both records are delivered.
-        q, other, clock = self.queue(), self.queue("n2"), self.clock()
-        old = leased(other, b"1", "k")
-        q.push(b"2", key="k")
-        other.release(old, front=True)
-        newer = self.pop(q)
-        self.assertEqual((newer.id, newer.data), (old.id, b"2"))
-        q.release(newer, front=True)
-        self.put(old.path, record(b"1", b"k"), "")
-        clock.advance(60)
-        taken = [task.data for task in (q.pop(), q.pop()) if task]
-        self.assertEqual(sorted(taken), [b"1", b"2"])
-
     def test_retried_task_whose_dead_letter_comes_back_is_delivered(self) -> None:
         """A retried task is delivered even if its old name in failed/ comes back."""
         # Nothing shows which of the two names is the older name.
@@ -3158,31 +3005,6 @@ class Healed(QueueCase):
             self.assertTrue(key is None or q.contains(key))
             self.assertEqual(popped(q).id, dead.id)
             os.unlink(self.file("failed", dead.id))
-
-    def test_late_worker_whose_old_lease_comes_back_is_fenced(self) -> None:
-        """A worker can't end or renew a delivery after another worker has got the task, even if the
-        name of the late worker's lease comes back."""
-        # If the task is done, the old name is a second link of the file in done/. rename() does
-        # nothing, and succeeds, if both names lead to the same file. So the rename of a late done()
-        # would not fail.
-        ends = "done", "fail", "release", "extend"
-        for how, key, is_done in itertools.product(ends, (None, "k"), (False, True)):
-            q, late, clock = self.new_queue(), self.queue("n2"), self.clock()
-            lost = leased(late, b"1", key)
-            clock.advance(60)
-            task = self.pop(q)
-            path = task.path
-            if is_done:
-                q.done(task)
-                path = f"done/{task.id}"
-            os.link(self.file(path), self.file(lost.path))
-            with self.subTest(how, key=key, is_done=is_done), self.assertRaises(LeaseLost):
-                getattr(late, how)(lost)
-            if not is_done:
-                q.done(task)
-            clock.advance(60)
-            self.assertIsNone(q.pop())
-            self.assertEqual(self.states(), {"done": 1})
 
     def test_late_worker_that_still_has_its_task_ends_the_delivery_despite_other_links(
         self,
@@ -3217,58 +3039,6 @@ class Healed(QueueCase):
         self.assertLessEqual(len(os.listdir("/dev/fd")), opened)
         self.assertEqual({*os.listdir(line)} - {"last"}, set())
 
-    @contextlib.contextmanager
-    def listed_phantom(
-        self, directory: str, name: str, listing_s: float = 0
-    ) -> Iterator[list[float]]:
-        """Show a name without a file in each listing of a directory. A listing takes `listing_s`
-        seconds. Yield a list, to which the length of each sleep of femtoqueue is appended."""
-        clock = self.clock()
-        slept: list[float] = []
-
-        def sleep(seconds: float) -> None:
-            slept.append(seconds)
-            clock.advance(seconds)
-
-        def listdir(path: str) -> list[str]:
-            clock.advance(listing_s)
-            return os.listdir(path) + [name] * (os.path.basename(path.rstrip("/")) == directory)
-
-        self.patched(mock.patch.object(clock, "sleep", sleep, create=True))
-        with mock.patch.object(femtoqueue, "os", fake_os(listdir=listdir)):
-            yield slept
-
-    def test_phantom_is_recognised_after_few_looks_where_listings_are_slow(self) -> None:
-        """push() recognises a phantom (a listed name without a file) after a limited number of
-        looks, even if each listing takes seconds."""
-        q = self.queue()
-        ident, seconds = f"{1:020d}-{q.push(b'1', key='k')[-16:]}", constant("stale")
-        with self.listed_phantom("pending", ident, listing_s=seconds) as slept:
-            q.push(b"2", key="k")
-        self.assertLess(len(slept), 40)
-
-    def test_phantom_whose_file_comes_back_is_found(self) -> None:
-        """A phantom whose file comes back counts again as the task of its key."""
-        q = self.queue()
-        ident = q.push(b"1", key="k")
-        os.rename(self.file("pending", ident), self.file("aside"))
-        with self.listed_phantom("pending", ident):
-            self.assertFalse(q.contains("k"))
-            self.assertIsNone(q.take(id=ident))
-        os.rename(self.file("aside"), self.file("pending", ident))
-        clock = self.clock()
-        self.patched(mock.patch.object(clock, "sleep", clock.advance, create=True))
-        # The second worker has not seen the phantom. Its own mount hangs for a while. But this
-        # worker does not take the task for a phantom, because it counts looks, not seconds.
-        for worker, hangs_s in ((q, 0), (self.queue("n2"), constant("stale"))):
-
-            def miss(hangs_s: float = hangs_s) -> None:
-                clock.advance(hangs_s)
-                raise_errno(errno.ENOENT)
-
-            with hooked(at_call("open", ident, miss, times=8)):
-                self.assertEqual(worker.push(b"2", key="k"), ident)
-
     def test_lease_of_another_host_that_was_just_renewed_is_not_reclaimed(self) -> None:
         """A worker leaves a lease of another host alone if the lease was renewed just now."""
         # By this host's queue clock, the deadline has passed, because the clocks of hosts drift
@@ -3278,7 +3048,7 @@ class Healed(QueueCase):
             task = leased(q)
         other = self.queue("n2")
         self.clock().advance(2)
-        with hooked(at_call("lstat", task.path, errno_raiser(errno.ESTALE), times=1)):
+        with hooked(at_call("stat", task.path, errno_raiser(errno.ESTALE), times=1)):
             self.assertIsNone(other.pop())
         q.done(task)
         self.assertEqual(self.states(), {"done": 1})
@@ -3290,7 +3060,7 @@ class Healed(QueueCase):
         task = leased(q)
         with hooked(at_call("open", f"done/{task.id}", errno_raiser(errno.ESTALE))):
             q.done(task)
-        for event in ("lstat", "unlink"):
+        for event in ("stat", "unlink"):
             with hooked(at_call(event, f"done/{task.id}", errno_raiser(errno.ESTALE))):
                 self.assertEqual(q.purge(0), 0)
 
@@ -3330,9 +3100,9 @@ class Healed(QueueCase):
         self.assertLess(seen.index("list checkpoints"), seen.index(f"open {task.id}"))
 
     def test_claim_that_can_be_neither_used_nor_undone_is_given_back_later(self) -> None:
-        """A claim that the worker can neither use nor undo is given back later, uncounted."""
+        """A claim that the worker can neither use nor undo is given back later."""
         # First, the claim is carried out, but reported as failed. Second (is_answered), the claim
-        # is reported as carried out, but the worker can't look at the file of the lease. In both
+        # is reported as carried out, but the worker can't read the file of the lease. In both
         # cases the undoing fails, too, and no caller has the lease. The lease has no deadline, but
         # does not last for ever.
         renames: list[str] = []
@@ -3344,26 +3114,31 @@ class Healed(QueueCase):
             if len(renames) > is_answered:
                 raise_errno(errno.ENOTCONN)
 
-        def lstat(path: str) -> os.stat_result:
-            return raise_errno(errno.ENOTCONN) if "/inflight-n1/" in path else os.lstat(path)
+        def open_file(path: str, *args: Any, **where: Any) -> int:
+            return (
+                raise_errno(errno.ENOTCONN)
+                if path.count("~") == 3
+                else os.open(path, *args, **where)
+            )
 
         for is_answered in (False, True):
             q = self.new_queue(timeout_stale_ms=None)
             q.push(b"1")
             renames.clear()
-            fake = fake_os(rename=rename, replace=rename, lstat=lstat)
+            fake = fake_os(rename=rename, replace=rename, open=open_file)
             with self.subTest(is_answered), mock.patch.object(femtoqueue, "os", fake):
                 self.assertRaises(OSError, q.pop)
             self.assertEqual(self.states(), {"inflight-n1": 1})
             task = q.pop(60)
-            self.assertEqual(task and (task.data, task.attempts), (b"1", 1))
+            # A task that can't be read counts the delivery.
+            self.assertEqual(task and (task.data, task.attempts), (b"1", 1 + is_answered))
 
 
-class KeyedOnSharedFileSystem(KeyedByRename):
-    """The tests of KeyedByRename where other hosts may write. Only listings and renames are
-    reliable there. State files, keys/<hash>, are not used, and names can't be exchanged."""
+class KeyedOnSharedFileSystem(Keyed):
+    """The tests of Keyed where other hosts may write. Only listings and renames are reliable there.
+    The links keys/<hash> are not used."""
 
-    has_states = False
+    in_memory, has_states = True, False
     fs_type = NFS
 
     def test_two_tasks_of_a_key_claimed_at_once_lead_to_one_delivery(self) -> None:
@@ -3440,25 +3215,19 @@ class Durability(StepCase):
         """When a step returns, its record and the record's new directory have been synced."""
         # Before the unlink of a lease, its file and directory are synced, because the claim was not
         # synced. Otherwise, after power loss, the disk may show the record where it waited. The
-        # reason of a failure is synced before the record. The state of a new key is synced before
-        # the record is moved. Otherwise, after power loss, no later push would know of the task.
+        # reason of a failure is synced before the record. The link of a new key is synced before the
+        # record is moved. Otherwise, after power loss, no later push would know of the task.
         self.clock().stand_still()
         self.check_steps(self.moves_and_syncs, "synced", sync_after_write=True)
 
     def test_step_is_on_disk_when_it_returns_on_other_file_systems(self) -> None:
-        """A step is also on disk where names can't be exchanged, and on NFS."""
-        # Where names can't be exchanged, a new payload is buffered in keys/, after its name was
-        # written to the state file. On NFS, a record is synced before the rename. Otherwise another
-        # host could read a torn record before the sync, and quarantine the task. The push() would
-        # return all the same, as if the task were waiting.
-        for system, words, key, synced in (
-            (without_exchange(), "push x | push y", "k", "file move file directory move directory"),
-            (on_file_system(NFS), "push x", None, "file move directory"),
-            (on_file_system(NFS), "schedule x 4e15", None, "file move directory"),
-        ):
-            with self.subTest(words, key=key), system:
-                step = self.prepare_step(words, Row("", ""), key, sync_after_write=True)
-                self.assertEqual(" ".join(self.moves_and_syncs(step)), synced)
+        """On NFS, a record is synced before the rename."""
+        # Otherwise another host could read a torn record before the sync, and quarantine the task.
+        # The push() would return all the same, as if the task were waiting.
+        self.patched(on_file_system(NFS))
+        for words in ("push x", "schedule x 4e15"):
+            step = self.prepare_step(words, Row("", ""), sync_after_write=True)
+            self.assertEqual(self.moves_and_syncs(step), ["file", "move", "directory"])
 
     def test_no_renewal_comes_between_the_sync_of_a_lease_and_its_removal(self) -> None:
         """In done(), no other thread can renew the lease between the sync and the removal of its
@@ -3480,22 +3249,43 @@ class Durability(StepCase):
 
         refused: list[FemtoTask] = []
         renewal = threading.Thread(target=extend)
-        with hooked(at_call("lstat", "/inflight-", begin_renewal, times=1)):
+        with hooked(at_call("stat", "/inflight-", begin_renewal, times=1)):
             q.done(task)
         renewal.join()
         self.assertEqual((self.states(), refused), ({}, [task]))
 
-    def test_queue_with_symbolic_links_to_directories_can_be_synced(self) -> None:
-        """Syncs work if data_dir, its parent, or a directory in data_dir is a symbolic link."""
+    def test_queue_with_a_symbolic_link_in_its_path_can_be_synced(self) -> None:
+        """Syncs work if data_dir or its parent is a symbolic link."""
         os.mkdir(self.file("real"))
         os.symlink("real", self.file("link"))
         for path in ("link", "link/jobs"):
             with FemtoQueue(self.file(path), sync_after_write=True) as q:
-                os.rename(self.file(path, "done"), self.file(f"done-{len(path)}"))
-                os.symlink(self.file(f"done-{len(path)}"), self.file(path, "done"))
                 q.push(b"x")
                 q.done(popped(q))
                 self.assertEqual(q.stats().done, 1)
+
+    def test_directory_of_the_queue_that_is_a_link_is_refused_and_named(self) -> None:
+        """No call follows a link in the place of a directory of the queue: the error names it."""
+        # A member of a group's queue could put such a link there, to a directory of another user.
+        outside = self.new_dir()
+        for name in ("pending", "done", "creating"):
+            q = self.new_queue()
+            q.push(b"x")
+            task = popped(q)
+            os.rename(self.file(name), self.file("aside"))
+            os.symlink(outside, self.file(name))
+            q._files.refresh()
+            calls: list[Callable[[], object]] = [lambda: FemtoQueue(self.path)]
+            calls += [lambda q=q: q.push(b"y"), lambda q=q, task=task: q.done(task)]
+            refused = []
+            for call in calls:
+                with contextlib.suppress(LeaseLost):
+                    try:
+                        call()
+                    except OSError as error:
+                        refused.append(f"{error}")
+            self.assertEqual(os.listdir(outside), [])
+            self.assertRegex(refused[0], rf"must not be a link or a file: '.*/{name}'")
 
     def test_entry_of_each_directory_is_synced_whoever_made_it(self) -> None:
         """A queue object with sync syncs the entries of the queue's directories, whoever made the
@@ -3516,44 +3306,47 @@ class Durability(StepCase):
 
     def test_push_many_syncs_the_batch_once(self) -> None:
         """push_many() with sync calls syncfs() once for the whole batch."""
-        # Without syncfs(), it syncs each file, and pending/ once. Without sync_after_write, it
-        # syncs nothing.
-        q, other, synced = self.queue(sync_after_write=True), self.queue("n2"), list[int]()
+        # Without syncfs(), it syncs each task. Without sync_after_write, it syncs nothing.
+        q, other, synced = self.queue(sync_after_write=True), self.queue("n2"), list[str]()
         with on_file_system(0):
             calls = self.moves_and_syncs(lambda: q.push_many([b"1", b"2", b"3"]))
-        self.assertEqual(Counter(calls), {"move": 3, "file": 3, "directory": 1})
-        self.assertEqual(calls[-1], "directory")
-        with seam("sync of a batch", lambda _: (functools.partial(synced.append, 1), False)):
+        self.assertEqual(calls, ["move", "file", "directory"] * 3)
+        with on_file_system(EXT4), hooked(at_call("syncfs", None, lambda: synced.append("."))):
             for pushing in (q, other):
                 calls = self.moves_and_syncs(functools.partial(pushing.push_many, [b"4", b"5"]))
                 self.assertEqual((calls, len(synced)), (["move"] * 2, 1))
         self.assertEqual(self.drain(q), [b"1", b"2", b"3", *[b"4", b"5"] * 2])
 
-    def test_push_many_whose_sync_fails_takes_the_batch_back(self) -> None:
-        """If the sync of a batch fails, push_many() removes its tasks and raises the error."""
+    def test_push_many_whose_sync_fails_says_which_tasks_are_in_the_queue(self) -> None:
+        """If the sync of a batch fails, push_many() raises the error, whose `pushed_ids` are the
+        tasks: they wait, but power loss may still undo them."""
         q = self.queue(sync_after_write=True)
-        batch = functools.partial(raise_errno, errno.EIO), False
-        sync = seam("sync of a batch", lambda _: batch)
-        with sync, self.assertRaisesRegex(OSError, rf"\[Errno {errno.EIO}\].*\(0 tasks of"):
+        failing = hooked(at_call("syncfs", None, errno_raiser(errno.EIO)))
+        with on_file_system(EXT4), failing, self.assertRaises(OSError) as caught:
             q.push_many([b"1", b"2"])
-        self.assertEqual(self.states(), {})
+        self.assertEqual(caught.exception.errno, errno.EIO)
+        self.assertEqual(caught.exception.pushed_ids, self.names("pending"))  # type: ignore[attr-defined]
+        self.assertEqual(self.drain(q), [b"1", b"2"])
 
     @unittest.skipUnless(sys.platform == "linux", "syncfs is Linux's")
     def test_syncfs_is_found_and_called(self) -> None:
-        """The real syncfs() is called, if it is reliable on the file system of the test."""
-        sync, syncs_each = through_seam("sync of a batch")(self.path)
-        if syncs_each:
-            self.skipTest(f"not known whether the file system of {self.path} obeys syncfs")
-        self.assertEqual(len(calls_of("syncfs", sync)), 1)
-        with self.assertRaisesRegex(OSError, rf"\[Errno {errno.EBADF}\]"):
-            sync()  # the first call has closed the directory
+        """The real syncfs() is called, with the open directory pending/."""
+        q, seen = self.queue(sync_after_write=True), list[bool]()
+
+        def note(name: str, args: tuple[Any, ...]) -> None:
+            if name == "syncfs":
+                seen.append(os.path.samestat(os.fstat(args[0]), os.stat(self.file("pending"))))
+
+        with on_file_system(EXT4), hooked(note):
+            q.push_many([b"x"])
+        self.assertEqual(seen, [True])
 
 
 # Calls that change no directory and no file. A process that dies just before such a call leaves the
 # same files as a process that dies just after the call.
 UNCHANGING = (
     *("access", "close", "fstat", "fsync", "getxattr", "inotify", "list", "listxattr", "lock"),
-    *("lseek", "lstat", "read", "readlink", "stat", "statfs", "statvfs", "syncfs"),
+    *("lseek", "lstat", "read", "readlink", "stat", "fstatfs", "statvfs", "syncfs"),
 )
 
 
@@ -3641,157 +3434,6 @@ class Meanwhile(Step):
 
     def begin(self) -> None:
         self.action()
-
-
-class TwoMounts(QueueCase):
-    """One directory is used through two kinds of mount: by an NFS server on its own disk (local),
-    and by the clients of the server. The locks of the two kinds do not exclude each other. So the
-    first client makes the file SHARED, and from then on local objects do not use key states."""
-
-    def setUp(self) -> None:
-        super().setUp()
-        self.local = self.queue("local")  # made before any client opens the queue
-        with on_file_system(NFS):
-            self.client = self.queue("client")
-
-    def test_local_objects_see_the_key_of_a_task_that_a_client_pushed(self) -> None:
-        self.client.push(b"older", key="k")
-        self.assertTrue(self.local.contains("k"))
-        self.local.push(b"newer", key="k")
-        self.assertEqual(self.states(), {"pending": 1})
-        self.assertEqual(popped(self.local).data, b"newer")
-
-    def test_key_states_of_local_objects_are_no_finding(self) -> None:
-        """check() accepts the key states that a local object wrote before the first client came."""
-        self.path = self.new_dir(self.memory)
-        self.queue("local").push(b"x", key="k")
-        with on_file_system(NFS):
-            client = self.queue("client")
-        self.drain(client)
-        self.assertEqual([it for it in client.check() if "keys/" in it.path], [])
-
-    def test_pop_takes_along_the_payload_that_a_client_pushed(self) -> None:
-        """A local pop() delivers a payload that a client has buffered behind the waiting task."""
-        # The client can't exchange names, so it puts the payload into keys/. No key state names the
-        # payload.
-        self.local.push(b"older", key="k")
-        with without_exchange():
-            self.client.push(b"newer", key="k")
-        self.assertEqual(self.states(), {"pending": 1, "keys": 1})
-        self.assertEqual([it.data for it in self.local.tasks("pending")], [b"newer"])
-        self.assertEqual(popped(self.local).data, b"newer")
-
-    def test_two_pushes_at_once_never_give_a_key_to_two_workers(self) -> None:
-        """If a local object and a client push a task of one key at once, one task is delivered, and
-        the other is a dead letter."""
-        # RACE: the client pushes after the local push has looked for a task of the key, and before
-        # the local push renames its file. Then the key has two tasks. The younger task is
-        # delivered.
-
-        def push_by_client() -> None:
-            with mock.patch.object(vars(femtoqueue)["fcntl"], "flock", return_value=None):
-                self.client.push(b"client's", key="k")
-
-        with hooked(at_call("move", "/creating/", push_by_client, times=1)):
-            self.local.push(b"local", key="k")
-        self.assertEqual(self.states(), {"pending": 2})
-        tasks = [it for q in (self.local, self.client, self.local) if (it := q.pop())]
-        self.assertEqual(len(tasks), 1)
-        self.local.done(tasks[0]) if tasks[0].node == "local" else self.client.done(tasks[0])
-        self.assertEqual(self.states(), {"done": 1, "failed": 1})
-
-    def test_tickets_of_local_processes_and_clients_are_in_one_order(self) -> None:
-        local = TicketQueue(self.file("line"))
-        local.remove(local.register()[1])
-        with on_file_system(NFS):
-            client = TicketQueue(self.file("line"))
-        numbers = []
-        for line in (client, local, client, local):
-            ticket, member = line.register()
-            numbers.append(ticket)
-            line.remove(member)
-        self.assertEqual(numbers, [2, 3, 4, 5])
-
-    def test_ticket_drawn_while_a_client_opens_the_line_is_drawn_again(self) -> None:
-        """If a client has its turn with a number, a local process that drew the same number has no
-        turn."""
-        # RACE: the local process draws a number. Then a client opens the line, draws the same
-        # number and has its turn. If two tickets have the same number, the ticket whose boot
-        # sorts first is the head. That may be the local ticket, so several boots are tried. The
-        # local process must draw again. Otherwise it could have a turn beside the client.
-        for number in range(8):
-            line, boot = self.file(f"line{number}"), f"boot {number}"
-            self.assertEqual(self.turns_of_client_and_local(line, boot), (True, False))
-
-    def turns_of_client_and_local(self, path: str, boot: str) -> tuple[bool, bool]:
-        """Let a client register while a local process registers. Return whether the client has its
-        turn, and whether the local process has its turn."""
-        local, turns, locks = TicketQueue(path), list[bool](), itertools.count()
-
-        def flock(fd: int, how: int) -> None:
-            # The first lock is that of "last". On NFS, it does not exclude local processes. So it
-            # is left out here, where it would wait for the local process.
-            if next(locks):
-                fcntl.flock(fd, how)
-
-        def have_turn() -> None:
-            with on_file_system(NFS), on_boot(boot):
-                client = TicketQueue(path)
-            with mock.patch.object(vars(femtoqueue)["fcntl"], "flock", flock):
-                ticket, _ = client.register()
-            turns.append(client.is_head(ticket))
-            self.addCleanup(client.__del__)  # until then the client keeps its ticket
-
-        with hooked(at_call("open", f"{path}/.", have_turn, times=1)):
-            ticket, member = local.register()
-        turns.append(local.is_head(ticket))
-        local.remove(member)
-        return turns[0], turns[1]
-
-    def test_directory_that_clients_use_is_not_replaced(self) -> None:
-        """If clients use the queue, a local pop() does not replace a pending/ that has grown."""
-        # After a replacement, a client might look into the old directory for a long time.
-        before = os.stat(self.file("pending")).st_ino
-        with with_constant("shrink", -1):
-            self.assertIsNone(self.local.pop())
-        self.assertEqual(os.stat(self.file("pending")).st_ino, before)
-
-    def test_local_push_finds_a_task_pushed_after_the_directory_was_marked_shared(self) -> None:
-        """A local push() finds a task that another local object has pushed after a client made
-        SHARED."""
-        # RACE: a local push is about to lock its key. Before that, a client makes SHARED. Another
-        # local object finds SHARED, and pushes a task without a key state.
-        self.path = self.new_dir()
-        first, second = self.queue("first"), self.queue("second")
-
-        def push_in_shared_form() -> None:
-            with on_file_system(NFS):
-                self.queue("client")
-            first.push(b"older", key="k")
-
-        with hooked(at_call("open", "locks/", push_in_shared_form, times=1)):
-            second.push(b"newer", key="k")
-        self.assertEqual(self.states(), {"pending": 1})
-        self.assertEqual(self.drain(second), [b"newer"])
-
-    def test_client_that_could_not_make_the_mark_shared_on_a_full_disk_tries_again(self) -> None:
-        """A client that could not make SHARED on a full disk tries again before its first
-        push with a key."""
-        self.path = self.new_dir()
-        local = self.queue("local")
-        full = hooked(at_call("open", "SHARED", errno_raiser(errno.ENOSPC), times=1))
-        with on_file_system(NFS), full:
-            client = self.queue("client")
-            client.push(b"older", key="k")
-        local.push(b"newer", key="k")
-        self.assertEqual(self.states(), {"pending": 1})
-
-    def test_client_opens_a_queue_where_the_mark_shared_can_not_be_made(self) -> None:
-        """A client can use a queue even if SHARED can't be made (EROFS)."""
-        self.path = self.new_dir(self.memory)
-        with on_file_system(NFS), hooked(at_call("open", "SHARED", errno_raiser(errno.EROFS))):
-            self.queue().push(b"x")
-        self.assertEqual(self.drain(self.queue()), [b"x"])
 
 
 class StaleLook(Step):
@@ -4729,14 +4371,6 @@ class KeyedInterrupted(Interrupted):
         self.check_all(self.moved_by_hand)
 
 
-class KeyedInterruptedByRename(KeyedInterrupted):
-    """The tests of KeyedInterrupted where names can't be exchanged. Only calls that change
-    something are interrupted."""
-
-    counts = staticmethod(may_change)
-    exchanges = False
-
-
 class InterruptedOnSharedFileSystem(PlainInterrupted):
     """Scenarios on a shared file system. Errors and Ctrl-C come only at calls that change
     something."""
@@ -4764,7 +4398,6 @@ class InterruptedOnSharedFileSystem(PlainInterrupted):
     def test_rename_or_unlink_that_was_done_but_reported_as_failed_has_its_effect(self) -> None:
         """A rename or unlink that the server has carried out, but reports as failed (ENOENT), has
         the same result as one without an error."""
-        self.patched(without_exchange())  # as on NFS
         steps = functools.partial(
             Meanwhile.each,
             errno_raiser(errno.ENOENT),
@@ -5794,22 +5427,21 @@ class TroubleOfOneTask(QueueCase):
         task = self.pop(other)
         self.assertEqual((task.id, task.attempts), (bad, 2))
 
-    def test_task_that_stays_unreadable_is_tried_again_after_pauses_of_up_to_an_hour(self) -> None:
-        """A worker tries an unreadable task again after pauses that double up to an hour."""
-        # Another worker has pauses of its own: at the end, it delivers the task at once.
-        q, clock = self.queue(), self.clock()
-        clock.stand_still()
-        bad, pauses = q.push(b"bad"), list[float]()
+    def test_task_that_stays_unreadable_goes_to_the_back_counted_each_time(self) -> None:
+        """Each pop() that meets an unreadable task raises, and counts an attempt. Other tasks go
+        first."""
+        q = self.queue(max_attempts=3)
+        bad = q.push(b"bad")
         with self.with_unreadable(bad):
-            for _ in range(16):
-                began_s = clock.monotonic()
-                with contextlib.suppress(PermissionError):
-                    while q.pop() is None:
-                        clock.advance(0.5 if clock.monotonic() - began_s < 30 else 30)
-                pauses.append(clock.monotonic() - began_s)
-        self.assertEqual(pauses[:6], [0, 0, 1, 2, 4, 8])
-        self.assertTrue(3599 <= pauses[-1] <= 3660, pauses)  # a difference of two floats
-        self.assertEqual(self.pop(self.queue("n2")).data, b"bad")
+            for number in range(3):
+                q.push(b"%d" % number)
+                with self.assertRaises(PermissionError):
+                    q.pop()
+                self.assertEqual(self.pop(q).data, b"%d" % number)
+                (name,) = self.names("pending")
+                self.assertEqual(name.split("~")[1:], [f"{number + 1}", bad])
+            self.assertIsNone(q.pop())
+        self.assertEqual([task.id for task in q.tasks("failed")], [bad])
 
     def test_payload_that_does_not_fit_into_memory_is_a_dead_letter_after_max_attempts(
         self,
@@ -5821,8 +5453,9 @@ class TroubleOfOneTask(QueueCase):
             self.assertRaises(MemoryError, q.pop)
             self.assertEqual(self.pop(q).data, b"good")
             self.assertRaises(MemoryError, q.pop)
+            self.assertIsNone(q.pop())
         (dead,) = q.tasks("failed")
-        self.assertEqual((dead.id, "MemoryError" in str(dead.error)), (bad, True))
+        self.assertEqual((dead.id, "max_attempts reached" in str(dead.error)), (bad, True))
 
     def test_push_replaces_the_payload_of_a_keyed_task_that_could_not_be_read(self) -> None:
         """The unreadable task waits again. So the push finds it, and adds no second task."""
@@ -5858,7 +5491,7 @@ class TroubleOfOneTask(QueueCase):
         ):
             q.work(lambda task: None, drain=True)
 
-    def test_task_that_may_not_be_renamed_is_skipped_for_a_while(self) -> None:
+    def test_task_that_may_not_be_renamed_is_passed_over_for_a_minute(self) -> None:
         # The task may belong to another user, and pending/ may have the sticky bit.
         q, clock = self.queue(), self.clock()
         bad, *_ = q.push_many([b"bad", b"good", b"better"])
@@ -5866,27 +5499,17 @@ class TroubleOfOneTask(QueueCase):
             with self.assertRaises(PermissionError) as caught:
                 q.pop()
             self.assertEqual(getattr(caught.exception, "task_id", None), bad)
-            self.assertEqual(self.pop(q).data, b"good")
+            q.done(self.pop(q))
+            clock.advance(59)
+            self.assertEqual((task := self.pop(q)).data, b"better")
+            q.done(task)
+            self.assertIsNone(q.pop())
             clock.advance(2)
             self.assertRaises(PermissionError, q.pop)
-            self.assertEqual(self.pop(q).data, b"better")
-            clock.advance(0.5)
             self.assertIsNone(q.pop())
-        clock.advance(100)
+        clock.advance(61)
         task = self.pop(q)
         self.assertEqual((task.id, task.attempts), (bad, 1))
-
-    def test_error_of_a_directory_without_write_permission_names_no_task(self) -> None:
-        """If nothing in a directory may be renamed, no single task is at fault."""
-        q = self.queue()
-        bad = q.push(b"x")
-        with (
-            hooked(at_call("move", bad, errno_raiser(errno.EACCES))),
-            mock.patch.object(os, "access", return_value=False),
-            self.assertRaises(PermissionError) as caught,
-        ):
-            q.pop()
-        self.assertFalse(hasattr(caught.exception, "task_id"))
 
 
 class ForeignFiles(QueueCase):
@@ -6497,9 +6120,7 @@ class Tickets(TicketCase):
     def test_register_that_fails_or_is_interrupted_leaves_no_ticket(self) -> None:
         """If register() raises, it leaves no ticket in line, for which all others would wait."""
         # At each system call of register() the network is cut, or Ctrl-C comes before or after the
-        # call. If register() returns, the ticket is in line. Only on NFS, an error of close() may
-        # make register() fail: there, register() makes the file last~<number> and closes it. An
-        # error at the closing of a lock is ignored.
+        # call. If register() returns, the ticket is in line.
         cut = errno_raiser(errno.ENOTCONN)
         ways = (Step, cut), (Step, interrupt), (Meanwhile, interrupt)
         for fs_type, (kind, action) in itertools.product((EXT4, NFS), ways):
@@ -6512,7 +6133,6 @@ class Tickets(TicketCase):
                     self.assertEqual(self.line().is_empty(), not members)
                     if action is cut:
                         self.assertEqual(self.members(), members)
-                        self.assertTrue(members or step.at != "close" or fs_type == NFS)
                     for member in members:
                         self.assertTrue(line.remove(member))
 
@@ -6664,7 +6284,7 @@ class SharedTickets(TicketCase):
             ticket, member = line.register()
             line.remove(member)
             self.assertEqual((ticket, line.maybe_cleanup()), (number, False))
-        self.assertEqual(self.names("line"), ["SHARED", "last", f"last~{3:020d}"])
+        self.assertEqual(self.names("line"), ["last", f"last~{3:020d}"])
         self.assertEqual(os.stat(self.file("line", "last")).st_size, 0)
 
     def check_registered(self, line: TicketQueue, hook: Hook, number: int) -> None:
@@ -6796,7 +6416,7 @@ class SharedTickets(TicketCase):
 
 
 class Shrinking(QueueCase):
-    """A directory that was large is replaced by a new one when it is empty."""
+    """A pending/ that was large is replaced by a new directory when it is empty."""
 
     in_memory = False
 
@@ -6815,15 +6435,14 @@ class Shrinking(QueueCase):
     def are_replaced(self, fds: list[int]) -> list[bool]:
         return [os.fstat(fd).st_nlink == 0 for fd in fds]
 
-    def test_empty_directory_that_was_large_is_replaced_and_keeps_its_mode(self) -> None:
-        """The rename of the new directory is synced into data_dir, and the mode is that of the old
+    def test_empty_pending_that_was_large_is_replaced_and_keeps_its_mode(self) -> None:
+        """The rename of the new pending/ is synced into data_dir, and the mode is that of the old
         directory."""
         # Without the sync, power loss could leave later tasks, though synced themselves, in a
         # directory that has no name.
-        q, clock, synced = self.queue(), self.clock(), list[bool]()
-        for directory in ("pending", "scheduled"):
-            os.chmod(self.file(directory), 0o751)
-        before = self.opened("pending", "scheduled")
+        q, clock, synced = self.queue(sync_after_write=True), self.clock(), list[bool]()
+        os.chmod(self.file("pending"), 0o751)
+        before = self.opened("pending")
 
         def note(name: str, args: tuple[Any, ...]) -> None:
             if name == "fsync":
@@ -6831,9 +6450,8 @@ class Shrinking(QueueCase):
 
         self.pop_as_if_large(q, note)
         self.assertEqual({*synced}, {True})
-        self.assertEqual(self.are_replaced(before), [True, True])
-        for directory in ("pending", "scheduled"):
-            self.assertEqual(stat.S_IMODE(os.stat(self.file(directory)).st_mode), 0o751)
+        self.assertEqual(self.are_replaced(before), [True])
+        self.assertEqual(stat.S_IMODE(os.stat(self.file("pending")).st_mode), 0o751)
         q.push(b"x")
         clock.advance(2)
         task = self.pop_as_if_large(q)
@@ -6847,59 +6465,50 @@ class Shrinking(QueueCase):
         q.pop()
         with contextlib.suppress(PermissionError):  # only root may choose any group
             os.chown(place, -1, os.getegid() + 1)
-        before, user = os.stat(place), os.geteuid()
+        before, user, opened = os.stat(place), os.geteuid(), self.opened("pending")
         note = at_call("mkdir", ".pending", lambda: made.append("."))
         with mock.patch("os.geteuid", return_value=user + 1):
             clock.advance(1)
             self.pop_as_if_large(q, note)
-        self.assertEqual((made, os.stat(place).st_ino), ([], before.st_ino))
+        self.assertEqual((made, self.are_replaced(opened)), ([], [False]))
         clock.advance(1)
         self.pop_as_if_large(q, note)
-        after = os.stat(place)
-        self.assertEqual((after.st_ino != before.st_ino, after.st_gid), (True, before.st_gid))
+        self.assertEqual(
+            (self.are_replaced(opened), os.stat(place).st_gid), ([True], before.st_gid)
+        )
 
     def test_directory_with_tasks_is_not_replaced(self) -> None:
         q, clock = self.queue(), self.clock()
+        before = self.opened("pending", "scheduled")
+        q.schedule(b"later", (time.time() + 60) * 1e6)
         q.pause()
         q.push(b"waits")
-        q.schedule(b"later", (time.time() + 60) * 1e6)
-        before = self.opened("pending", "scheduled")
         for _ in range(2):
             self.pop_as_if_large(q)
             clock.advance(2)
+        # RACE: another process pushes just before the new directory is renamed onto the old one.
+        q.resume()
+        q.done(popped(q))
+        clock.advance(2)
+        push = at_call("move", ".pending", lambda: self.queue("n2").push(b"late"), times=1)
+        late = self.pop_as_if_large(q, push)
+        self.assertEqual((late and late.data, self.names("creating")), (b"late", []))
         self.assertEqual(self.are_replaced(before), [False, False])
 
-    def test_directories_of_ended_tasks_are_replaced_when_they_are_purged(self) -> None:
-        q = self.queue()
-        before = self.opened("failed", "done")
-        q.push(b"x")
-        q.fail(popped(q), "why")
-        with with_constant("shrink", -1):
-            q.purge(3600, ("done", "failed"))
-            self.assertEqual(self.are_replaced(before), [False, True])
-            q.purge(0, ("done", "failed"))
-        self.assertEqual(self.are_replaced(before), [True, True])
+    def test_push_into_a_directory_that_was_just_replaced_is_repeated(self) -> None:
+        # RACE: another worker replaces pending/ just before the rename of push(). The rename fails
+        # with ENOENT, though its source exists. push() opens the new directory, and repeats it.
+        q, other, clock = self.queue(), self.queue("n2"), self.clock()
 
-    def test_keys_and_checkpoints_are_replaced_by_the_sweep(self) -> None:
-        q, clock = self.queue(), self.clock()
-        q.push(b"x", key="k")
-        task = popped(q)
-        q.checkpoint(task, b"1")
-        q.done(task)
-        before = self.opened("keys", "checkpoints")
-        clock.advance(700)
-        self.pop_as_if_large(q)
-        self.assertEqual(self.are_replaced(before), [True, True])
-        q.push(b"y", key="k")
-        self.assertEqual(self.drain(q), [b"y"])
+        def replace() -> None:
+            clock.advance(2)
+            with with_constant("shrink", -1):
+                other.pop()
 
-    def test_rename_into_a_directory_that_was_just_replaced_is_repeated(self) -> None:
-        # RACE: another worker replaces pending/ before the rename of push(), twice. Each time the
-        # rename fails with ENOENT, though its source exists, and push() repeats the rename.
-        q = self.queue()
-        with hooked(at_call("move", None, errno_raiser(errno.ENOENT), times=2)):
+        before = self.opened("pending")
+        with hooked(at_call("move", "/creating/", replace, times=1)):
             q.push(b"x")
-        self.assertEqual(self.drain(q), [b"x"])
+        self.assertEqual((self.are_replaced(before), self.drain(q)), ([True], [b"x"]))
 
     def test_join_does_not_miss_a_task_that_moves_while_pending_is_replaced(self) -> None:
         # RACE: another worker makes the new directory in the tick of the clock in which pending/
@@ -6945,20 +6554,19 @@ class Shrinking(QueueCase):
         self.assertEqual((is_empty, step, self.states()), (False, None, {"inflight-n1": 1}))
 
     def test_directory_that_can_not_be_replaced_stays_in_use(self) -> None:
-        """If a directory can't be replaced, pop() of an empty queue returns None, and no file is
-        left over."""
+        """If pending/ can't be replaced, pop() of an empty queue returns None, and no file is left
+        over."""
         # The replacement fails on a full disk, or if the directory is a mount point.
         clock = self.clock()
         clock.stand_still()
-        for call, of in (("mkdir", ".pending"), ("fchmod", None), ("move", ".pending")):
+        for call, of in (("mkdir", ".pending"), ("move", ".pending")):
             q, full = self.queue(), mock.Mock(side_effect=OSError(errno.ENOSPC, "full"))
             q.pop()  # makes its lease directory
             clock.advance(1)
-            before = self.opened("pending", "scheduled")
+            before = self.opened("pending")
             self.assertIsNone(self.pop_as_if_large(q, at_call(call, of, full)))
-            # pending/ and scheduled/ are tried once each.
-            self.assertEqual((full.call_count, self.names("creating")), (2, []))
-            self.assertEqual(self.are_replaced(before), [False, False])
+            self.assertEqual((full.call_count > 0, self.names("creating")), (True, []))
+            self.assertEqual(self.are_replaced(before), [False])
 
 
 # Functions that a system may lack
@@ -7579,8 +7187,8 @@ class WaitingWithInotify(QueueCase):
 
 
 class Coroutines(QueueCase, unittest.IsolatedAsyncioTestCase):
-    """Coroutines wait without blocking the event loop. If the wait of a coroutine has ended, a task
-    that was found for the wait goes back."""
+    """Coroutines wait without blocking the event loop. If the wait of a coroutine was cancelled, a
+    task that was found for the wait goes back."""
 
     async def asyncSetUp(self) -> None:
         """Let a test that hangs fail: after PATIENCE_S, cancel everything that the test awaits."""
@@ -7709,28 +7317,12 @@ class Coroutines(QueueCase, unittest.IsolatedAsyncioTestCase):
         self.assertIsNotNone(await waiter)
         self.assertEqual(self.states(), {"inflight-n1": 1})
 
-    def test_ctrl_c_while_a_coroutine_accepts_its_task_puts_the_task_back(self) -> None:
-        """Ctrl-C at any line of hand_over() leaves the task in scheduled/ under its old name."""
-        q = self.queue(max_attempts=1)
-        later = q.schedule(b"x", time.time() * 1e6 + 3.6e9)
-        before = self.names("scheduled")
-        for number in itertools.count():
-            loop = asyncio.new_event_loop()
-            self.addCleanup(loop.close)
-            interrupted = contextlib.suppress(KeyboardInterrupt)
-            with at_line(number, interrupt, ("hand_over",)) as came, interrupted:
-                loop.run_until_complete(q.take_async(id=later))
-            if not came:
-                break
-            self.assertEqual(self.names("scheduled"), before, came)
-        self.assertGreater(number, 1)
-
-    async def test_task_found_for_a_wait_that_has_ended_goes_back_to_its_place(self) -> None:
-        """A task that was found for a wait that has ended goes back to the place where the task
+    async def test_task_found_for_a_wait_that_was_cancelled_goes_back_to_its_place(self) -> None:
+        """A task that was found for a wait that was cancelled goes back to the place where the task
         waited, and the delivery is not counted."""
         # A task of scheduled/ must not be delivered before its time, and a task of pending/ must
-        # not overtake others. The wait ends by cancellation or by close(), while the thread that
-        # found the task is still reading the file. The event loop runs on meanwhile.
+        # not overtake others. The wait is cancelled while the thread that found the task is still
+        # reading the file. The event loop runs on meanwhile.
         q = self.queue()
         retried, later = q.push(b"old"), q.schedule(b"later", time.time() * 1e6 + 3.6e9)
         q.fail(self.pop(q))
@@ -7742,7 +7334,7 @@ class Coroutines(QueueCase, unittest.IsolatedAsyncioTestCase):
             return [self.names(state) for state in ("pending", "scheduled")]
 
         before = waiting()
-        for look, is_cancelled in itertools.product([q.pop_async, *looks], (True, False)):
+        for look in (q.pop_async, *looks):
             got, go = threading.Event(), threading.Event()
 
             def read_slowly(got: Any = got, go: Any = go) -> None:
@@ -7750,18 +7342,13 @@ class Coroutines(QueueCase, unittest.IsolatedAsyncioTestCase):
                 go.wait(2 * PATIENCE_S)
 
             reading = hooked(at_call("open", "inflight-n1/", read_slowly))
-            with self.subTest(look, is_cancelled=is_cancelled), reading:
+            with self.subTest(look), reading:
                 waiter = asyncio.ensure_future(look())
                 await asyncio.to_thread(got.wait, PATIENCE_S)
-                if is_cancelled:
-                    waiter.cancel()
-                else:
-                    await asyncio.to_thread(q.close)
+                waiter.cancel()
                 go.set()
                 await asyncio.wait([waiter])
-                self.assertEqual(waiter.cancelled(), is_cancelled)
-                # close() may have moved the task back while the other thread was reading the file.
-                # The other thread may then claim the task once more, and puts it back itself.
+                self.assertTrue(waiter.cancelled())
                 await asyncio.to_thread(until, lambda: waiting() == before)
         self.assertEqual(self.pop(q).attempts, 1)
 
@@ -7910,13 +7497,12 @@ class Processing(QueueCase):
     def new_threads(self) -> set[threading.Thread]:
         return {*threading.enumerate()} - self.threads
 
-    def test_block_that_is_collected_after_its_queue_settles_nothing(self) -> None:
+    def test_block_that_ends_after_its_queue_was_closed_settles_nothing(self) -> None:
         # A block of processing() may be in a generator that is never finished. The garbage
         # collector may then finalize the queue before the block.
-        q = FemtoQueue(self.path)
-        with q.processing(leased(q)):
+        q = self.queue()
+        with self.assertRaises(LeaseLost), q.processing(leased(q)):
             q.__del__()
-        del q._worker  # so that __del__() does nothing when it is called again
         self.assertEqual(self.states(), {"pending": 1})
 
     def test_task_is_settled_by_the_way_its_block_ends(self) -> None:
@@ -8004,17 +7590,14 @@ class Processing(QueueCase):
         self.assertEqual(self.states(), {"done": 1})
 
     def test_one_thread_renews_all_leases_and_ends_with_the_last_block(self) -> None:
-        # A lease without a deadline needs no thread. In a block, extend() raises a shorter time to
-        # the length for which the lease was taken, and the thread still renews the lease. (Class
-        # Model shows that no renewal shortens a lease.)
+        # A lease without a deadline needs no thread. (Class Model shows that no renewal shortens a
+        # lease.)
         q, endless = self.renewing_queue(), self.queue("n2", timeout_stale_ms=None)
         with endless.processing(leased(endless)):
             self.assertEqual(self.new_threads(), set())
         first, second = leased(q), leased(q)
         with q.processing(first), q.processing(second):
             self.assertEqual(len(self.new_threads()), 1)
-            q.extend(first, 10)
-            self.assertGreater(self.left_s(first), 1)
             self.until_renewed(first, second)
         until(lambda: not self.new_threads())
         with q.processing(leased(q)) as task:
@@ -8144,21 +7727,23 @@ class Processing(QueueCase):
         q.release(task)
         self.assertIsNone(self.pop(q).checkpoint)
 
-    def test_checkpoint_without_a_live_task_is_deleted_after_an_hour(self) -> None:
-        # Here a person has removed the task. The checkpoint of a task that waits stays.
+    def test_checkpoint_that_was_saved_more_than_a_month_ago_is_deleted(self) -> None:
+        # A person may have removed its task. The checkpoint of a task that waits goes, too: the
+        # work on the task begins anew.
         q, clock = self.queue(), self.clock()
-        gone, kept = leased(q), leased(q)
-        for task in (gone, kept):
+        for _ in range(2):
+            task = leased(q)
             q.checkpoint(task, b"x")
-            q.release(task)
-        (name,) = (name for name in self.names("pending") if name.endswith(gone.id))
-        os.unlink(self.file("pending", name))
-        q.pause()
-        for seconds, left in ((0, 2), (1000, 2), (3000, 1)):
-            clock.advance(seconds)
-            q.pop()
+            q.release(task, delay_s=86400)
+        os.unlink(self.file("scheduled", self.names("scheduled")[0]))
+        for days, left in ((29, 2), (2, 0)):
+            clock.advance(days * 86400)
+            q.pause()
+            self.assertIsNone(q.pop())
             self.assertEqual(len(self.names("checkpoints")), left)
-        self.assertEqual(self.names("checkpoints"), [kept.id])
+            q.resume()
+        task = self.pop(q)
+        self.assertEqual((task.checkpoint, task.attempts), (None, 2))
 
 
 class Work(QueueCase):
@@ -8402,7 +7987,11 @@ class Checking(QueueCase):
             ("leftover", f"creating/{order}-0000aaaa00000000", True),
         )
         self.assertEqual(self.found(q), [(kind, path, False) for kind, path, _ in wanted])
-        self.assertEqual(self.found(q, repair=True), [*wanted])
+        # What the maintenance mends before the check is no finding.
+        by_maintenance = "dead worker", "key without a task", "leftover"
+        self.assertEqual(
+            self.found(q, repair=True), [it for it in wanted if it[0] not in by_maintenance]
+        )
         for repair in (False, True):
             self.assertEqual(self.found(q, repair), [it for it in wanted if not it[2]])
         os.unlink(self.file("done", ident))
@@ -8426,21 +8015,6 @@ class Checking(QueueCase):
                 with contextlib.suppress(FileNotFoundError):
                     os.rmdir(path)
 
-    def test_torn_copy_of_a_dead_letter_never_replaces_the_whole_one(self) -> None:
-        """Neither a repair nor pop() moves a damaged file over a valid dead letter of the same
-        id."""
-        q = self.queue()
-        for mend in (lambda: q.check(repair=True), q.pop):
-            task = leased(q)
-            q.fail(task, "why")
-            self.put(task.id, b"torn")
-            mend()
-            letters = [name for name in self.names("failed") if name.endswith(task.id)]
-            self.assertEqual((len(letters), reason_of(q, task.id)), (2, "why\n"))
-            self.assertEqual(q.peek(task.id), FemtoTask(task.id, b"x", None))
-            for name in self.names("failed"):
-                os.unlink(self.file("failed", name))
-
     def test_exception_of_a_signal_handler_ends_the_check(self) -> None:
         # A TimeoutError of a signal handler is an OSError without an errno. check() raises it, and
         # does not take it for the error of an unreadable file.
@@ -8460,14 +8034,24 @@ class Checking(QueueCase):
             self.assertEqual({*q.check(repair=True)}, {*q.check()})
         q.pop()
 
-    def test_clock_set_back_and_network_file_system_are_reported(self) -> None:
-        with on_file_system(NFS):
-            q, clock = self.queue(), self.clock()
-        clock.wall_shift_s -= 3600
-        found = q.check()
-        self.assertEqual([it.kind for it in found], ["network file system", "clock"])
-        self.assertIn("NFS", found[0].text)
-        self.assertIn("3600 s ahead", found[1].text)
+    def test_queue_that_others_than_root_may_write_to_is_reported_to_root(self) -> None:
+        """If root opens a queue that others may write to, one warning is logged, and check()
+        reports it."""
+        os.chmod(self.path, 0o770)
+        said = self.assertLogs("femtoqueue", "WARNING")
+        as_root = mock.patch("os.geteuid", return_value=0)
+        with as_root, mock.patch.object(LOG, "disabled", False), said as logs:
+            q, _ = self.queue(), self.queue()
+        self.assertEqual(len(logs.output), 1)
+        self.assertRegex(logs.output[0], "root works on .*; better: runuser -u OWNER")
+        with as_root:
+            self.assertEqual(self.found(q), [("trust", ".", False)])
+        with mock.patch("os.geteuid", return_value=1000):
+            self.assertEqual(self.found(q), [])
+
+    def test_lost_and_found_of_a_mount_point_is_no_finding(self) -> None:
+        os.mkdir(self.file("lost+found"))
+        self.assertEqual(self.found(self.queue()), [])
 
 
 # Transcripts of shell sessions. Each begins with "# " and the claim that the transcript shows.
@@ -8781,10 +8365,10 @@ $ femtoqueue work jobs -q --task-timeout 100ms -- sh -c \
  'sleep 1000 & echo $!; kill -INT $(worker); exit 130' > pids -> ! ...
 $ gone pids
 $ states -> failed 1, pending 1
-# work --drain has status 1 if a task is corrupt; ".." in DIR is resolved by its text
-$ femtoqueue push jobs x -> <x>
-$ echo torn > jobs/pending/$x
+# work --drain has status 1 if a task is corrupt; "link/.." in DIR is resolved by the kernel
 $ mkdir elsewhere elsewhere/inside; ln -s elsewhere/inside link
+$ femtoqueue push link/../jobs x -> <x>
+$ echo torn > elsewhere/jobs/pending/$x
 $ femtoqueue work link/../jobs --drain -- true
 ! ... task <x> is in failed/: ...
 ! femtoqueue 0 done | 0 running 0 waiting
@@ -8907,7 +8491,7 @@ $ ulimit -f 60; { echo small; head -c 100000 /dev/zero; } | femtoqueue push limi
 <small>
 ! femtoqueue: limited: a new queue is made
 ! femtoqueue: the first 1 tasks are pushed, the others are not
-! femtoqueue: [Errno 27] File too large: 'limited'
+! femtoqueue: [Errno 27] File too large: ...limited/creating/...
 [2]
 # if an id can't be printed, push says that its task is pushed; unprintable letters are escaped
 $ femtoqueue push jobs x > /dev/full -> ! femtoqueue: all 1 tasks are pushed, but ...
@@ -9999,7 +9583,7 @@ class Documents(QueueCase):
         deadlines, times and the widths of columns."""
         for pattern, plain in (
             (r"\d{20}~(?=\d+~)", "DEADLINE~"),
-            (r"\d{20}-[0-9a-f]+", "ID"),
+            (r"\d{20}-[0-9a-f]{16}", "ID"),
             (r"\d\d:\d\d:\d\d", "CLOCK"),
             (r"\b\d+s\b", "AGE"),
             (r" +", " "),

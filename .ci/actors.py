@@ -122,7 +122,7 @@ class Actor(Noter):
         claim = lease_dir.claim
 
         def noting(source: str, lease: Any) -> bool:
-            self.claims.append((source[-29:], self.now_s()))
+            self.claims.append((source[-37:], self.now_s()))
             is_claimed = claim(source, lease)
             if not is_claimed:
                 self.claims.pop()
