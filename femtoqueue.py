@@ -3552,7 +3552,9 @@ class FemtoQueue:
         On disk: as after pop().
         """
         end_s = _end_s(timeout)
-        look = self._finder_of(key, id, lease_ms, end_s, even_paused)
+        # Without a timeout, a lock that is held for a moment must not hide the task.
+        until_s = end_s if timeout != 0 else time.monotonic() + _LONG_WAIT_S
+        look = self._finder_of(key, id, lease_ms, until_s, even_paused)
         return self._worker.waits.wait_for(look, end_s)
 
     async def take_async(
