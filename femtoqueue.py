@@ -1430,9 +1430,11 @@ class _Files:
         self.path = root.path
         self.is_durable = is_durable
         self.dirs = _OpenDirs(root)
+        status = root.status()
+        self.identity = status.st_dev, status.st_ino
         # Nothing in the queue may be written by those who may not write to data_dir. The umask
         # takes away more.
-        self.mode = stat.S_IMODE(root.status().st_mode)
+        self.mode = stat.S_IMODE(status.st_mode)
         self._file_mode = 0o644 | self.mode & 0o022
 
     # Directories
@@ -1492,8 +1494,8 @@ class _Files:
         of another. But for a directory of _STATE_DIRS, raise the OSError.
 
         The directory is opened anew: two listings in one opening would share a position."""
-        root = self.dirs[""]
         try:
+            root = self.dirs[""]
             if root.fd is None:
                 return os.listdir(root.prefix + directory)
             fd = os.open(directory or ".", _DIR_FLAGS, dir_fd=root.fd)
@@ -1909,9 +1911,12 @@ class _Files:
                 os.close(fd)
 
     def sync_dir(self, directory: str) -> None:
-        if self.is_durable and (fd := self.dirs[directory].fd) is not None:
+        if not self.is_durable:
+            return
+        opened = self.dirs[directory]  # a lease directory of others is closed with this reference
+        if opened.fd is not None:
             try:
-                os.fsync(fd)
+                os.fsync(opened.fd)
             except OSError as error:
                 raise self.named(error, directory) from None
 
@@ -4286,8 +4291,7 @@ class _Keys:
         self._worker = worker
         self._files = worker.files
         self._clock = worker.clock
-        status = worker.files.root.status()
-        self._place = status.st_dev, status.st_ino
+        self._place = worker.files.identity
 
     # Locks and links
 
@@ -6124,17 +6128,18 @@ class TicketQueue:
 
     def _lock_last(self, until_s: float) -> _FileLock:
         try:
-            self._files.dirs.refresh()  # RACE: maybe_cleanup() has removed the directory
-        except FileNotFoundError:
+            self._files.dirs.refresh()
+            lock = self._files.open_lock("last")
+        except FileNotFoundError:  # RACE: maybe_cleanup() has removed the directory
             _make_dir(self._files.path, 0o700, sync=False)
             raise
-        lock = self._files.open_lock("last")
         lock.acquire_exclusive(until_s)
         if not lock.is_at_path():  # RACE: maybe_cleanup() removed the file while we waited
             raise _os_error(errno.ENOENT, lock.path)
         return lock
 
     def _tickets(self) -> list[str]:
+        self._files.dirs.refresh()  # another process may have made the directory anew
         return sorted(filter(_parse_ticket, self._files.names("")))
 
     def _lives(self, member: str) -> bool:
