@@ -1297,11 +1297,12 @@ def _after_fork_in_child() -> None:
     """Close a forked child's copies of the parent's locks, because these locks must end with the
     parent. Then call the functions in _fork_hooks."""
     global _process_id  # noqa: PLW0603
-    _process_id = os.getpid()
     while _open_lock_fds:
         os.close(_open_lock_fds.pop())
     for owner, hook in [*_fork_hooks.items()]:
         hook(owner)
+    # Last: if Ctrl-C ends this function, _notice_fork() calls it again.
+    _process_id = os.getpid()
 
 
 def _notice_fork() -> None:
@@ -2285,7 +2286,10 @@ class _LeaseDir:
         if not lock.is_at_path():
             return False
         # Not the descriptor of the lock: close() in another thread closes it during a read.
-        opened = self._files.dirs.open(self.directory)
+        try:
+            opened = self._files.dirs.open(self.directory)
+        except FileNotFoundError:  # a person has removed the empty directory
+            return False
         if not os.path.samestat(opened.status(), lock.status()):
             return False
         # The old lock is closed here, with its last reference. If a person moves the old directory
@@ -4115,7 +4119,7 @@ class FemtoQueue:
             return None
         # A name that is only the id stands for 0 attempts if the task waits. In done/ and failed/,
         # such a name does not tell the attempts.
-        attempts = entry.attempts if _ends_at(entry.path) else _attempts_of(entry.path)
+        attempts = entry.attempts if _ends_at(entry.path) else entry.attempts or 0
         lease = _Lease()
         lease.path = entry.path
         task = FemtoTask(entry.id, payload, attempts, key, lease, self._clock.anchor_ns)
