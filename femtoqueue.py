@@ -1818,7 +1818,7 @@ class _Files:
         # source would stay, and the finished task would be delivered again for ever. So the source
         # is removed here. To save time, this is not done after a first delivery: if the source
         # stays then, the end of the next delivery removes the source.
-        if "~1~" not in source and _ends_at(target):
+        if "~1~" not in source and _ends_at(target) and directory != "creating":
             self.unlink_if_exists(source)
         return target
 
