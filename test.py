@@ -2162,7 +2162,7 @@ class Row(NamedTuple):
 # The system calls of each step: no more than the promise of the step needs. The steps are in words
 # of Life; the words before a bar prepare the step, in a new queue. After an intended change of the
 # system calls, edit these tables.
-LOOK = "stat" + " stat fstat" * 7  # the look whether the directories are still at their names
+LOOK = "stat" + " stat fstat" * 7 + " stat"  # at the directories and PAUSED, every 0.1 s
 STEPS = {
     "push x": Row("open write close move", "move file directory"),
     "schedule x 4e15": Row("open write close move", "move file directory"),
