@@ -6393,6 +6393,12 @@ class _SharedFiles(_Files):
             super().move(source, target)
         return target
 
+    def move_onto(self, source: str, target: str) -> None:
+        # The look at the target comes after that at the source.
+        with self._found_moved(source, target):
+            self.lstat(target)
+            super().move(source, target)
+
     def unlink(self, path: str) -> None:
         with self._found_moved(path, ""):
             super().unlink(path)
@@ -6652,7 +6658,7 @@ class _Progress:
     _MAX_SAMPLES = 120
 
     def __init__(self, data_dir: str) -> None:
-        self._root = os.path.abspath(data_dir)  # the current directory may be removed later
+        self._root = data_dir
         # Each sample has the time, the number of tasks left, and how many this worker has ended.
         self._samples: list[tuple[float, int, int]] = []
         self._next_s = 0.0
@@ -7367,7 +7373,7 @@ class _CommandPool(_WorkerPool):
         self._is_threaded = True
         self._options, self.jobs = options, options.jobs
         self._processes = _Processes(watchdog)
-        self._output, self._progress = _Output(), _Progress(os.fspath(queue.data_dir))
+        self._output, self._progress = _Output(), _Progress(queue._files.path)
         self._relays: list[_Relay] = []  # the relays that may still run
         self._is_told = threading.Event()  # set when the first signal has come
         self._is_over = threading.Event()  # set when no more progress is to be reported
@@ -8004,7 +8010,7 @@ _SYNC = _argument("--sync", "survive power loss, not only the death of processes
 def _open_queue(options: Any, **settings: Any) -> FemtoQueue:
     """Open the queue in DIR. Raises ValueError if there is no queue in DIR."""
     try:
-        os.stat(os.path.join(os.path.abspath(options.dir), "pending", ""))
+        os.stat(os.path.join(options.dir, "pending", ""))
     except (FileNotFoundError, NotADirectoryError):
         raise ValueError(f"{options.dir}: there is no queue; push makes one") from None
     return FemtoQueue(options.dir, **settings)
@@ -8259,7 +8265,7 @@ def _prepare_work(options: Any) -> None:
     if options.output_dir is not None:
         os.makedirs(options.output_dir, exist_ok=True)
     tempfile.TemporaryFile().close()  # finds TMPDIR, or raises an error
-    if options.drain and not os.path.isdir(os.path.abspath(options.dir)):
+    if options.drain and not os.path.isdir(options.dir):
         _write_error(f"{options.dir}: there was no queue; an empty one is made")
 
 
@@ -8495,7 +8501,8 @@ def _top_command(options: Any) -> None:
 
     Example: femtoqueue top jobs
     """
-    q, progress = _open_queue(options), _Progress(options.dir)
+    q = _open_queue(options)
+    progress = _Progress(q._files.path)
     begins, ends, ends_all = ("",) * 3
     if sys.stdout.isatty():  # DECAWM off: otherwise letters of two columns might wrap a line
         begins, ends, ends_all = "\x1b[?7l\x1b[H", "\x1b[K", "\x1b[J\x1b[?7h"
