@@ -670,15 +670,13 @@ class LeaseLost(FemtoQueueError):
     """The lease of the task is not held by this delivery. Nothing was changed.
 
     id:  the id of the task.
-    expired:  whether the deadline of the lease has passed. True: another worker may have the task
-        now, or the delivery had ended before the call. False: usually the delivery had ended before
-        the call, a person had moved the file, or close() had given up the lease. Also False if
-        the task never had a lease, or if attach() was given an id, because an id does not show the
+    expired:  True: the deadline of the lease has passed, so another worker may have the task.
+        False: the delivery had ended before, a person had moved the file, close() had given up the
+        lease, or the task never had one. Also False after attach(id): an id does not show the
         deadline.
     why:  the reason, as text.
 
-    A lease past its deadline stays valid until a worker takes the task back. Only then is the lease
-    lost.
+    A lease past its deadline stays valid until a worker takes the task back.
     """
 
     def __init__(self, id: str, expired: bool, why: str) -> None:
@@ -693,8 +691,8 @@ class KeyInFlight(FemtoQueueError):
     """The key already has a task.
 
     key:  the key.
-    id:  the id of the task that has the key. That task is in flight if push() or schedule() raised
-        the error. If retry() raised it, the task may also be waiting.
+    id:  the id of the task that has the key. If push() or schedule() raised the error, the task is
+        in flight. If retry() raised it, the task may also be waiting.
     """
 
     def __init__(self, key: str, id: str) -> None:
@@ -706,8 +704,7 @@ class KeyInFlight(FemtoQueueError):
 
 
 class TaskNotFound(FemtoQueueError):
-    """The task is not in the state that the call requires. Only retry() and the commands raise
-    this: for example, retry() requires a task in failed/."""
+    """The task is not in the state that the call requires: retry() requires a task in failed/."""
 
 
 class CorruptTask(FemtoQueueError):
@@ -728,8 +725,7 @@ class CorruptTask(FemtoQueueError):
 
 
 class _CommandFailed(Exception):
-    """A command that `work` ran has failed. The text of this error is the whole reason, so no
-    traceback is kept in failed/."""
+    """A command that `work` ran has failed. failed/ gets the text alone, without a traceback."""
 
 
 def _handler_frames(error: BaseException) -> TracebackType | None:
@@ -741,54 +737,38 @@ def _handler_frames(error: BaseException) -> TracebackType | None:
 
 
 class _Lease:
-    """The path of a task's file. If the caller got the task by a claim or by attach(), also the
-    facts of this delivery. If the caller only looked at the task (peek(), tasks()), length_ns is 0,
-    and the caller has no lease.
+    """The path of a task's file, which is the fence of a leased task, and the facts of one
+    delivery. If the caller has no lease, as after peek() and tasks(), length_ns is 0."""
 
-    path: the path of the file. For a leased task, the path is the fence. A renewal writes the new
-        path here.
-    name: the name of the file at its claim.
-    source: the path that the task was claimed from.
-    length_ns: the time from the claim to the deadline. After attach(), usually the lease length of
-        the object that called attach(). A renewal moves the deadline to at least length_ns from
-        now. Only after extend() with `ms`, less than length_ns may be left.
-    outcome: the field of WorkCounts that counts the delivery. "": the delivery still runs, the
-        lease was lost, or the end of the delivery could not be written to the disk.
-    has_checkpoint: True if the task may have a checkpoint.
-    """
-
+    # path: a renewal writes the new path here. name: the name of the file at its claim. source: the
+    # path that the task was claimed from. outcome: the field of WorkCounts that counts the
+    # delivery. "": the delivery still runs, the lease was lost, or the end of the delivery could
+    # not be written to the disk.
     path = name = source = outcome = ""
+    # The time from the claim to the deadline. Each renewal asks for as much. After attach(), it is
+    # the lease length of the object that called attach().
     length_ns = 0
-    has_checkpoint = False
+    has_checkpoint = False  # True: the task may have a checkpoint
 
 
 _NO_LEASE = _Lease()
 
 
 class FemtoTask:
-    """A task, as it was when its file was read.
+    """A task, as it was when its file was read. Assigning to an attribute changes nothing in the
+    queue; checkpoint() needs `data` as it was delivered.
 
-    id:  the id. The task keeps the id for life, through retries and delays.
-    data:  the payload as pushed. b"": the payload is empty, or was not read: attach(), and
-        tasks(data=False).
-    attempts:  the number of deliveries so far, including the current one. A delivery that was given
-        back uncounted is left out. An int for each leased task. None: unknown, because the names in
-        done/ and failed/ usually do not have the number.
-    key:  the key, or None for a task without a key, and for a task of attach().
-    checkpoint:  the last bytes that checkpoint() saved, in this delivery or before. Only methods
-        that take a lease, such as pop() and take(), read the saved bytes. None: nothing was saved,
-        or another method returned the task.
-    error:  the reason of a task in failed/. None: the task has no reason, or is not in failed/.
-    size_bytes:  the length of the payload in bytes. None: the file was not read (attach()), or its
-        header is invalid (tasks(data=False) only).
-    since:  when the task came to its state, in UTC: when it was pushed, given back, leased or
-        renewed, finished, or failed. It is st_ctime of the file. Only peek() and tasks() read it.
+    id:  the id, which stays the same through retries and delays.
+    data:  the payload. b"": empty, or not read: attach(), and tasks(data=False).
+    attempts:  the deliveries so far, with the current one, without those given back uncounted.
+        None: unknown, as in done/ and failed/.
+    key:  the key. None: the task has none, or comes from attach().
+    checkpoint:  the bytes that checkpoint() saved last. Only calls that lease a task read them.
+    error:  the reason of a task in failed/, or None.
+    size_bytes:  the length of the payload. None after attach(), and if the header is invalid.
+    since:  when the file came to its state (st_ctime), in UTC. Only peek() and tasks() set it.
 
-    Assigning to an attribute changes nothing in the queue, with one exception, `data`: checkpoint()
-    also saves a checksum of `data`. If other bytes were assigned to `data`, the checksum does not
-    match the task's payload, and the next delivery does not get the checkpoint. A renewal of the
-    lease updates `path`, and checkpoint() also updates `checkpoint`. Two tasks are equal if `id`,
-    `data`, `attempts` and `key` are equal.
+    Two tasks are equal if `id`, `data`, `attempts` and `key` are equal.
     """
 
     # _anchor_ns: the anchor of the queue clock, for `until`.
@@ -835,15 +815,14 @@ class FemtoTask:
 
     @property
     def path(self) -> str:
-        """The path of the task's file, relative to data_dir, when the file was read or the lease
-        was renewed. For a leased task, the path is the fence (a fencing token). Each renewal
-        changes the path."""
+        """The path of the task's file, relative to data_dir. For a leased task, the path is the
+        fence (a fencing token), and each renewal changes it."""
         return self._lease.path
 
     @property
     def state(self) -> str:
-        """The state when the file was read: one of STATES, or "buffered" for a newer payload of a
-        key, which waits in keys/ behind the task of the key."""
+        """The state when the file was read: one of STATES, or "buffered" for a newer payload in
+        keys/, which waits behind the task of its key."""
         state = _state_of(self.path)
         return "buffered" if state == "keys" else state
 
@@ -855,15 +834,13 @@ class FemtoTask:
 
     @property
     def created(self) -> datetime:
-        """The time of the push, in UTC by the queue clock (see FemtoQueue). The time is part of the
-        id. So a later push that replaces the payload of the key does not change the time."""
+        """The time of the push, in UTC by the queue clock. The time is part of the id."""
         return _utc(_stamp_of(self.id))
 
     @property
     def until(self) -> datetime | None:
-        """The end of the lease of a task in flight, or the due time of a scheduled task; else None.
-        The time is in UTC. A deadline is converted from the queue clock to the wall clock at each
-        access."""
+        """The end of the lease of a task in flight, or the due time of a scheduled task, in UTC;
+        else None. A deadline is converted to the wall clock at each access."""
         if self.state == "inflight":
             left_ns = _stamp_of(self.path) - self._anchor_ns - _monotonic_ns()
             return _utc(_wall_ns() + left_ns)
@@ -887,12 +864,10 @@ class NodeStats(NamedTuple):
     node:  the node_id of the worker.
     inflight:  the number of its leases.
     expired:  how many of these leases are past their deadline.
-    liveness:  "alive": a process holds the lock of the worker's lease directory.
+    liveness:  "alive": a process holds the lock of the lease directory.
         "dead": no process holds the lock, and the directory has leases of this boot.
-        "unknown": the lock does not tell, for one of two reasons. First, no process holds the lock,
-            and no lease in the directory is of this boot: the directory is empty, or each lease is
-            detached, of another host, or of an earlier boot. Second, there is no flock(2) here. In
-            both cases, the death of the worker alone does not end a lease.
+        "unknown": no process holds the lock, and no lease is of this boot, for example because each
+            is detached or of another host. Or there is no flock(2) here.
     """
 
     node: str
@@ -906,11 +881,11 @@ class Stats(NamedTuple):
 
     pending, scheduled, inflight, done, failed:  the number of tasks in that state.
     buffered:  the number of newer payloads in keys/, each behind the task of its key.
-    oldest_pending_age_s:  the longest time, in seconds, for which a task has waited for its
-        turn. A task in pending/ has waited since the time in its name, a task in scheduled/ since
-        its due time. None: pending/ is empty, and no scheduled task is due.
+    oldest_pending_age_s:  the seconds for which the oldest task in pending/ has waited, or the
+        first task in scheduled/ since its due time, whichever is more. None: no task waits for its
+        turn.
     nodes:  the leases of each worker, sorted by node_id.
-    expired:  the number of leases past their deadline whose tasks no worker has taken back.
+    expired:  the number of leases past their deadline that are not taken back yet.
     """
 
     pending: int
@@ -930,8 +905,8 @@ class WorkCounts(NamedTuple):
     done:  the task was finished.
     failed:  the task is a dead letter in failed/.
     retried:  the handler raised an exception, and the task waits for another attempt.
-    released:  the handler gave the task back, or raised an exception that is not an Exception, such
-        as SystemExit. Or work() gave the task back, at the second SIGTERM or SIGINT.
+    released:  the handler gave the task back, or raised an exception that is not an Exception, or a
+        second signal ended work().
     lost:  the lease was lost, or the end of the delivery could not be written to the disk. The log
         says which of the two.
     """
@@ -946,10 +921,11 @@ class WorkCounts(NamedTuple):
 class Finding(NamedTuple):
     """One thing that check() found.
 
-    kind:  the kind of the finding, such as "corrupt" or "leftover".
+    kind:  "trust", "foreign", "corrupt", "twice", "unreadable", "dead worker", "expired", "key
+        without a task" or "leftover".
     path:  the file or directory, relative to data_dir.
     text:  what is wrong with it.
-    repaired:  True if check(repair=True) repaired it.
+    repaired:  True: a corrupt task that check(repair=True) has moved to failed/.
     """
 
     kind: str
