@@ -84,7 +84,8 @@ that it uses stand in .ci/lint.py.
 
 A subject that concerns several parts has one comment, which tells the whole. To find it, search for
 "TOPIC:" and the words: a torn file, fork(), locks, syncs, a full disk, which clock, how a lease
-ends, close(), one pop(), the steps of a task with a key, what differs, what a signal.
+ends, close(), one pop(), what is on disk, the steps of a task with a key, what differs, what a
+signal.
 """
 
 from __future__ import annotations
@@ -3175,56 +3176,43 @@ class _Maintenance:
 #    each payload just before its push.
 # ==================================================================================================
 
+# TOPIC: what is on disk when a call returns. One rename or unlink commits each call. The rename is
+# atomic (POSIX), so no process sees half a task. If a lease is gone, the rename fails with ENOENT,
+# and the call raises LeaseLost.
+#
+# Each effect survives the death of any process. If the queue is durable (sync_after_write), the
+# calls marked with * also survive power loss. Then a claim or a renewal may be undone, and purged
+# tasks may be back. If the queue is not durable, power loss may undo any call, and tear files.
+#
+# *  push, push_many       the record is in pending/
+# *  push with a key       the same; or in keys/, or in the file of the key's task in scheduled/
+# *  schedule              the record is in scheduled/, under its due time; or as with a key
+#    pop, take, extend     the file is in inflight-<node>/, under its deadline
+# *  checkpoint            the new bytes are in checkpoints/<id>
+# *  done                  the file is in done/; or removed (keep_done, or done/ can't take it)
+# *  fail                  the file is in failed/, and a reason is in failed/<id>.error
+# *  release               the file is in pending/ or scheduled/
+# *  retry, retry_failed   the file is in pending/, and its reason is removed
+#    purge                 the files are removed
+#    pause, resume         the file PAUSED exists; is removed
+#    close                 the files of the leases are in pending/; an empty lease directory is
+#                          removed
+
 
 class FemtoQueue:
     """A queue in the directory `data_dir`. Each object is one worker of the queue.
 
-    data_dir:  the directory. It is made with mode 0700 if it is missing.
-    node_id:  the name of this worker: 1 to 100 of the characters A-Z a-z 0-9 . _ -, but not "." or
-        "..". None: a new name. If a worker restarts under an old name, its first pop() takes back
-        the tasks that the earlier process had leased, except detached leases. Where there is no
-        flock(2), or while another object of this name lives, a restart takes nothing back. Living
-        objects may share a name, and do not take each other's leases before the deadline. If a
-        process is killed while other objects of its name live, its leases end at their deadlines,
-        or earlier, when the last of these objects is closed or dies.
-    timeout_stale_ms:  the length of a lease (visibility timeout), in milliseconds. None: the lease
-        has no deadline, and lasts as long as its worker lives. But after a reboot, only a worker
-        that starts under the same node_id takes the lease back. Where there is no flock(2), no
-        other worker takes back a lease without a deadline. A person can always end the lease, by
-        the command `release` or by moving the file.
-    sync_after_write:  True: the effect of a call that returned survives power loss, by fsync(2).
-        This holds for push, push_many, schedule, done, fail, release, retry, retry_failed and
-        checkpoint. False: the effect survives the death of processes, but power loss may undo it.
-    max_attempts:  after this number of deliveries without done() or fail(), the task goes to
-        failed/ instead of being delivered again. From 1 to 999,999. None: no limit.
-    keep_done:  True: done() keeps the task in done/. False: done() deletes the task. A number:
-        done() keeps the task, and pop() deletes tasks from done/ after that many seconds, a few at
-        a time.
-    retry_delay_s:  the seconds for which a task waits in scheduled/ after its first attempt has
-        failed in processing() or work(). The pause doubles after each further attempt, up to an
-        hour. A random part of up to half is subtracted.
-    poll_interval_s:  the longest pause, in seconds, between two looks at the directories in a call
-        that waits. drain() and join() always look that often. Other calls do so only where
-        inotify(7) is missing or does not report all changes. This is so on systems other than
-        Linux, and on file systems that other hosts write to.
-    detached:  True: the leases outlive this object and its process, and attach() finds the tasks
-        again. Only done(), fail(), release() or its deadline ends such a lease. False: a lease also
-        ends with its worker.
+    If a worker dies, other workers of its host take its tasks back. On other hosts, after a reboot,
+    and where there is no flock(2), they wait for the deadlines. Objects may share a node_id. After
+    a restart under the same node_id, the first pop() takes back the leases of the earlier process.
+    But while another object of this name lives, these leases end by their deadlines only.
 
-    These settings are fixed: assigning to one changes nothing.
+    The order of tasks and the deadlines do not change when the date is set. Threads may
+    share an object. A forked child's copy is another worker. An unpickled object is made anew from
+    the settings. A signal handler may call push() and schedule(), without a key, and no other
+    method. For anything else, let it set a flag, or the Event of work(stop=...).
 
-    Raises TypeError or ValueError if an argument is invalid. Raises OSError if a directory of the
-    queue can't be made or read, or if the path of data_dir is too long.
-
-    The order of tasks and the deadlines of leases follow the queue clock. The queue clock is the
-    monotonic clock plus an anchor that usually all processes of one boot share. Setting the date
-    does not move the queue clock. On systems other than Linux, each process has its own anchor. Its
-    queue clock starts at the time of the wall clock, or of the newest task if that time is later.
-
-    Threads may share an object. A forked child's copy of the object is another worker. An unpickled
-    object is made anew from the settings. A signal handler may call push() and schedule(), without
-    a key, and no other method. For anything else, let the handler set a flag, or the Event that was
-    passed as work(stop=...).
+    Raises TypeError or ValueError if an argument is invalid, OSError if a directory can't be made.
     """
 
     node_id: str
@@ -3242,6 +3230,20 @@ class FemtoQueue:
         poll_interval_s: float = 0.05,
         detached: bool = False,
     ) -> None:
+        """Open the queue, and make data_dir (mode 0700) if it is missing.
+
+        node_id:  1 to 100 of A-Z a-z 0-9 . _ -, but not "." or "..". None: a new name.
+        timeout_stale_ms:  the milliseconds of a lease. None: no deadline. After a reboot, only a
+            restart under the same node_id or the command `release` ends such a lease.
+        sync_after_write:  True: what a call did survives power loss. False: killed processes only.
+        max_attempts:  1 to 999,999: after so many deliveries, a task is failed. None: no limit.
+        keep_done:  False or 0: done() deletes the task. A number: pop() does after so many seconds.
+        retry_delay_s:  the seconds before a second attempt in processing() and work(). They double
+            with each attempt, up to an hour. A random part of up to half is subtracted.
+        poll_interval_s:  the longest pause, in seconds, of drain() and join(). Other waits need it
+            only where inotify(7) is missing, or where other hosts write.
+        detached:  True: a lease outlives its process, until its deadline. attach() finds it.
+        """
         path = _check_dir("data_dir", data_dir)
         self._given_node_id = _check_node_id(node_id)
         self._length_ns = _lease_length_ns("timeout_stale_ms", timeout_stale_ms, _FOREVER_NS)
@@ -3289,42 +3291,20 @@ class FemtoQueue:
         key: str | None = None,
         if_in_flight: _IfInFlight = "buffer",
     ) -> str:
-        """Add a task to the back of the queue and return the id of the task.
-
-        With a key, other rules hold, because a key has at most one task that waits or is leased. If
-        the key has no task, push() adds one. If the task of the key waits, `data` replaces the
-        payload of this task, and push() returns the id of this task. The task keeps its place or
-        its due time. It counts as never attempted, and its checkpoint is removed. If the task of
-        the key is leased, `if_in_flight` says what happens.
+        """Add a task to the back of the queue, and return its id.
 
         data:  the payload: bytes, bytearray or memoryview.
-        delay_s:  the seconds, by the wall clock, for which the task waits in scheduled/ first.
-        key:  a text of 1 to 200 bytes in UTF-8. None: a task without a key.
-        if_in_flight:  what to do if the task of the key is leased. Only with a key.
-            "buffer": `data` waits in keys/ under an id of its own, and push() returns this id. A
-                later push replaces `data` there. When done() or fail() ends the leased task, `data`
-                becomes a task with this id. If the leased task comes back instead, its next
-                delivery carries `data`, as a first attempt.
-            "update": the next delivery of the leased task carries `data`, and push() returns the id
-                of this task. If done() or fail() ends the task before, `data` is never delivered.
-                But if a payload of "buffer" is behind the task already, `data` replaces it there.
-            "reject": raise KeyInFlight.
+        delay_s:  the seconds (wall clock) for which the task waits in scheduled/ first.
+        key:  1 to 200 bytes in UTF-8. If a task of the key waits, `data` becomes its payload, for a
+            first attempt. The task keeps its id, and its place unless delay_s is given.
+        if_in_flight:  if the task of the key is leased: "buffer": put `data` behind it, in place of
+            earlier `data`. When that task ends, `data` becomes a task, with the returned id. If it
+            comes back, it carries `data`. "update": return the id of the leased task, and drop
+            `data` when it ends, unless "buffer" came first. "reject": raise KeyInFlight.
 
-        Raises TypeError if `data` is not bytes-like, if `key` is not a str, or if `if_in_flight` is
-        "update" or "reject" without a key. Raises ValueError if the key is too long or empty, if
-        `delay_s` is negative, or if `if_in_flight` is not one of the three. Raises KeyInFlight for
-        "reject". Raises the OSError of the system call if the disk did not take the task. With a
-        key, also raises OSError where there is no flock(2), and EDEADLK in a signal handler that
-        has interrupted a call for the same lock.
-
-        If push() raises, `data` is not in the queue, except in three cases. A worker has claimed
-        the task before its sync failed. The disk refused to undo the push. Or `data` has replaced
-        another payload of the key, and only the sync failed.
-
-        On disk: when push() returns, the file of the task is in pending/. With a key, `data` may
-        instead be in keys/, or in the file of the key's task in scheduled/. The file is written in
-        creating/, and then moved by rename(2). A rename is atomic (POSIX): no worker sees half a
-        task. With sync_after_write, push() also calls fsync(2) for the file and for the directory.
+        Raises TypeError or ValueError if an argument is invalid, and OSError. A key needs flock(2).
+        After an OSError, `data` is not in the queue, unless a worker took it before the sync
+        failed, it had replaced a payload, or the disk refused to undo the push.
         """
         if delay_s != 0:
             return self._push_at(_due_after_ns(delay_s), data, key, if_in_flight)
@@ -3343,13 +3323,9 @@ class FemtoQueue:
 
         Raises TypeError if `iterable` is a single payload, or if one of the payloads is not
         bytes-like. Raises OSError if the disk did not take a task, and any exception that
-        `iterable` raises. The tasks before the error are in the queue. The attribute `pushed_ids`
-        of the exception has the ids of these tasks. If the sync at the end of the batch failed,
-        power loss may still undo them.
-
-        On disk: when push_many() returns, the files of the tasks are in pending/. With
-        sync_after_write, one syncfs(2) makes the whole batch durable on ext4, xfs, btrfs and f2fs.
-        On other file systems, and on systems other than Linux, each task is synced as by push().
+        `iterable` raises. The tasks before the error are in the queue, and the attribute
+        `pushed_ids` of the exception has their ids. If the sync at the end failed, power loss may
+        still undo them.
         """
         if isinstance(iterable, (_BytesLike, str)):
             raise TypeError("push_many takes an iterable of payloads; for one payload use push")
@@ -3376,32 +3352,22 @@ class FemtoQueue:
         key: str | None = None,
         if_in_flight: _IfInFlight = "buffer",
     ) -> str:
-        """Add a task that joins the queue at a given time, and return the id of the task.
+        """Add a task that joins the back of the queue at a given time, and return its id.
 
-        At that time the task goes to the back of the queue.
+        data, key, if_in_flight:  as in push(). A task of the key that waits gets the new time, too.
+        time_us:  the due time by the wall clock. Microseconds since the epoch, as in time.time() *
+            1e6, or a datetime with a time zone. 0 or a time in the past means at once.
 
-        data:  the payload, as in push().
-        time_us:  the due time by the wall clock. The time is a number of microseconds since the
-            epoch, as in time.time() * 1e6, or a datetime with a time zone. If the time is past, the
-            task is due at once. For a task that is due at once, pass 0.
-        key:  as in push(). If a task of the key waits, due or not, the task gets the new time
-            together with the new payload.
-        if_in_flight:  as in push(). A payload that is buffered waits for its time, too.
+        Raises ValueError if the time is not before the year 2255, or if a datetime has no time
+        zone. Also raises ValueError for a time from one second after the epoch to the end of 1972,
+        because such a number is most likely in seconds or milliseconds. Raises TypeError if
+        `time_us` is neither a number nor a datetime, and any error that push() raises.
 
-        Raises TypeError if `time_us` is neither a number nor a datetime. Raises ValueError if the
-        time is not before the year 2255, or if a datetime has no time zone. Raises ValueError for a
-        time from one second after the epoch to the end of 1972, because such a number is most
-        likely a time in seconds or milliseconds. Raises any error that push() raises.
-
-        On disk: when schedule() returns, the file of the task is in scheduled/, under a name that
-        begins with the due time. After that time, a pop() of any worker moves the task to pending/,
-        by rename(2). While some worker waits in pop(), or calls pop() again and again, this usually
-        happens within half a second. With a key, `data` may also be elsewhere, as after push().
+        The maintenance of pop() moves the due task, every 0.4 s, or at once while a pop() waits.
         """
         return self._push_at(_due_time_ns(time_us), data, key, if_in_flight)
 
     def _push_at(self, due_ns: int, data: _BytesLike, key: str | None, if_in_flight: str) -> str:
-        """Add a task that is due at a time, as push() and schedule() do."""
         if key is not None or if_in_flight != "buffer":
             return self._push_keyed(data, key, if_in_flight, due_ns)
         ident = self._clock.new_id()
@@ -3431,42 +3397,20 @@ class FemtoQueue:
     # Consuming
 
     def pop(self, timeout: float | None = 0, *, lease_ms: float | None = None) -> FemtoTask | None:
-        """Lease the oldest task and return the task, or return None if there is no task to deliver.
+        """Lease the oldest task, and return it. Return None if there is no task to deliver.
 
-        done(), fail() or release() ends the lease. The lease may also end by its deadline, or by
-        the death or the close() of this worker. Then this or another worker may deliver the task
-        again. If a task is corrupt, pop() moves it to failed/, logs the reason, and takes the next
-        task.
+        done(), fail() or release() ends the lease. If it ends otherwise, the task is delivered
+        again. A corrupt task moves to failed/ and is logged, and pop() takes the next.
 
-        timeout:  the seconds to wait for a task. 0: do not wait. None: wait without a limit. During
-            the wait, signal handlers run at once.
-        lease_ms:  the length of this lease, in milliseconds. extend() and processing() renew the
-            lease for the same length. None: timeout_stale_ms.
+        timeout:  the seconds to wait. 0: do not wait. None: no limit.
+        lease_ms:  the milliseconds of the lease and of its renewals. None: timeout_stale_ms.
 
-        Returns None if no task came in time, if the queue stayed paused, or if close() in another
-        thread ended the call. With timeout=0, pop() also returns None if other workers won every
-        claim.
+        Also returns None if the queue stays paused, or if close() in another thread ended the call.
 
-        Raises ValueError or TypeError if an argument is invalid. Raises the OSError of the system
-        call if there is trouble with the disk. If only a housekeeping job met the trouble, for
-        example in scheduled/ or in the directory of another worker, the error is raised only when
-        no task waits.
-
-        If the trouble is with one task, the attribute `task_id` of the OSError or MemoryError has
-        the id of the task. For example, this user has no right to read or move the file, or the
-        payload does not fit into memory. A task that can't be read goes to the back of the queue,
-        and the next pop(), in this process or another, takes the next task. The delivery counts as
-        an attempt: after max_attempts deliveries, the task goes to failed/.
-
-        A call that waits looks for a task when inotify(7) reports a change, when a task comes due,
-        and when a lease ends. It usually finds the tasks of a worker at most half a second after
-        the worker died. Where inotify does not report all changes, the call also looks at least
-        every poll_interval_s.
-
-        On disk: when pop() returns a task, the file of the task is in inflight-<node>/. The name of
-        the file begins with the deadline. If several workers call rename(2) for the same file, one
-        succeeds and the others get ENOENT (POSIX). The rename is not synced: after power loss the
-        task may wait in its old place again.
+        Raises ValueError or TypeError if an argument is invalid, and OSError. An OSError of the
+        maintenance is raised only when no task waits. If the attribute `task_id` of an OSError or
+        MemoryError names a task, this task is at the back of the queue, and the attempt counts. A
+        task that this user may not move is passed over for a minute.
         """
         if os.getpid() != _process_id:  # inlined: a call would be 2 % of pop()
             _after_fork_in_child()
@@ -3480,14 +3424,12 @@ class FemtoQueue:
     async def pop_async(
         self, timeout: float | None = None, *, lease_ms: float | None = None
     ) -> FemtoTask | None:
-        """Do what pop() does, without blocking the event loop.
+        """Do what pop() does, without blocking the event loop: the call waits in a thread.
 
         timeout, lease_ms:  as in pop(), but the default timeout is None: wait without a limit.
 
-        While the call waits, it uses a thread.
-
-        Cancelling the call leaves no task leased. If the call has just taken a task, the task
-        returns to its place, and the delivery is not counted.
+        Cancelling the call leaves no task leased. A task that the call has just taken returns to
+        its place, uncounted.
         """
         length_ns = _lease_length_ns("lease_ms", lease_ms, self._length_ns)
         _notice_fork()
@@ -3504,28 +3446,18 @@ class FemtoQueue:
         lease_ms: float | None = None,
         even_paused: bool = False,
     ) -> FemtoTask | None:
-        """Lease the task of a key, or the task with an id, out of turn, and return the task.
+        """Lease the task of a key, or the task with an id, out of turn, and return it.
 
-        key:  the key of the task. The task must be in pending/, or in scheduled/ and due. The cost
-            of the search does not depend on the number of waiting tasks, except on file systems
-            that other hosts write to. But take() also runs the housekeeping jobs of pop(), and
-            their cost does depend on this number.
+        key:  the key of a task in pending/, or in scheduled/ and due.
         timeout:  the seconds to wait for the task, as in pop().
-        id:  the id of the task. The task must be in pending/ or in scheduled/, due or not. To
-            cancel a waiting task, take it by its id and call done(). If the task is given back or
-            reclaimed instead, its old due time no longer counts.
-        lease_ms:  the length of the lease in milliseconds, as in pop().
-        even_paused:  True: take the task even if the queue is paused, for example to cancel it.
+        id:  the id of a task in pending/ or scheduled/, due or not. If the task comes back, its old
+            due time no longer counts. To cancel a task, take it by its id and call done().
+        lease_ms:  the milliseconds of the lease, as in pop().
+        even_paused:  True: take the task even if the queue is paused.
 
-        Returns None if the task could not be leased in time: the task does not exist, is in flight,
-        or (by key) is not due yet. Also returns None if the queue stayed paused, or if close() in
-        another thread ended the call.
-
-        Raises TypeError unless exactly one of `key` and `id` is given. Raises ValueError if the key
-        or the id is invalid, and any error that pop() raises. For a task with a key, raises OSError
-        where there is no flock(2).
-
-        On disk: as after pop().
+        Returns None if the task could not be leased in time, and in the cases of pop(). Raises
+        TypeError unless exactly one of `key` and `id` is given, ValueError if the key or the id is
+        invalid, and any error that pop() raises. A task with a key needs flock(2).
         """
         end_s = _end_s(timeout)
         look = self._finder_of(key, id, lease_ms, end_s, even_paused)
@@ -3541,11 +3473,9 @@ class FemtoQueue:
     ) -> FemtoTask | None:
         """Do what take() does, without blocking the event loop.
 
-        The parameters are as in take(), but the default timeout is None: wait without a limit.
-
-        Cancelling the call has the same effect as in pop_async(). take_async() never blocks on the
-        lock of the key. If another thread or process holds the lock, take_async() tries again a
-        little later, and so on until the timeout.
+        The parameters are as in take(), but the default timeout is None: wait without a limit. The
+        call can be cancelled as pop_async(). While another process holds the lock of the key, it
+        tries again and again, until the timeout.
         """
         look = self._finder_of(key, id, lease_ms, 0)
         return await self._worker.waits.wait_for_async(look, _end_s(timeout), f"{key} {id}")
@@ -3572,17 +3502,14 @@ class FemtoQueue:
     def drain(self, timeout: float | None = None) -> Iterator[FemtoTask]:
         """Iterate over tasks until no task is pending, scheduled or in flight.
 
-        Each task is leased as by pop(). Tasks of other workers count too: drain() waits for them to
-        end or to come back. End each task before asking for the next: drain() also waits for a task
-        that this worker still holds.
+        Each task is leased as by pop(). Tasks of other workers count, too: drain() waits for them.
+        End each task before asking for the next: drain() also waits for what this worker holds.
 
-        timeout:  the seconds to wait for each task. If no task comes in that time, the iteration
-            ends. None: no limit.
+        timeout:  the seconds to wait for each task. If none comes in that time, the iteration ends.
+            None: no limit.
 
         Raises ValueError or TypeError at once if `timeout` is invalid. The iteration raises the
-        errors of pop(). close() in another thread ends the iteration.
-
-        On disk: as after pop(), for each task.
+        errors of pop(). close() in another thread ends it.
         """
         _end_s(timeout)  # raise for an invalid timeout now, not at the first task
 
@@ -3599,8 +3526,8 @@ class FemtoQueue:
     def join(self, timeout: float | None = None) -> bool:
         """Wait until no task is pending, scheduled or in flight, and return True.
 
-        join() itself moves no task. Due tasks, and the tasks of dead workers, move only when some
-        worker calls pop() or take().
+        join() itself moves no task: due tasks, and the tasks of dead workers, need a worker that
+        calls pop() or take().
 
         timeout:  the seconds to wait. None: no limit.
 
@@ -3618,24 +3545,13 @@ class FemtoQueue:
 
         task:  the task that pop() or another method leased.
 
+        The checkpoint of the task is removed. A payload behind the task (see push()) becomes a
+        task.
+
         Raises LeaseLost if this delivery no longer holds the lease; then nothing is changed. Raises
-        TypeError if `task` is not a FemtoTask, and the OSError of the system call if there is
-        trouble with the disk.
-
-        After an OSError, done() may be called again. If the rename(2) or unlink(2) failed, the task
-        is still leased, and the next call tries again. If only a later step failed, such as the
-        sync, the task has moved all the same, and the next call raises LeaseLost.
-
-        On disk: when done() returns, the file of the task is in done/. With keep_done=False, or if
-        a full disk has no room for the name in done/, the file is deleted. The rename(2) or
-        unlink(2) is the commit. The system call fails with ENOENT if the lease is gone (POSIX), and
-        then LeaseLost is raised. The checkpoint of the task is removed. A payload that is buffered
-        behind the task becomes a task.
-
-        With sync_after_write, done() also calls fsync(2) for the file and for done/. If the task is
-        to be deleted, power loss must not bring the task back to pending/. The rename of the claim
-        was not synced. So the file and its directory are synced before the unlink(2), and the
-        directory again after it.
+        TypeError if `task` is not a FemtoTask, and the OSError of the system call. After an
+        OSError, done() may be called again. It raises LeaseLost if the task had moved, and only a
+        later step, such as the sync, had failed.
         """
         self._worker.finish(task)
 
@@ -3645,14 +3561,8 @@ class FemtoQueue:
         task:  the task that pop() or another method leased.
         error:  the reason: a text, or an exception, whose traceback is kept. None: no reason.
 
-        Raises LeaseLost, TypeError and OSError as done() does. Also raises TypeError if `error` is
-        of another type.
-
-        On disk: when fail() returns, the file of the task is in failed/, and a given reason is in
-        failed/<id>.error. The rename(2) of the task comes first, because it fails if the lease is
-        gone. So a worker that lost its lease never writes a reason for another delivery. If the
-        process dies before the reason is in place, the task has no reason. The checkpoint, a
-        buffered payload and the syncs are treated as in done().
+        The checkpoint and a payload behind the task are treated as in done(). Raises LeaseLost,
+        TypeError and OSError as done() does. Also raises TypeError if `error` is of another type.
         """
         if not isinstance(error, (str, BaseException, type(None))):
             raise TypeError(f"error must be a text or an exception, not {error!r}")
@@ -3661,23 +3571,19 @@ class FemtoQueue:
     def release(
         self, task: FemtoTask, *, front: bool = False, delay_s: float = 0, counted: bool = True
     ) -> None:
-        """Give the task back, so that it is delivered again.
-
-        Without further arguments the task goes to the back of the queue.
+        """Give the task back, so that it is delivered again. It goes to the back of the queue.
 
         task:  the task that pop() or another method leased.
-        front:  True: the task returns to the place of its push, usually the front of the queue.
+        front:  True: the task returns to the place of its push.
         delay_s:  the seconds, by the wall clock, for which the task waits in scheduled/.
         counted:  False: the attempts of the task do not count this delivery.
 
+        The next delivery gets the checkpoint. But if a payload is behind the task (see push()), the
+        next delivery carries that payload, as a first attempt, without the checkpoint. If that
+        payload is due later, the task waits until then, whatever `front` and `delay_s` say.
+
         Raises ValueError if `delay_s` is negative, or if both `front` and `delay_s` are given.
         Raises LeaseLost, TypeError and OSError as done() does.
-
-        On disk: when release() returns, the file of the task is in pending/ or scheduled/, moved by
-        rename(2). With sync_after_write, fsync(2) of the file and of the directory follows. The
-        checkpoint stays for the next delivery. If a newer payload of the key is buffered, the next
-        delivery carries that payload, as a first attempt and without the checkpoint. If that
-        payload is due later, the task waits until then, whatever `front` and `delay_s` say.
         """
         path = _lease_of(task).path
         ident, attempts = _id_of(path), _attempts_of(path) - (not counted)
@@ -3692,20 +3598,14 @@ class FemtoQueue:
         self._worker.requeue(task, target)
 
     def extend(self, task: FemtoTask, ms: float | None = None) -> None:
-        """Renew the lease of the task: give it a new deadline.
+        """Renew the lease of the task: give it a new deadline, and `task.path` the new path.
 
-        task:  the task that pop() or another method leased. `task.path` gets the new path of the
-            lease.
+        task:  the task that pop() or another method leased.
         ms:  the milliseconds from now until the lease ends. None: the length for which the lease
-            was taken. In a block of processing(), this length is also the minimum: a smaller `ms`
-            is raised to the length for which the lease was taken.
+            was taken. In a block of processing(), a smaller `ms` holds only until the next renewal.
 
         Raises ValueError if `ms` is not greater than 0. Raises LeaseLost, TypeError and OSError as
         done() does.
-
-        On disk: when extend() returns, the file of the task has a new name, with the new deadline,
-        in the same directory. The rename(2) fails with ENOENT if the lease is gone (POSIX), and
-        then LeaseLost is raised. The rename is not synced.
         """
         lease = _lease_of(task)
         self._worker.renew(task, _lease_length_ns("ms", ms, lease.length_ns))
@@ -3715,19 +3615,15 @@ class FemtoQueue:
 
         lease:  `task.path` in the other process, the last part of that path, or the id of the task.
 
-        The payload is not read: `data` is b"". `size_bytes`, `key` and `checkpoint` are None. A
-        saved checkpoint belongs to one payload. So the method checkpoint() reads the payload when
-        it is called. It raises CorruptTask if the file of the task is not a whole record.
+        The payload is not read: `data` is b"". `size_bytes`, `key` and `checkpoint` are None. The
+        method checkpoint() reads the payload, and raises CorruptTask if it is not whole.
+
+        A lease that is not detached still ends with the worker that took it. extend() without `ms`
+        renews the lease for timeout_stale_ms of this object. If that is None, it renews a detached
+        lease for the time that was left at attach(), and for at least a second.
 
         Raises LeaseLost if no lease has this path or id: the lease has ended, or a renewal has
         changed the path. Raises TypeError if `lease` is not a str.
-
-        A lease that is not detached still ends with the worker that took the lease. Without `ms`,
-        extend() renews the lease for timeout_stale_ms of this object. If timeout_stale_ms is None,
-        extend() renews a detached lease for the time that was left when attach() was called, and
-        for at least a second.
-
-        On disk: nothing changes.
         """
         directory, _, name = _check_str("lease", lease).rpartition("/")
         is_path = _parse_node_dir(directory) and self._files.exists(lease)  # needs no listing
@@ -3753,52 +3649,34 @@ class FemtoQueue:
 
     def processing(self, task: FemtoTask) -> _Processing:
         """Return a context manager that renews the lease during its block, then ends the delivery.
+        The end of an `async with` runs in a thread, and does not block the event loop.
 
-        task:  the task that pop() or another method leased. The `as` clause of the `with` statement
-            gets the same object.
+        task:  the task that pop() or another method leased, and that the `as` clause gets.
 
-        `async with` takes the same object. Its end runs in a thread, and does not block the event
-        loop.
+        Without an exception, the task is finished, unless the block itself has ended the delivery.
+        An exception propagates, and the task waits for another attempt (see retry_delay_s). If it
+        has had max_attempts, it moves to failed/ instead, with the traceback. After an exception
+        that is not an Exception, such as KeyboardInterrupt or asyncio.CancelledError, the task
+        returns to the place of its push, uncounted.
 
-        A thread in the background renews the lease; each queue object has at most one such thread.
-        When the block ends without an exception, the task is finished, as by done(). If the block
-        itself ended the delivery by done(), fail() or release(), nothing more is done.
-
-        An exception propagates, and the task waits for another attempt (see retry_delay_s). If
-        task.attempts has reached max_attempts, the task moves to failed/ instead, as by fail(task,
-        exception). KeyboardInterrupt, SystemExit, asyncio.CancelledError and other exceptions that
-        are not an Exception return the task to the place of its push. The delivery is not counted
-        then.
-
-        Raises TypeError if `task` is not a FemtoTask. Raises LeaseLost at the beginning or the end
-        of the block if the lease is lost. Raises OSError if the lease can't be renewed at the
-        beginning, or if the end of the delivery can't be written to the disk. In the second case,
-        the task is delivered again soon, unless only a step after the rename(2) or unlink(2)
-        failed.
-
-        On disk: after the block, as after done(), release() or fail().
+        Raises TypeError if `task` is not a FemtoTask, and LeaseLost if the lease is lost at the
+        beginning or the end. Raises OSError if the lease can't be renewed at the beginning, or if
+        the end can't be written. The task is then delivered again, unless it has moved.
         """
         return _Processing(self, task, self._worker)
 
     def checkpoint(self, task: FemtoTask, data: _BytesLike) -> None:
         """Save how far the work on the task has come, and renew the lease.
 
-        The next delivery gets the bytes as `task.checkpoint`. This holds after release(), after an
-        exception in processing(), and after the lease was taken back, for example because this
-        worker died. A delivery with a newer payload of the key gets no checkpoint. done() and
-        fail() remove the checkpoint.
+        The next delivery gets the bytes as `task.checkpoint`, after release(), after an exception
+        in processing(), and after the lease was taken back. A delivery with a newer payload of the
+        key gets none. done() and fail() remove the checkpoint.
 
         task:  the task that pop() or another method leased.
         data:  the progress: bytes, bytearray or memoryview, of any meaning.
 
         Raises LeaseLost, and saves nothing, if this delivery no longer holds the lease. Raises
-        TypeError if `data` is not bytes-like, and the OSError of the system call if the disk did
-        not take the bytes.
-
-        On disk: when checkpoint() returns, checkpoints/<id> has the new bytes. One rename(2)
-        replaces the old file. If the process is killed, either the old or the new file is there,
-        and is whole. With sync_after_write, this also holds after power loss: fsync(2) of the file
-        comes before the rename, and fsync(2) of the directory comes after the rename.
+        TypeError if `data` is not bytes-like, and the OSError of the system call.
         """
         _save_checkpoint(self._worker, task, bytes(_as_bytes(data)))
 
@@ -3812,39 +3690,20 @@ class FemtoQueue:
         idle_timeout_s: float | None = None,
         time_limit_s: float | None = None,
     ) -> WorkCounts:
-        """Call handler(task) for each task, within processing(), until told to stop.
+        """Call handler(task) for each task, within processing(), and return WorkCounts.
 
-        handler:  the function that does the work: a plain function, neither async nor a generator.
-            If the handler raises an exception, the exception is logged (logger "femtoqueue"), and
-            the next task follows.
+        handler:  a plain function, neither async nor a generator. Its exceptions are logged.
         concurrency:  the number of tasks handled at a time. More than 1: in threads.
         drain:  True: return when no task is pending, scheduled or in flight.
-        stop:  a threading.Event. When the event is set, the running handlers finish, and work()
-            returns.
-        idle_timeout_s:  return when this worker has been idle for that many seconds. None: never.
-        time_limit_s:  take no more tasks when that many seconds have passed. None: no limit.
+        stop:  a threading.Event. When it is set, the running handlers finish, and work() returns.
+        idle_timeout_s, time_limit_s:  take no more tasks when this worker has been idle for so many
+            seconds, or after so many seconds in all. None: no limit.
 
-        Returns the number of deliveries by outcome, as WorkCounts.
-
-        If work() runs in the main thread, SIGTERM and SIGINT stop the loop as `stop` does, and a
-        line on standard error says so. A second signal gives back the tasks that are running, and
-        work() returns at once. With concurrency=1, the second signal ends the handler by a
-        KeyboardInterrupt, which work() catches. With a higher concurrency, the handlers still run
-        in their threads, and get LeaseLost when they use their tasks. Two signals within 0.3
-        seconds count as one. close() in another thread stops the loop, too.
-
-        Raises TypeError or ValueError if an argument is invalid. If a handler raises SystemExit,
-        KeyboardInterrupt or another exception that is not an Exception, the loop ends, and the
-        exception propagates. The handler's task is given back, and the delivery is not counted. An
-        OSError of pop() or of the end of a delivery also ends the loop, and is raised when the
-        running handlers have finished. If a signal came, too, the OSError is only logged.
-
-        But if pop() met trouble with a single task (the error has a `task_id`, see pop()), the
-        error is only logged, and work() takes the next task. Such an error is raised only if every
-        attempt to take a task has failed in this way for more than 30 seconds, and no handler is
-        running.
-
-        On disk: each task is where done(), fail() or release() put it.
+        In the main thread, SIGTERM and SIGINT act as `stop`. A second signal, at least 0.3 s later,
+        gives the running tasks back, and work() returns at once. It ends a handler in this thread
+        by KeyboardInterrupt. Handlers in other threads get LeaseLost when they use their tasks. An
+        exception of a handler that is not an Exception propagates, and so does an OSError of pop()
+        or of the end of a delivery. One with a `task_id` (see pop()) is logged instead, for 30 s.
         """
         import inspect
 
@@ -3875,14 +3734,10 @@ class FemtoQueue:
         ).run()
 
     def pause(self) -> None:
-        """Stop handing out tasks, in all processes, until resume().
-
-        Tasks in flight are not affected, and push() still adds tasks. Other workers usually notice
-        the pause within a second, when they run the housekeeping jobs. Raises OSError if the file
-        can't be made.
-
-        On disk: when pause() returns, the file data_dir/PAUSED is there.
-        """
+        """Stop handing out tasks, in all processes, until resume(). Tasks in flight are not
+        affected, and push() still adds tasks. Other workers notice the pause at their next
+        maintenance, within about a second. Raises OSError if the file data_dir/PAUSED can't be
+        made."""
         files = self._files
         flags = _CREATE_FLAGS | _NO_FOLLOW_OR_BLOCK
         files.dirs.refresh()
@@ -3891,15 +3746,9 @@ class FemtoQueue:
         self._worker.maintenance.drop_batch()
 
     def resume(self) -> None:
-        """Hand out tasks again, no matter which process paused the queue.
-
-        Calls that wait look for tasks at once, or after poll_interval_s at most if inotify(7) does
-        not report all changes.
-
-        Raises OSError if the file can't be removed.
-
-        On disk: when resume() returns, the file data_dir/PAUSED is gone.
-        """
+        """Hand out tasks again, no matter which process paused the queue. Calls that wait look for
+        tasks at once, or after poll_interval_s. Raises OSError if data_dir/PAUSED can't be
+        removed."""
         self._files.dirs.refresh()
         self._files.unlink_if_exists("PAUSED")
 
@@ -3920,13 +3769,8 @@ class FemtoQueue:
 
         id:  the id of the task.
 
-        Raises TaskNotFound if the task is not in failed/. Raises KeyInFlight if its key has another
-        task now. Raises ValueError or TypeError if `id` is not a valid id, and the OSError of the
-        system call if there is trouble with the disk.
-
-        On disk: when retry() returns, the file of the task is in pending/, and the reason in
-        failed/ is removed. The file is moved by rename(2). With sync_after_write, fsync(2) of the
-        file and of the directory follows.
+        Raises TaskNotFound if the task is not in failed/, and KeyInFlight if its key has another
+        task. Raises ValueError or TypeError if `id` is invalid, and the OSError of the system call.
         """
         ident = _check_id(id)
         entry = self._files.find_id(ident, "failed")
@@ -3938,11 +3782,8 @@ class FemtoQueue:
     def retry_failed(self) -> int:
         """Put every failed task at the back of the queue, oldest first, and return their number.
 
-        If the key of a task has another task now, the task stays in failed/, and the returned
-        number does not include it. Raises the OSError of the system call if there is trouble with
-        the disk. The tasks that were put back before the error stay in pending/.
-
-        On disk: as after retry(), for each task.
+        A task whose key has another task now stays in failed/, and does not count. Raises the
+        OSError of the system call. The tasks that were put back before the error stay in pending/.
         """
         count = 0
         for entry in self._files.find("failed"):
@@ -3955,16 +3796,13 @@ class FemtoQueue:
     ) -> int:
         """Delete tasks that ended more than older_than_s seconds ago, and return their number.
 
-        older_than_s:  the least age in seconds, by the wall clock. The age is the time since
-            st_ctime of the file. Every common file system sets st_ctime on rename(2), so the age
-            counts from the move to done/ or failed/.
+        older_than_s:  the least age in seconds, by the wall clock, since the move to done/ or
+            failed/ (st_ctime).
         states:  "done" or "failed", or an iterable of them. With "failed", old reasons whose task
             is gone are deleted, too.
 
-        Raises ValueError or TypeError if an argument is invalid, and OSError if there is trouble
-        with the disk.
-
-        On disk: when purge() returns, the files are gone. The deletion is not synced.
+        Raises ValueError or TypeError if an argument is invalid, and the OSError of the system
+        call.
         """
         _not_negative("older_than_s", older_than_s)
         given = {states} if isinstance(states, str) else set(states)
@@ -3980,35 +3818,27 @@ class FemtoQueue:
         return count
 
     def check(self, repair: bool = False) -> list[Finding]:
-        """Return what is wrong in data_dir, as a list. With repair=True, also make safe repairs.
+        """Return what is wrong in data_dir, as a list of Finding. Every task is read. A task that
+        moves meanwhile may be reported wrongly.
 
-        Every task is read. A task that moves meanwhile may be reported wrongly.
+        repair:  True: make the repairs that are safe while workers run. The tasks of ended leases
+            and of dead workers return to pending/. Payloads in keys/ whose task is gone become
+            tasks. Links of keys without a task, and leftovers, are removed. These repairs are no
+            findings. Corrupt tasks that wait go to failed/. False: change nothing.
 
-        repair:  True: make the repairs that are safe while workers run. Corrupt tasks that wait go
-            to failed/. The tasks of dead workers, and of leases past their deadlines, return to
-            pending/. Payloads in keys/ whose task is gone become tasks. After that, key states
-            without a task are removed. Leftovers are removed, too. False: change nothing.
-
-        The findings are:
-        - a network file system, or a directory on another file system than data_dir
-        - a queue clock that is ahead of the wall clock
-        - foreign names
-        - records that are not whole, and files or directories that can't be read
-        - an id in two places
-        - dead workers and ended leases
-        - keys without a task
-        - leftovers in creating/ and checkpoints/ that are more than an hour old
+        The kinds: "trust": this is root, and others may write. "foreign": a name that is not of the
+        queue. "corrupt": a record that is not whole. "twice": an id in two places. "unreadable": a
+        file or directory. "dead worker", "expired": leases have ended. "key without a task".
+        "leftover": more than an hour old in creating/, more than 30 days in checkpoints/.
         """
         return [*_Inspector(self._worker, repair).findings()]
 
     # Looking
 
     def stats(self) -> Stats:
-        """Count the tasks in each state, and return the numbers as Stats.
-
-        Only names are read: with 100,000 tasks in done/, that takes about 50 ms. A task that moves
-        meanwhile may be missed or counted twice.
-        """
+        """Count the tasks in each state, and return the numbers as Stats. Only names are read:
+        100,000 tasks in done/ take about 50 ms. A task that moves meanwhile may be missed or
+        counted twice."""
         files = self._files
         pending, scheduled = map(files.entries, _WAITING_DIRS)
         ages_ns = [max(0, self._clock.now_ns() - it.stamp_ns) for it in pending[:1]]
@@ -4028,36 +3858,29 @@ class FemtoQueue:
         )
 
     def tasks(self, state: _State, *, data: bool = True) -> Iterator[FemtoTask]:
-        """Iterate over the tasks in a state, in the order of their names, without leasing them.
-
-        The tasks in flight come worker by worker. A task that waits is shown with the newest
-        payload of its key.
+        """Iterate over the tasks in a state, in the order of their names, without leasing them. The
+        tasks in flight come worker by worker. A task that waits has the newest payload of its key.
 
         state:  one of STATES.
-        data:  False: read only the headers. The attribute `data` is then b"". If the header is
-            invalid, `size_bytes` is None.
+        data:  False: read only the headers. `data` is then b"".
 
-        A task that moves meanwhile is left out. A task that this user may not read is left out and
-        logged. So is a corrupt task, unless data=False. peek() raises the error of such a task.
-
-        Raises ValueError if `state` is invalid.
+        Tasks that move meanwhile are left out. Tasks that this user may not read, and corrupt ones,
+        are left out and logged. With data=False, corrupt tasks are not found. Raises ValueError if
+        `state` is invalid.
         """
         return self._read_all(self._files.find(_check_state(state)), data)
 
     def peek(self, id: str | None = None, *, key: str | None = None) -> FemtoTask | None:
-        """Return the task with an id, or the task of a key, without leasing it.
+        """Return the task with an id, or the task of a key, without leasing it. A task that waits
+        has the newest payload of its key.
 
-        A task that waits is shown with the newest payload of its key.
-
-        id:  the id of the task, in any state. The id of a buffered payload is valid, too. In done/
-            and failed/, the file must have the id as its name, as the queue gives it.
+        id:  the id of a task in any state, or of a payload behind a task. In done/ and failed/, the
+            file must have the id as its name, as the queue gives it.
         key:  the key of a task that waits or is in flight.
 
-        Returns None if there is no such task, or if the task moved while peek() looked.
-
-        Raises CorruptTask if the file is not a whole record, and the OSError of the system call if
-        the file can't be read. Raises ValueError if the id or key is invalid, and TypeError unless
-        exactly one of the two is given.
+        Returns None if there is no such task, or if the task moved while peek() looked. Raises
+        CorruptTask if the file is not a whole record, and the OSError of the system call. Raises
+        ValueError if the id or key is invalid, and TypeError unless exactly one is given.
         """
         if (id is None) == (key is None):
             raise TypeError("peek needs either an id or a key")
@@ -4065,29 +3888,21 @@ class FemtoQueue:
             path = self._worker.keys.path_of(_key_tag(_encode_key(key)))
             entry = _parse(*path.split("/")) if path else None
         else:
-            # The states are searched in the order in which a task usually moves. So the search
-            # usually finds a task that moves meanwhile, in a state that is searched later.
-            # A push to the key of the task may have it in keys/ for a moment, so look there twice.
+            # The order is the one in which tasks move: see _LIVE. A push to the key of the task may
+            # have it in keys/ for a moment, so look there twice.
             entry = self._files.find_id(_check_id(id), "keys", *_LIVE, "keys", *_ENDED)
         return entry and self._read_entry(entry)
 
     def contains(self, key: str) -> bool:
-        """Return True if a task of the key waits or is in flight.
-
-        key:  the key, as in push().
-
-        Raises TypeError if the key is not a str, and ValueError if the key is too long or empty.
-        """
+        """Return True if a task of the key waits or is in flight. Raises TypeError if the key is
+        not a str, and ValueError if it is too long or empty."""
         return self._worker.keys.path_of(_key_tag(_encode_key(key))) != ""
 
     def keys(self, state: _State) -> Iterator[str]:
-        """Iterate over the keys of the tasks in a state.
+        """Iterate over the keys of the tasks in a state. Tasks without a key are left out, and so
+        are those that tasks() leaves out.
 
-        Tasks without a key are left out, and so are the tasks that tasks() leaves out.
-
-        state:  one of STATES, as in tasks().
-
-        Raises ValueError if `state` is invalid.
+        state:  one of STATES. Raises ValueError if it is invalid.
         """
         entries = self._files.find(_check_state(state))
         keyed = (entry for entry in entries if _is_keyed(entry.id))
@@ -4098,8 +3913,7 @@ class FemtoQueue:
         with the newest payload of its key. data=False: read only the header."""
         newest, payload = self._worker.keys.newest_path(entry), b""
         # RACE: another worker claims the task, and takes the newer payload out of keys/, before
-        # this read. Then the task's own path is tried. Usually the claim has moved the task away,
-        # and None is returned. If the task has come back to its path, its record is read.
+        # this read. Then the task's own path is tried, to which the task may have come back.
         for record in dict.fromkeys((newest, entry.path)):
             with suppress(FileNotFoundError):
                 if data:
@@ -4127,8 +3941,7 @@ class FemtoQueue:
         return task
 
     def _read_all(self, entries: Iterable[_Entry], data: bool) -> Iterator[FemtoTask]:
-        """Yield the tasks of the entries. Leave out tasks that moved. Leave out and log tasks that
-        are corrupt, or that this user may not read."""
+        """Yield the tasks of the entries, as tasks() does."""
         for entry in entries:
             try:
                 task = self._read_entry(entry, data)
@@ -4143,14 +3956,12 @@ class FemtoQueue:
     def close(self) -> None:
         """Give up the leases of this worker: their tasks return to pending/ at once.
 
-        The lease directory is removed if it is empty then. Some leases stay, and end at their
-        deadlines at the latest: detached leases, all leases where there is no flock(2), and all
-        leases while another object lives under the same node_id. If another process holds the lock
-        of a task's key, the task stays leased until a worker reclaims it.
+        Detached leases stay, and so do all leases where there is no flock(2), and while another
+        object lives under the same node_id. If another process holds the lock of a task's key, the
+        task stays leased until a worker reclaims it.
 
-        Calls of this object that wait in other threads and coroutines return at once. pop() and
-        take() return None, join() returns False, and drain() ends. work() takes no more tasks, and
-        returns when its handlers have finished.
+        In other threads and coroutines, pop() and take() return None, join() returns False, drain()
+        ends, and work() takes no more tasks.
 
         The object may be used again after close(). Dropping the last reference to the object, or
         leaving its `with` block, does what close() does.
@@ -4202,8 +4013,7 @@ def _warn_of_old_tasks(files: _Files) -> None:
                 _warn_once(f'{text}; the README, "Changes", has the program that moves them')
 
 
-# The names of the settings. The settings are fixed when an object is made. An unpickled object is
-# made anew from them.
+# The names of the settings, from which an unpickled object is made anew.
 _SETTINGS = FemtoQueue.__init__.__annotations__.keys() - {"return"}
 
 
