@@ -4876,9 +4876,7 @@ class _Waits:
 
 # ==================================================================================================
 # 16. Processing: the block of processing(), which keeps a lease and ends the delivery; checkpoints.
-#    A lease is renewed about every third of its length. After a round with a failed renewal, the
-#    next pause is a tenth of the usual one. If the deadline passes before a renewal succeeds, the
-#    lease stays valid until a worker reclaims the task.
+#    A lease is renewed about every third of its length, and ten times as often after a failure.
 #    Invariant: one thread per queue object renews the leases of all blocks that run. A thread that
 #    was replaced or stopped may still finish its round.
 # ==================================================================================================
@@ -4888,14 +4886,10 @@ _LONGEST_RETRY_S = 3600.0  # the longest delay before a retry, after an exceptio
 
 
 def _read_checkpoint(worker: _Worker, ident: str, data: bytes) -> bytes | None:
-    """Return the checkpoint that was saved for the payload `data` of a task. Return None if the
-    task has no checkpoint, or if the file is corrupt. If the checkpoint was saved for another
-    payload, remove the checkpoint's file, and return None. Usually the key of the task has got a
-    newer payload since the checkpoint was saved.
-
-    The file is a record. The payload of this record has two parts. The first part is the line that
-    _header() makes for the task's payload, called without a key. This line tells for which payload
-    the checkpoint was saved. The second part is the checkpoint as it was given."""
+    """Return the checkpoint that was saved for the payload `data` of a task, or None. Remove a
+    checkpoint that was saved for another payload."""
+    # The file is a record. Its payload begins with the header line of the task's payload, made
+    # without a key. The checkpoint as it was given follows.
     files, path = worker.files, f"checkpoints/{ident}"
     if not files.exists(path):
         return None
@@ -4903,7 +4897,7 @@ def _read_checkpoint(worker: _Worker, ident: str, data: bytes) -> bytes | None:
         saved, _ = files.read_path(path)
     except FileNotFoundError:
         return None  # RACE: a push to the task's key, or a person, removed the file after exists()
-    except CorruptTask as error:  # usually after power loss; the work starts from the beginning
+    except CorruptTask as error:
         _log().warning("checkpoints/%s: %s", ident, error.reason)
         return None
     of_data = _header(data)
@@ -4914,14 +4908,8 @@ def _read_checkpoint(worker: _Worker, ident: str, data: bytes) -> bytes | None:
 
 
 def _save_checkpoint(worker: _Worker, task: FemtoTask, payload: bytes) -> None:
-    """Save the checkpoint of a leased task, in place of an older one. Raises LeaseLost, and saves
-    nothing, if the lease is lost.
-
-    The checkpoint is written to a file in creating/. Then the lease is renewed, and the file is
-    renamed into checkpoints/. The renewal tests the fence: it raises LeaseLost if the lease is
-    lost.
-    CRASH: if the process dies before put_in_place(), the older checkpoint, if any, is still in
-    checkpoints/. The file in creating/ is then stale."""
+    """Save the checkpoint of a leased task, in place of an older one, and renew the lease. Raises
+    LeaseLost, and saves nothing, if the lease is lost."""
     lease, files, data = _lease_of(task), worker.files, task.data
     ident = _id_of(lease.path)
     if task.size_bytes is None:  # attach() made the task, and did not read the payload
@@ -4931,28 +4919,27 @@ def _save_checkpoint(worker: _Worker, task: FemtoTask, payload: bytes) -> None:
             files.lstat("pending")  # raises if data_dir is gone, which is disk trouble
             raise worker.lease_lost(lease) from None
     record = _header(data) + payload
-    # The worker of the next delivery may run under another user, so it gets the rights of data_dir
-    # to read the file. It is replaced by a rename, so only the owner may write to it.
+    # The worker of the next delivery may run under another user, so the file can be read by those
+    # who may read data_dir.
     mode = 0o600 | files.mode & 0o044
     with files.replacement(worker.clock.new_id(), _header(record), record, mode) as path:
         if not files.exists("checkpoints"):
             files.make_dir("checkpoints")
             files.sync_dir("")
         with worker.keys.lock_of(ident), worker.lock:
-            # No other thread of this queue object ends the delivery between renew() and
-            # put_in_place(), because both are under the worker's lock. No other worker reclaims the
-            # task between them, unless this process is stopped for longer than the renewed lease.
+            # The renewal comes first, because it tests the fence. No other thread of this queue
+            # object ends the delivery between the two renames. RACE: this process is stopped
+            # between them for longer than the renewed lease, and another worker takes the task.
             worker.renew(task)
+            # CRASH: the older checkpoint, if any, is still in place.
             files.move(path, f"checkpoints/{ident}")
     files.sync_dir("checkpoints")
     task.checkpoint, lease.has_checkpoint = payload, True
 
 
 class _LeaseRenewer:
-    """Renews the leases of all tasks in blocks of processing(), in one thread.
-
-    The renewer refers to the worker, not to the queue object. So a queue object that the program
-    drops is finalized at once, and gives up its lease directory."""
+    """Renews the leases of all tasks in blocks of processing(), in one thread. It does not refer to
+    the queue object: an object that the program drops is finalized at once."""
 
     def __init__(self, worker: _Worker) -> None:
         self._worker, self._lock = worker, worker.lock
@@ -4960,15 +4947,13 @@ class _LeaseRenewer:
         # `with` statement holds it.
         self.blocks: weakref.WeakValueDictionary[int, _Processing] = weakref.WeakValueDictionary()
         # The lock of the thread that was started last. Each thread has its own lock, which stop()
-        # releases to end the thread. None: no thread was started, or stop() was called. A thread
-        # that ends because no block runs does not change this attribute.
+        # releases to end the thread. None: no thread was started, or stop() was called.
         self._run_lock: threading.Lock | None = None
         self._pause_s = 0.0  # seconds between two rounds of the thread, unless a renewal failed
 
     def add(self, block: _Processing) -> None:
-        """Renew the lease of a block from now on. If the lease has a deadline and no thread runs,
-        start a thread. If the pauses of the current thread are too long for the lease, start a
-        thread with shorter pauses, and tell the current thread to end."""
+        """Renew the lease of a block from now on. Start a thread if none runs, or in place of one
+        whose pauses are too long for this lease."""
         lease = _lease_of(block.task)
         pause_s = lease.length_ns / 1e9 * _RENEWAL
         with self._lock:
@@ -4986,8 +4971,7 @@ class _LeaseRenewer:
             self.blocks.pop(id(task), None)
 
     def stop(self) -> None:
-        """Tell the thread to end, if there is one, but do not wait for its end. The caller holds
-        the worker's lock."""
+        """Tell the thread to end, without waiting. The caller holds the worker's lock."""
         runs, self._run_lock = self._run_lock, None
         if runs is not None:
             runs.release()
@@ -5005,28 +4989,23 @@ class _LeaseRenewer:
                     pause_s = self._pause_s / 10
 
     def _tasks(self, runs: threading.Lock) -> list[FemtoTask]:
-        """Return the tasks of all blocks that run, and set the pause before the next round. `runs`
-        is the lock of the calling thread.
-
-        An empty list ends the calling thread. The list is empty if no block runs. The list is also
-        empty if _run_lock is not `runs`, for one of three reasons: stop() was called, add() has
-        started another thread, or Ctrl-C interrupted add() just after the start of this thread."""
+        """Return the tasks of all blocks that run, and set the pause before the next round. An
+        empty list ends the thread, whose lock is `runs`."""
         with self._lock:
             tasks = [block.task for block in self.blocks.values()]
             length_ns = min((_lease_of(it).length_ns for it in tasks), default=_FOREVER_NS)
+            # stop() was called, add() has started another thread, or Ctrl-C has interrupted add()
+            # just after the start of this thread.
             if self._run_lock is not runs:
                 return []
-            # If no lease has a deadline, or no block is left, this pause is a third of _FOREVER_NS.
-            # A later lease with a deadline needs a shorter pause. So when add() gets such a lease,
-            # it starts a new thread.
+            # Without a lease that has a deadline, this pause is a third of _FOREVER_NS. So add()
+            # starts another thread for such a lease.
             self._pause_s = length_ns / 1e9 * _RENEWAL
             return tasks
 
     def _renew(self, task: FemtoTask) -> None:
-        """Renew the lease of a task if less than two thirds of the lease's length would be left at
-        the next round. Otherwise, leave the renewal to a later round. Do nothing if the block of
-        the task has ended. If the lease is lost, do not renew it in later rounds. Raises OSError if
-        the renewal failed. Then the caller makes the next round come sooner."""
+        """Renew the lease of a task if less than two thirds of its length would be left at the next
+        round. Raises OSError if the renewal failed."""
         lease = _lease_of(task)
         next_left_ns = self._worker.left_ns(task.path) - self._pause_s * 1e9
         if id(task) not in self.blocks or next_left_ns >= lease.length_ns * (1 - _RENEWAL):
@@ -5039,8 +5018,8 @@ class _LeaseRenewer:
                 self._worker.renew(task, until_s=end_s)
                 return
             except LeaseLost:
-                # Do not log this. Usually the end of the block will raise LeaseLost. Or RACE: the
-                # block itself has just ended the delivery, and nothing is wrong.
+                # The end of the block raises LeaseLost, so do not log this. RACE: the block itself
+                # has just ended the delivery, and nothing is wrong.
                 self.remove(task)
                 return
             except OSError as error:
@@ -5049,17 +5028,14 @@ class _LeaseRenewer:
 
 
 class _Processing:
-    """The context manager that FemtoQueue.processing() returns. It uses only public methods and
-    settings of the queue object."""
+    """The context manager that FemtoQueue.processing() returns."""
 
     def __init__(self, queue: Any, task: FemtoTask, worker: _Worker) -> None:
         self._queue, self.task = queue, task
         self._worker, self._lease, self._pid = worker, _lease_of(task), os.getpid()
 
     def __enter__(self) -> FemtoTask:
-        """Let the renewer renew the lease from now on, and return the task. If less than two thirds
-        of the lease's length are left, the lease is renewed at once. If more is left, the method
-        only checks that the file of the lease exists. Raises LeaseLost if the lease is lost."""
+        """Hand the lease to the renewer, and return the task. Raises LeaseLost."""
         task = self.task
         if self._worker.left_ns(task.path) < self._lease.length_ns * 2 / 3:
             self._worker.renew(task)
@@ -5071,12 +5047,8 @@ class _Processing:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: object
     ) -> None:
-        """End the delivery. Without an exception, the task is finished. After an exception, the
-        task is tried again, given back or failed: see _end(). The task stays as it is if the block
-        has ended the delivery itself, or has raised LeaseLost for this task.
-
-        Raises LeaseLost if the lease is lost. Another exception of _end(), such as an OSError,
-        propagates. If the task is still leased then, the reclaim job soon takes it back."""
+        """End the delivery, unless the block has ended it, or has raised LeaseLost for this task.
+        Raises LeaseLost. After another exception, a task that is still leased is reclaimed soon."""
         task = self.task
         # Do nothing in a child that was forked in the block: the child does not own the task.
         if os.getpid() != self._pid:
@@ -5090,7 +5062,7 @@ class _Processing:
             # than this block.
             if error is None or isinstance(error, Exception):
                 raise lost from error
-        except BaseException:  # trouble with the disk, or str() of `error` raises; or Ctrl-C
+        except BaseException:  # trouble with the disk; str() of `error` raises; Ctrl-C
             self.leave_to_reclaim()
             raise
         finally:
@@ -5121,13 +5093,8 @@ class _Processing:
             end()
 
     def _end(self, error: BaseException | None) -> None:
-        """Settle the task. Without an error, the task is finished. After an Exception, the task is
-        tried again; after max_attempts deliveries, it becomes a dead letter instead. After any
-        other error, such as KeyboardInterrupt, the task returns to the place of its push, and the
-        delivery is not counted.
-
-        If a worker is killed during the last attempt, this method is not called. At the next claim
-        of the task, _Worker._deliver() makes a dead letter of the task."""
+        """Finish the task. After an Exception, give it another attempt, or fail it after
+        max_attempts. After any other exception, return it to the place of its push, uncounted."""
         queue, task, attempts = self._queue, self.task, _attempts_of(self.task.path)
         if error is None:
             queue.done(task)
@@ -5142,24 +5109,20 @@ class _Processing:
             self._lease.outcome = "retried"
 
     def leave_to_reclaim(self) -> None:
-        """Make the reclaim job take the task back soon, because the delivery could not be ended."""
+        """Let the next reclaim take the task back, because the delivery could not be ended."""
         self._worker.lease_dir.orphans[self.task.path] = None
         self._worker.maintenance.sooner("reclaim", 0)
 
 
 # ==================================================================================================
 # 17. Worker pool: the loop behind work() and the command `work`.
-#    Invariant: each task that the pool takes is settled or taken back, unless its lease is lost. A
-#     reclaim job takes the task back if the task can't be settled because of trouble with the disk,
-#     or because the process ends first. This holds whatever step of the pool a signal interrupts.
+#    Invariant: each task that the pool takes is settled or reclaimed, unless its lease is lost,
+#    whatever step of the pool a signal interrupts.
 # ==================================================================================================
 
-# The pool ends with an error if it has taken no task for so many seconds, because of errors with a
-# task_id: see _take_untroubled().
-_TROUBLE_S = 30.0
-# Two signals within so many seconds count as one. If a signal has ended the command of a task or
-# the reader of the output, the same signal may still be on its way to this process. _CommandPool
-# (23) waits for that signal, also for so many seconds.
+_TROUBLE_S = 30.0  # the longest series of errors with a task_id: see _take_untroubled()
+# Two signals within so many seconds count as one. timeout(1) sends two, one to the process and one
+# to the process group. A terminal that is closed may send SIGHUP in the same way.
 _ONE_SIGNAL_S = 0.3
 _SIGNAL_POLL_S = 0.15  # the pause between two looks at `signals`, while handlers run in threads
 _AFTER_FAILURE = {
@@ -5180,17 +5143,8 @@ def _write_stop_line(begin: bytes) -> None:
 
 
 class _WorkerPool:
-    """The loop of work(): takes tasks and calls the handler for each.
-
-    The loop runs in `concurrency` threads. If `concurrency` is 1, work() runs the loop in the
-    calling thread instead, but the command `work` still uses a thread. One thread at a time takes a
-    task. Before a thread looks for a task, and again after a task was taken, is_stopped() is
-    called. A true result stops the pool. With drain, the pool also stops when no task is left.
-    drain() may yield nothing just because its timeout is over, so _take() then asks queue.join(0).
-
-    Invariant: a task is in `_running` from before its handler is called until its delivery is
-    counted. The thread that removes the task from `_running` counts the delivery. The lock of
-    `_changed` is held while `_running` or `counts` changes."""
+    """The loop of work(): takes tasks and calls the handler for each, in `concurrency` threads. If
+    `concurrency` is 1, work() runs the loop in the calling thread."""
 
     stops: tuple[str, ...] = ("SIGINT", "SIGTERM")  # the signals that stop the pool
 
@@ -5212,32 +5166,27 @@ class _WorkerPool:
         self._is_threaded = concurrency > 1
         self._idle_timeout_s = idle_timeout_s
         self._idle_end_s = _end_s(idle_timeout_s, "idle_timeout_s")
-        # The time when the pool stops taking tasks (monotonic clock). The time is set to 0 when the
-        # queue is drained, or when this worker has been idle for idle_timeout_s.
+        # The time when the pool stops taking tasks (monotonic clock). 0: the queue is drained, or
+        # this worker has been idle for idle_timeout_s.
         self._end_s = _end_s(time_limit_s, "time_limit_s")
         self.stop_numbers = [int(signal.Signals[name]) for name in self.stops]
         self.signals: list[int] = []  # the signals that _on_signal() did not ignore
         self._last_signal_s = 0.0
         self.counts: Counter[str] = Counter()  # by the fields of WorkCounts
-        self._running: dict[int, FemtoTask] = {}  # by the id() of the task
-        self._changed = threading.Condition()
+        # By the id() of the task. A task is here from before its handler is called until its
+        # delivery is counted. The thread that removes the task counts the delivery.
+        self._running: dict[int, FemtoTask] = {}
+        self._changed = threading.Condition()  # held while `_running` or `counts` changes
         self._take_lock = threading.Lock()  # held by the thread that takes a task
-        # The time of the first error in the current series of errors with a task_id (monotonic
-        # clock). inf: there is no series. _take_untroubled() says what ends a series.
+        # When the current series of errors with a task_id began (monotonic clock). inf: there is no
+        # series.
         self._trouble_s = float("inf")
         self._is_interruptible = False  # True: the second signal interrupts the handler
-        # The exception that ends the pool, for example of a handler, of pop(), or of the end of a
-        # delivery.
-        self._error: BaseException | None = None
+        self._error: BaseException | None = None  # the exception that ends the pool
 
     def run(self) -> WorkCounts:
-        """Work until the pool is told to stop, until idle_timeout_s or time_limit_s is over, or
-        (with drain) until no task is left. Return the counts.
-
-        Raises the exception with which a handler ended the pool, such as SystemExit. Also raises
-        the error of pop(), or of the end of a delivery, that ended the pool. But if a signal to
-        stop also came while the pool worked, an OSError is logged and not raised. After a second
-        signal, the tasks of the running handlers are given back, and nothing is raised."""
+        """Work until the pool is told to stop, or no work is left, and return the counts. Raises
+        the exception that ended the pool. But after a signal, an OSError is only logged."""
         with self._signals_handled():
             if self._is_threaded:
                 self._work_in_threads()
@@ -5252,8 +5201,7 @@ class _WorkerPool:
         return WorkCounts(**self.counts)
 
     def _work_in_threads(self) -> None:
-        """Run the loop in threads, until the threads end or the second signal comes. Raises
-        RuntimeError if not even one thread can be started."""
+        """Run the loop in threads, until they end or the second signal comes."""
         # Daemon threads, so that a handler that never returns does not keep the process alive.
         threads = [
             threading.Thread(target=self._work, daemon=True) for _ in range(self._concurrency)
@@ -5271,8 +5219,7 @@ class _WorkerPool:
                 thread.join(_SIGNAL_POLL_S)
 
     def _work(self) -> None:
-        """Take tasks and handle them until _is_stopping() returns True. An exception that reaches
-        this method stops all threads of the pool. The first such exception is kept in `_error`."""
+        """Take tasks and handle them. An exception that comes here stops all threads."""
         try:
             while True:
                 with self._take_lock:
@@ -5289,14 +5236,9 @@ class _WorkerPool:
         return bool(is_over or self._is_stopped())
 
     def _take_untroubled(self) -> FemtoTask | None:
-        """Take a task as _take() does. If an error concerns a single task, and so has a task_id,
-        log the error and return None, because the other tasks are not affected.
-
-        Raises an OSError or MemoryError without a task_id. Also raises an error with a task_id if
-        a series of such errors has lasted for more than _TROUBLE_S, and no handler runs. A series
-        ends when a task is taken. Without drain, a series also ends when a wait finds no task. With
-        drain, such a wait does not end the series, because the pool may be waiting for the tasks
-        that make trouble."""
+        """Take a task as _take() does. Log an error with a task_id, and return None: the other
+        tasks are not affected. Raises such an error when a series of them has lasted for
+        _TROUBLE_S, and no handler runs. Raises other errors of the disk."""
         try:
             task = self._take()
         except (OSError, MemoryError) as error:
@@ -5310,21 +5252,20 @@ class _WorkerPool:
             _log().error("task %s is passed over: %s", ident, why)
             time.sleep(_BASE_INTERVAL_S)  # it may be the only task
             return None
+        # With drain, a wait without a task does not end the series: the pool may be waiting for the
+        # tasks that make trouble.
         if task is not None or not self._drain:
             self._trouble_s = float("inf")
         return task
 
     def _take(self) -> FemtoTask | None:
-        """Take a task, put it into `_running`, and return it. Return None if no task comes within
-        _BASE_INTERVAL_S. The wait is short, because no event reports that the result of
-        is_stopped() has changed.
-
-        If the pool is stopping when a task comes, give the task back and return None. If the queue
-        is drained, or if this worker has been idle for idle_timeout_s, stop the pool (`_end_s`)."""
+        """Take a task, put it into `_running`, and return it. Return None if none comes within
+        _BASE_INTERVAL_S: the wait is short, because is_stopped() makes no event."""
         queue, wait_s = self._queue, _BASE_INTERVAL_S
         task: FemtoTask | None = (
             next(queue.drain(wait_s), None) if self._drain else queue.pop(wait_s)
         )
+        # drain() may have ended because its timeout is over, so ask join().
         is_drained = self._drain and task is None and queue.join(0)
         with self._changed:
             if task is None:
@@ -5340,8 +5281,7 @@ class _WorkerPool:
 
     def _process(self, task: FemtoTask) -> None:
         """Call the handler for a task, within processing(), and count how the delivery ended. Log
-        an Exception of the handler or of the end of the delivery. Any other exception, such as
-        SystemExit, propagates."""
+        an Exception."""
         processing, lease, has_begun = self._queue.processing(task), _lease_of(task), False
         try:
             with processing:
@@ -5354,9 +5294,8 @@ class _WorkerPool:
             tell = _log().warning if lease.outcome == "retried" else _log().error
             text = self._failure_text(task, lease.outcome, error)
             tell("%s", text, exc_info=None if isinstance(error, _CommandFailed) else cause)
-            # Without an outcome, the delivery has not ended. For example, the disk failed, or no
-            # thread could be started to renew the lease. So `error` ends the pool, like an
-            # error without a task_id that pop() raises.
+            # Without an outcome, the delivery has not ended: the disk failed, or no thread could be
+            # started to renew the lease. So `error` ends the pool.
             if not lease.outcome:
                 if has_begun or not self._is_passing(error):
                     self._error = self._error or error
@@ -5366,7 +5305,7 @@ class _WorkerPool:
             self._count(task, lease.outcome or "lost")
 
     def _failure_text(self, task: FemtoTask, outcome: str, error: Exception) -> str:
-        """Return the line of the log about a failed try."""
+        """Return the line of the log about a failed attempt."""
         why = type(error).__name__
         with suppress(Exception):  # str() of the handler's exception may raise
             why = str(error).partition("\n")[0]
@@ -5374,22 +5313,19 @@ class _WorkerPool:
         return f"{task.id}: try {task.attempts} failed, {then}: {why}"
 
     def _is_passing(self, error: BaseException) -> bool:
-        """Return True if the pool should go on after an error of its own. A subclass may override
-        this method, and wait first."""
+        """Return True if the pool should go on after an error of its own. A subclass may wait
+        first."""
         return False
 
     def _count(self, task: FemtoTask, outcome: str) -> None:
         with self._changed:
             self._idle_end_s = _end_s(self._idle_timeout_s)
-            # _process() and _abort() may call this method for the same task, in two threads. If the
-            # task is not in `_running`, the other caller has counted the delivery.
+            # RACE: _process() and _abort(), in two threads, end the same delivery.
             if self._running.pop(id(task), None) is not None:
                 self.counts[outcome] += 1
             self._changed.notify_all()
 
     def _handle(self, task: FemtoTask) -> None:
-        """Call the handler. If the handler runs in the calling thread of work(), the second signal
-        interrupts the handler."""
         try:
             self._is_interruptible = not self._is_threaded
             self._handler(task)
@@ -5397,16 +5333,14 @@ class _WorkerPool:
             self._is_interruptible = False
 
     def _abort(self) -> None:
-        """Give back the tasks that other threads handle. If the calling thread handled a task, the
-        delivery of that task has ended, and the task is not in `_running`."""
+        """Give back the tasks that other threads handle."""
         for task in [*self._running.values()]:
             if self._give_back(task):
                 self._count(task, "released")
 
     def _give_back(self, task: FemtoTask) -> bool:
-        """Release a task to the front of the queue, uncounted, and return True. Return False if the
-        delivery has just ended, or if the lease is lost. Also return False if release() raises
-        OSError. If the task is still leased then, the reclaim job soon takes it back."""
+        """Release a task to the place of its push, uncounted. Return whether this was done. After
+        an OSError, the next reclaim takes the task back."""
         try:
             self._queue.release(task, front=True, counted=False)
             return True
@@ -5419,8 +5353,8 @@ class _WorkerPool:
 
     @contextmanager
     def _signals_handled(self) -> Iterator[None]:
-        """While the block runs, pass the signals in `stops` to _on_signal(). Outside the main
-        thread, do nothing: Python sets signal handlers in the main thread only."""
+        """While the block runs, pass the signals in `stops` to _on_signal(). Python allows this in
+        the main thread only: elsewhere, do nothing."""
         import signal
 
         is_main = threading.current_thread() is threading.main_thread()
@@ -5446,16 +5380,12 @@ class _WorkerPool:
                 signal.signal(number, handler)
 
     def _tell_stop(self) -> None:
-        """Write a line about the first signal. The signal handler calls this method."""
+        """Write a line about the first signal. Runs in the signal handler."""
         _write_stop_line(b"\n")  # a terminal may show "^C" in front
 
     def _on_signal(self, number: int) -> None:
-        """Note a signal. The first signal stops the pool: no further task is taken. The second
-        signal gives back the tasks whose handlers still run. A handler in this thread is ended by
-        KeyboardInterrupt, and run() does not wait for handlers in other threads. A third signal is
-        only noted."""
-        # timeout(1) sends two signals, one to the process and one to the process group. A terminal
-        # that is closed may send SIGHUP in the same way. The second of the two is ignored here.
+        """Note a signal. The first one stops the pool. The second one ends a handler in this thread
+        by KeyboardInterrupt, and run() gives the running tasks back. A third one is only noted."""
         if self.signals and time.monotonic() < self._last_signal_s + _ONE_SIGNAL_S:
             return
         self._last_signal_s = time.monotonic()
@@ -5474,7 +5404,7 @@ class _WorkerPool:
 
 
 def _node_stats(worker: _Worker, directory: str) -> NodeStats:
-    """Count the leases of one worker, and find out whether the worker is alive."""
+    """Count the leases of one worker, and find out whether it is alive."""
     leases = worker.files.entries(directory)
     now_ns = worker.clock.now_ns()
     is_free = None
@@ -5497,8 +5427,8 @@ class _Inspector:
         self._worker, self._files, self._repair = worker, worker.files, repair
 
     def findings(self) -> Iterator[Finding]:
-        """Yield the findings. With `repair`, the maintenance runs first, and what it mends is no
-        finding. If a part raises OSError, the error is a finding, and the other parts still run."""
+        """Yield the findings. With `repair`, the maintenance runs first. If a part raises OSError,
+        the error is a finding, and the other parts still run."""
         maintenance = self._worker.maintenance
         if self._repair:
             for mend in (
@@ -5527,7 +5457,6 @@ class _Inspector:
             yield Finding("trust", ".", text)
 
     def _left(self) -> Iterator[Finding]:
-        """Yield a finding for each dead worker, ended lease, key without a task and leftover."""
         for directory in self._files.node_dirs():
             stats = _node_stats(self._worker, directory)
             if stats.liveness == "dead":
@@ -5565,9 +5494,7 @@ class _Inspector:
                     yield Finding("foreign", path, "does not belong to the queue")
 
     def _records(self) -> Iterator[Finding]:
-        """Read the record of each task and of each buffered payload. Yield a finding for each id
-        that is in two places, and for each record that is corrupt or can't be read. With `repair`,
-        a corrupt task that waits is moved to failed/."""
+        """Read each record. With `repair`, move a corrupt task that waits to failed/."""
         seen: dict[str, str] = {}
         for entry in self._files.find(*STATES, "keys"):
             other, seen[entry.id] = seen.get(entry.id, ""), entry.path
@@ -5582,7 +5509,7 @@ class _Inspector:
                 yield Finding("unreadable", entry.path, str(error))
             except CorruptTask as error:
                 if entry.directory == "failed" and self._files.exists(f"{entry.path}.error"):
-                    continue  # usually the reason says that this dead letter is corrupt
+                    continue  # a dead letter, whose reason tells why it failed
                 is_mended = False
                 if self._repair and entry.directory in _WAITING_DIRS:
                     with suppress(OSError):
