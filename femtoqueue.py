@@ -5522,10 +5522,9 @@ class _Inspector:
 # 19. Tickets: first come, first served, between processes.
 #    A line is a directory. A member is a participant in the line; its ticket is a file, which the
 #    member keeps locked.
-#    Invariant: a ticket's file is locked before the file gets the name of a ticket. Files get these
-#    names in the order of their numbers: a member draws a number, and locks and renames its file,
-#    while it holds the lock of the file "last". After the lock of a ticket has ended, the member
-#    never locks it again. So any process may remove the ticket of a dead member.
+#    Invariant: a ticket's file is locked before the file gets the name of a ticket. A member draws
+#    its number, and locks and renames its file, while it holds the lock of the file "last". A lock
+#    that has ended is never taken again. So any process may remove the ticket of a dead member.
 # ==================================================================================================
 
 _MAX_REDRAWS = 8  # how often a member draws another number: see _join_with() and check()
@@ -5535,11 +5534,10 @@ _REDRAW_ERRNOS = (*_MISSING_ERRNOS, errno.EEXIST, errno.ENOTSUP)
 
 class _Numbers:
     """The numbers of the tickets in a line. The file "last" holds the number that was drawn last.
-    The caller of each method holds the lock of "last".
+    The caller of each method holds the lock of "last"."""
 
-    late_part: a part of stale_timeout. If a member has not touched its ticket for so long, another
-    host may be about to pass the ticket over. On a local file system, no host does."""
-
+    # The part of stale_timeout after which another host may be about to pass over a ticket that was
+    # not touched. On a local file system, no host does.
     late_part = _FOREVER_S
 
     def __init__(self, files: _Files) -> None:
@@ -5547,7 +5545,7 @@ class _Numbers:
 
     def draw(self, last: _FileLock, highest: int) -> int:
         """Return the next number, and write it to "last". highest: the highest number in line.
-        Raises the OSError of open() if this user may only read "last"."""
+        Raises OSError if this user may only read "last"."""
         if last.refused is not None:
             raise last.refused
         fd = last.fd or 0
@@ -5568,8 +5566,8 @@ class _Numbers:
 
 
 class _HeldTicket:
-    """A ticket that a TicketQueue object holds. `member`: the name of its file. `lock`: the locked
-    file. `touched_s`: the start of the last touch that came in time (wall clock)."""
+    """A ticket that a TicketQueue object holds: the name of its file, the locked file, and the
+    start of the last touch that came in time (wall clock)."""
 
     had_turn = False  # True: is_head() has found this ticket to be the first in line
 
@@ -5578,9 +5576,9 @@ class _HeldTicket:
 
 
 def _despite_cleanup(step: Callable[[], _Found], path: str) -> _Found:
-    """Call step(), and return the result. If step() raises FileNotFoundError, usually
-    because maybe_cleanup() in another process removed the directory, call step() again. Raises
-    FileNotFoundError after _MAX_REPLACED attempts: most likely the path is a broken link."""
+    """Call step() until it does not raise FileNotFoundError, because maybe_cleanup() in another
+    process removed the directory. Raises FileNotFoundError after _MAX_REPLACED calls: the path is
+    most likely a broken link."""
     for _ in range(_MAX_REPLACED):
         with suppress(FileNotFoundError):
             return step()
@@ -5588,39 +5586,21 @@ def _despite_cleanup(step: Callable[[], _Found], path: str) -> _Found:
 
 
 class TicketQueue:
-    """Let processes take turns, first come, first served: a line of tickets in a directory.
+    """A line of tickets in a directory, in which processes take turns: first come, first served.
 
         with TicketQueue("line").turn():
-            ...                         # one process at a time, first come, first served
+            ...  # one process at a time
 
-    queue_dir:  the directory of the line, which is made if it is missing.
-    stale_timeout:  seconds (wall clock). A ticket of another host, or of an earlier boot, is passed
-        over when it was not touched for so long. None: such a ticket is never passed over. Hosts
-        that share a line need the same value, of more than 10 seconds. On a file system that is
-        certainly local, the value has no effect (see below).
+    queue_dir:  the directory of the line. It is made if it is missing.
+    stale_timeout:  the seconds (wall clock, more than 10) after which an untouched ticket of
+        another host, or of an earlier boot, is passed over. None: never. Hosts need the same value.
+        On Linux, it has no effect on a local file system.
 
-    A member is a participant in the line. Its ticket is a file, <number>~<boot>~<random>, which the
-    member keeps locked. The lock ends with the process. So processes on the same host pass a dead
-    member over at once, and never pass over a living one.
+    A member keeps the file of its ticket locked, so processes of one host pass over a dead member
+    at once, and never a living one. is_head() and turn() touch the file. Threads may share an
+    object. A forked child, a copy and an unpickled object hold no ticket.
 
-    Other hosts do not rely on that lock, and neither does the same host after a reboot. They pass a
-    ticket over when its file was not touched for stale_timeout seconds. But if the file system is
-    certainly local (on Linux), the host still relies on the lock after a reboot. Where the system
-    shows no boot id, the reboot may go unnoticed. Then, too, the host still relies on the lock.
-
-    Each call of is_head(ticket) on the object that holds the ticket touches the file. With a
-    stale_timeout, turn() touches the file regularly, from the start of the wait to the end of the
-    block.
-
-    On a file system that other hosts write to, a member may be cut off from the network. If a
-    waiting member could not touch its ticket for three quarters of stale_timeout, another host may
-    be about to pass the ticket over. So is_head() and turn() give the ticket up. A member that is
-    cut off for so long during its turn may be passed over, too. Then is_head() returns False, but
-    turn() does not interrupt the block.
-
-    Threads may share an object. A forked child, a copy and an unpickled object hold no ticket.
-    Raises OSError if queue_dir can't be made, and ValueError or TypeError for an invalid argument.
-    Where flock is not available, register(), turn() and maybe_cleanup() raise OSError.
+    Raises OSError, ValueError or TypeError. register(), turn() and maybe_cleanup() need flock(2).
     """
 
     def __init__(
@@ -5645,11 +5625,8 @@ class TicketQueue:
     def register(self) -> tuple[int, str]:
         """Take the next ticket, and return its number, and the name of its file in queue_dir. The
         number is 1 or more. The name stands for the member: pass it to remove(). The call blocks
-        only while another process or thread takes a ticket, or runs maybe_cleanup().
-
-        Raises OSError for trouble with the disk. Also raises OSError if each of several attempts
-        failed because this host was cut off from the network and another host registered meanwhile.
-        """
+        only while another process or thread takes a ticket, or runs maybe_cleanup(). Raises
+        OSError, also if this host was cut off from the network again and again."""
         held = self._join_line(_FOREVER_S)
         # If Ctrl-C comes before this line, the lock ends with the last reference to `held`.
         self._held_tickets[held.member] = held
@@ -5671,43 +5648,38 @@ class TicketQueue:
             time.sleep(_REDRAW_PAUSE_S)
 
     def _join_with(self, last: _FileLock) -> _HeldTicket:
-        """Take the next ticket. The caller holds the lock of "last".
-
-        RACE: this host is cut off from the network, and loses that lock without notice. Another
-        host draws a number, or removes this member's file as a leftover. Then OSError is raised
-        with one of _REDRAW_ERRNOS, and the caller tries again. ENOTSUP is among them: flock()
-        raises EBADF for a removed file (NFS), which acquire_exclusive() turns into ENOTSUP."""
+        """Take the next ticket. The caller holds the lock of "last"."""
+        # RACE: this host is cut off from the network, and loses the lock of "last" without notice.
+        # Another host draws a number, or removes the new file as a leftover. Then OSError is raised
+        # with one of _REDRAW_ERRNOS, and the caller tries again. ENOTSUP is among them: flock()
+        # raises EBADF for a removed file (NFS), which acquire_exclusive() turns into ENOTSUP.
         number = self._numbers.draw(last, max(map(_stamp_of, self._tickets()), default=0))
         began_s = time.time()
         name = f"{number:020d}~{self._boot}~{os.urandom(8).hex()}"
-        # A name that begins with "." is no ticket. The file gets the name of a ticket after it was
-        # locked.
         lock = self._files.open_lock(f".{name}")
         try:
             lock.acquire_exclusive()
             self._files.move(f".{name}", name)
             self._numbers.check(number)
         except BaseException:
-            # Remove the ticket if the file was renamed. If not, the name still begins with ".", and
-            # the next _locked(), in any process, removes the file.
+            # If the file was not renamed, its name still begins with ".", and the next _locked(),
+            # in any process, removes it.
             self._files.remove(name)
             lock.close()
             raise
         return _HeldTicket(name, lock, began_s)
 
     def is_head(self, ticket: int) -> bool:
-        """Return True if a ticket is the first one in line whose member lives.
+        """Return True if a ticket is the first one in line whose member lives. Tickets of dead
+        members in front are removed.
 
-        ticket:  a number that register() returned, in this process or another.
+        ticket:  a number that register() returned, in this process or another. If this object holds
+            the ticket, the call touches its file.
 
-        If this object holds the ticket, the call touches its file. Tickets of dead members at the
-        front of the line are removed.
-
-        Also returns False if this object holds the ticket and could not touch its file in time:
-        another host may have passed the ticket over. In this case, the ticket is removed if
-        is_head() of this object has never returned True for the ticket. Otherwise the ticket is
-        kept, but another member may have the turn now: the caller must stop the work, and call
-        remove().
+        Also returns False if other hosts write to the file system, and the file was not touched for
+        three quarters of stale_timeout: another host may have passed the ticket over. If is_head()
+        of this object has returned True for the ticket before, the caller must stop the work, and
+        call remove(). Otherwise the ticket is removed.
         """
         _notice_fork()
         first = next(filter(self._lives, self._tickets()), "")
@@ -5730,9 +5702,8 @@ class TicketQueue:
     def remove(self, member: str) -> bool:
         """Remove the ticket of a member, and return whether the member had one.
 
-        member:  a name that register() returned, in this process or another.
-
-        Raises ValueError if the name is not of that form.
+        member:  a name that register() returned, in this process or another. Raises ValueError if
+            it is not of that form.
         """
         if not isinstance(member, str) or not _parse_ticket(member):
             raise ValueError(f"member must be a name that register() returned, not {member!r}")
@@ -5745,8 +5716,7 @@ class TicketQueue:
                 held.lock.close()
 
     def cleanup_stale(self) -> int:
-        """Remove the tickets of dead members, and return how many were removed. A member counts as
-        dead when its ticket is to be passed over: see TicketQueue. The number includes tickets that
+        """Remove the tickets of dead members, and return their number. It includes tickets that
         other calls removed meanwhile."""
         return sum(not self._lives(member) for member in self._tickets())
 
@@ -5756,15 +5726,12 @@ class TicketQueue:
         return not any(map(self._lives, self._tickets()))
 
     def maybe_cleanup(self) -> bool:
-        """Remove queue_dir if no living member is in line, and return whether it was removed.
+        """Remove queue_dir if no living member is in line, and return whether it was removed. After
+        a removal, the numbers start at 1 again.
 
-        Returns False if queue_dir does not exist, or if queue_dir has other files. A register()
-        that comes during this call waits until queue_dir is removed, and then makes queue_dir
-        again. So this call may return False, though it has removed queue_dir. After a removal, the
-        numbers start at 1 again.
-
-        On a file system that other hosts write to, queue_dir is never removed. Another host might
-        lock the removed file "last", and take the removed file for the new one.
+        Returns False if queue_dir does not exist, has other files, or is on a file system that
+        other hosts write to. Also returns False if a register() that waited has made queue_dir
+        again.
         """
         if not os.path.isdir(self._files.path):
             return False
@@ -5775,16 +5742,15 @@ class TicketQueue:
 
     @contextmanager
     def turn(self, timeout: float | None = None) -> Iterator[int]:
-        """Take a ticket, wait for its turn, and hold the turn for the block of `with`.
+        """Take a ticket, wait for its turn, and hold the turn for the block of `with`. Yield the
+        number of the ticket. The ticket is given up at the end.
 
-        timeout:  seconds to wait for the turn. None: no limit.
+        timeout:  the seconds to wait for the turn. None: no limit.
 
-        Yields the number of the ticket. The ticket is given up at the end of the block, and also if
-        the wait ends with an exception.
-
-        Raises TimeoutError if the turn did not come within `timeout`. Raises FemtoQueueError if the
-        ticket was removed during the wait, or if another host may have passed the ticket over.
-        Raises OSError as register() does, and ValueError or TypeError for an invalid timeout.
+        Raises TimeoutError if the turn did not come in time. Raises FemtoQueueError if the ticket
+        was removed during the wait, or if another host may have passed it over. In the block,
+        is_head() tells this: turn() does not interrupt the block. Raises OSError as register()
+        does, and ValueError or TypeError for an invalid timeout.
         """
         end_s = float("inf") if timeout is None else time.monotonic() + _finite("timeout", timeout)
         late = TimeoutError(f"no turn within {timeout} s")
@@ -5811,13 +5777,10 @@ class TicketQueue:
         finally:
             try:
                 over.set()
-                # The member is not in `_held_tickets` in a forked child, or if is_head() or a call
-                # of remove() has removed the ticket.
-                if member in self._held_tickets:
+                if member in self._held_tickets:  # not in a forked child
                     self.remove(member)
             finally:
-                # Do this even if Ctrl-C ends remove(): the lock ends with the last reference to
-                # `held`.
+                # Even if Ctrl-C ends remove(): the lock ends with the last reference to `held`.
                 self._held_tickets.pop(member, None)
 
     def __del__(self) -> None:
@@ -5832,23 +5795,17 @@ class TicketQueue:
     def _touch_until(self, member: str, over: threading.Event) -> None:
         pause_s = min(self._stale_s / 4, threading.TIMEOUT_MAX)
         while not over.wait(pause_s) and (held := self._held_tickets.get(member)):
-            # An OSError is ignored: after trouble with the disk, the next round tries again. If the
-            # ticket was given up meanwhile, the next round does not find the ticket in
-            # `_held_tickets`, and this thread ends.
-            with suppress(OSError):
+            with suppress(OSError):  # the next round tries again
                 self._touch(held)
 
     def _touch(self, held: _HeldTicket) -> bool:
-        """Touch the file of a ticket, and return True. Return False if the touch came too late: in
-        that case, another host may have passed the ticket over. Also return False if the ticket was
-        given up.
-
-        The time is read again after the touch, because the touch itself may have taken long."""
+        """Touch the file of a ticket. Return False if the touch came too late, so that another host
+        may have passed the ticket over, or if the ticket was given up."""
         began_s = time.time()
         # RACE: another thread gives the ticket up, and closes its file. Then os.utime() raises
         # EBADF or EINVAL.
         with _ignore_missing(errno.EBADF, errno.EINVAL):
-            os.utime(held.lock.fd or 0)
+            os.utime(held.lock.fd or 0)  # this may take long, so the time is read again
             if time.time() - held.touched_s <= self._numbers.late_part * self._stale_s:
                 held.touched_s = began_s
                 return True
@@ -5863,9 +5820,9 @@ class TicketQueue:
         """Hold the lock of the file "last", and yield that lock. until_s: as in _join_line()."""
         lock = _despite_cleanup(lambda: self._lock_last(until_s), self._files.path)
         try:
-            # CRASH: a process that dies in _join_with(), after open_lock() and before the rename,
-            # leaves a file whose name begins with ".". A process needs such a file only while it
-            # holds the lock of "last", so each of them is a leftover here.
+            # CRASH: a process dies in _join_with(), after open_lock() and before the rename, and
+            # leaves a file whose name begins with ".". Such a file is needed only under the lock of
+            # "last", so each of them is a leftover here.
             for name in self._files.names(""):
                 if name[0] == "." and _parse_ticket(name[1:]):
                     self._files.unlink_if_exists(name)
@@ -5889,17 +5846,14 @@ class TicketQueue:
         return sorted(filter(_parse_ticket, self._files.names("")))
 
     def _lives(self, member: str) -> bool:
-        """Return whether a member lives. If not, remove its ticket. A member of this boot counts as
-        dead when the lock of its ticket is free. A member of another host, or of an earlier boot,
-        counts as dead when its ticket was not touched for stale_timeout. But if only processes of
-        this kernel use the line, the lock decides for every member."""
+        """Return whether a member lives. If not, remove its ticket. For a member of this boot, or
+        if only this kernel uses the line, the lock decides, else the last touch."""
         with _ignore_missing():  # RACE: the member or another process removed the ticket
             with closing(self._files.open_lock(member, os.O_RDWR)) as lock:
                 if member.split("~")[1] == self._boot or self._files.is_local:
                     is_dead = lock.try_exclusive()
                 else:
-                    # Ask by the descriptor for the time of the last touch. If asked by the path, a
-                    # network file system may return a time that is a minute old.
+                    # Not by the path: a network file system may return a time of a minute ago.
                     is_dead = time.time() - lock.status().st_mtime > self._stale_s
             if not is_dead:
                 return True
