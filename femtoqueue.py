@@ -5593,14 +5593,13 @@ class TicketQueue:
 
     queue_dir:  the directory of the line. It is made if it is missing.
     stale_timeout:  the seconds (wall clock, more than 10) after which an untouched ticket of
-        another host, or of an earlier boot, is passed over. None: never. Hosts need the same value.
-        On Linux, it has no effect on a local file system.
+        another host or an earlier boot is passed over. None: never. Hosts need the same value. On
+        Linux, it has no effect on a local file system.
 
-    A member keeps the file of its ticket locked, so processes of one host pass over a dead member
+    A member keeps the file of its ticket locked. So processes of one host pass over a dead member
     at once, and never a living one. is_head() and turn() touch the file. Threads may share an
-    object. A forked child, a copy and an unpickled object hold no ticket.
-
-    Raises OSError, ValueError or TypeError. register(), turn() and maybe_cleanup() need flock(2).
+    object. A forked child, a copy and an unpickled object hold no ticket. Raises OSError,
+    ValueError or TypeError. register(), turn() and maybe_cleanup() need flock(2).
     """
 
     def __init__(
@@ -5676,10 +5675,9 @@ class TicketQueue:
         ticket:  a number that register() returned, in this process or another. If this object holds
             the ticket, the call touches its file.
 
-        Also returns False if other hosts write to the file system, and the file was not touched for
-        three quarters of stale_timeout: another host may have passed the ticket over. If is_head()
-        of this object has returned True for the ticket before, the caller must stop the work, and
-        call remove(). Otherwise the ticket is removed.
+        Where other hosts write, also returns False if the file was not touched for three quarters
+        of stale_timeout, because another host may have passed the ticket over. If the ticket had
+        its turn, the caller must stop the work, and call remove(). Else the ticket is removed.
         """
         _notice_fork()
         first = next(filter(self._lives, self._tickets()), "")
@@ -5862,9 +5860,8 @@ class TicketQueue:
 
 
 # ==================================================================================================
-# 20. Other file systems: those that other hosts may write to, and systems without flock. When a
-#    queue object or a TicketQueue is made, _open_files() chooses the classes for its files, lease
-#    directory, keys and ticket numbers.
+# 20. Other file systems: those that other hosts may write to, and systems without flock.
+#    _open_files() chooses the classes.
 #
 #    TOPIC: what differs on other file systems. Five facts about NFS and GlusterFS have names. The
 #    comments in this part give these names in parentheses.
@@ -5891,8 +5888,7 @@ class TicketQueue:
 #      flock     A host that is cut off from the network may lose its locks, and is not told (both).
 #
 #    The overrides, the facts that make them necessary, and the file systems ("both": NFS and
-#    GlusterFS). With a *, the override does on FUSE what the row says for GlusterFS, elsewhere what
-#    it says for NFS.
+#    GlusterFS). With a *, the override does nothing more on FUSE.
 #
 #      _SharedLock.reading_is_enough         flock (NFS)
 #      _SharedFiles.syncs_after_rename       a torn file would be visible to other hosts (both)
@@ -5900,7 +5896,8 @@ class TicketQueue:
 #      _SharedFiles.sync_file, open_lock     replaced (GlusterFS)
 #      _SharedFiles.exists, has_work, names  stale (NFS)
 #      _SharedFiles.read                     stale (both), replaced (GlusterFS)
-#      _SharedFiles.move, unlink *           replies (NFS)
+#      _SharedFiles.move, move_onto *        replies (NFS)
+#      _SharedFiles.unlink *                 replies (NFS)
 #      _SharedFiles.shrink                   stale (both)
 #      _SharedLeaseDir.claim *               replies (NFS)
 #      _SharedKeys._linked                   stale, flock (both), healed (GlusterFS)
@@ -5913,8 +5910,8 @@ class TicketQueue:
 #      _SharedNumbers.late_part              a host may be cut off or stopped for long (both)
 #      _SharedNumbers.remove_dir             stale (both)
 #
-#    On systems without flock (Python has no module fcntl), the leases of a worker that died or was
-#    closed end at their deadlines only. Tasks with a key and tickets are not available.
+#    Without flock (Python has no module fcntl), the leases of a worker that died or was closed end
+#    at their deadlines only. Tasks with a key and tickets are not available.
 # ==================================================================================================
 
 _FUSE_TYPE = 0x65735546  # f_type of every FUSE mount, not of GlusterFS alone
@@ -5930,10 +5927,8 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 def _open_files(data_dir: str, is_durable: bool) -> _Files:
     """Make data_dir if it is missing, open it, and return the _Files object for its file system.
-
-    A file system whose type is not in _LOCAL_TYPES counts as one that other hosts write to. Where
-    statfs(2) does not exist (not Linux), every file system counts as a local one. Raises OSError if
-    data_dir can't be made or opened, or if statfs(2) fails."""
+    Other hosts may write to a file system whose type is not in _LOCAL_TYPES. Where statfs(2) does
+    not exist (not Linux), every file system counts as local."""
     data_dir = data_dir.rstrip(os.sep) or os.sep
     _make_dir(data_dir, 0o700, is_durable)
     root = _OpenFile(None, data_dir, _ROOT_FLAGS)
@@ -5993,9 +5988,8 @@ class _UnlockedLeaseDir(_LeaseDir):
 
 
 def _afresh(look: _Method) -> _Method:
-    """Return a method that calls `look`, and repeats the call at once after ENOENT or ESTALE,
-    up to _LOOKS times in all (replaced). Each call looks the name up again, so no listing is needed
-    between the calls. If the last call raises ENOENT or ESTALE, too, the method raises
+    """Return a method that calls `look`, and again after ENOENT or ESTALE, up to _LOOKS times
+    (replaced). Each call looks the name up again. The last ENOENT or ESTALE is raised as
     FileNotFoundError."""
 
     @functools.wraps(look)
@@ -6019,10 +6013,8 @@ class _SharedLock(_FileLock):
 
 
 class _SharedFiles(_Files):
-    """The steps on files that other hosts read and write at the same time.
-
-    is_fuse: the file system is a FUSE mount. It is treated as GlusterFS, which heals names and
-    loses no replies."""
+    """The steps on files that other hosts read and write at the same time. is_fuse: the file system
+    is treated as GlusterFS, which heals names and loses no replies."""
 
     # A file is synced before its rename. Otherwise another host could read a torn file between the
     # rename and the sync.
@@ -6041,8 +6033,8 @@ class _SharedFiles(_Files):
     sync_file = _afresh(_Files.sync_file)
 
     def _refresh(self, directory: str) -> None:
-        """Open a directory, so that the names in it are looked up anew. nfs(5) calls this
-        close-to-open consistency."""
+        """Open a directory, so that the names in it are looked up anew (close-to-open, see
+        nfs(5))."""
         with suppress(OSError):  # the look that follows meets the same trouble, and raises OSError
             _OpenFile(self.root, directory or ".").close()
 
@@ -6062,16 +6054,13 @@ class _SharedFiles(_Files):
         return super().has_work()
 
     def read(self, directory: str, name: str, ident: str) -> _Record:
-        """Read a record. For a checkpoint, and for the lease of a task with a key, list the
-        directory first. Another host may have replaced the file before this host claimed the task.
-        A read that follows a listing is not stale. If the read finds no file, read again as long as
-        the listing shows the name: another file may have been renamed over it (replaced).
-
-        The limit is a number of looks, not a time: while a mount hangs, time passes without an
-        answer from the server."""
+        """Read a record. If another host may have replaced the file before, list the directory
+        first: then the read is not stale. Read again while the listing shows the name
+        (replaced)."""
         state = _state_of(directory)
         if not (state == "checkpoints" or (state == "inflight" and _is_keyed(ident))):
             return self._read_once(directory, name, ident)
+        # A number of looks, not a time: while a mount hangs, time passes without an answer.
         for pause_s in itertools.islice(_backoff_s(0.001, _STALE_S / 24), _LISTED_LOOKS):
             is_listed = name in self.names(directory)
             try:
@@ -6099,15 +6088,13 @@ class _SharedFiles(_Files):
 
     @contextmanager
     def _found_moved(self, source: str, target: str) -> Iterator[None]:
-        """Wrap a block that renames source to target, or removes it (target ""). Suppress a
-        FileNotFoundError of the block if the rename was carried out in spite of the error
-        (replies).
-
-        If the source is a lease whose deadline has passed, the error is not suppressed: another
-        worker may have reclaimed the task and ended it in the same way."""
+        """For a block that renames source to target, or removes it (target ""): suppress a
+        FileNotFoundError if the rename was carried out in spite of it (replies)."""
         before = None
         began_ns = _wall_ns()
         is_lease = _state_of(source) == "inflight"
+        # RACE: the deadline of a lease has passed, and another worker has reclaimed the task and
+        # ended it in the same way. Then the error is not suppressed.
         if not (self.is_fuse or (is_lease and _stamp_of(source) <= self.clock.now_ns())):
             before = super().lstat(source)
         try:
@@ -6117,14 +6104,13 @@ class _SharedFiles(_Files):
                 raise
 
     def _was_moved(self, before: os.stat_result, began_ns: int, source: str, target: str) -> bool:
-        """Return whether this call has moved a file from source to target. `before`: what lstat()
-        returned for the file before the call, which began at began_ns (wall clock)."""
+        """Return whether this call has moved a file from source to target. before: the result of
+        lstat() before the call, which began at began_ns (wall clock)."""
         if self.exists(source):
             return False
         is_ours = _state_of(source) == "creating"
-        # If the file comes from creating/ and is younger than half an hour, the missing source is
-        # enough: others remove a file there only after an hour. Another worker may have moved the
-        # file on from the target.
+        # Others remove a file in creating/ only after an hour. So if a younger one is gone, this
+        # call has moved it. RACE: another worker moves the file on from the target.
         if not target or (is_ours and _wall_ns() < before.st_mtime_ns + _LEFTOVER_NS // 2):
             return True
         if not self.exists(target):
@@ -6148,8 +6134,7 @@ class _SharedLeaseDir(_LeaseDir):
         return super().claim(directory, name, lease) or self._was_claimed(lease.path)
 
     def _was_claimed(self, lease: str) -> bool:
-        """Return whether the rename of a claim was carried out, although super().claim() returned
-        False (replies)."""
+        """Return whether a claim that returned False was carried out (replies)."""
         files: Any = self._files
         if files.is_fuse or self._held is None:
             return False
@@ -6171,14 +6156,13 @@ class _SharedKeys(_Keys):
 
     def _linked(self, tag: str, but: str = "") -> tuple[str, str]:
         """Return the paths of a key's task and of the payload behind it, as the listings show them,
-        without the file at `but`. If this thread has the lock, remove an older payload.
-
-        RACE: a host is cut off while it pushes a payload behind a task, and loses the lock (flock).
-        Another host takes the lock, and also pushes a payload. Then both payloads are in keys/."""
+        without the file at `but`. If this thread has the lock, remove an older payload."""
         path = behind = ""
         for entry in self._files.find("keys", *_LIVE):
             if _tag_of(entry.id) != tag or entry.path == but:
                 continue
+            # RACE: a host is cut off while it pushes a payload, and loses the lock (flock). Another
+            # host pushes a payload, too. Then both are in keys/.
             if entry.directory == "keys":
                 older, behind = sorted((behind, entry.path), key=_id_of)
                 if older and _id_of(older) != _id_of(behind) and self._has_lock(tag):
@@ -6208,24 +6192,18 @@ class _SharedKeys(_Keys):
         return False
 
     def _link_or_give_way(self, tag: str, lease: str) -> str | None:
-        """Return the path of the payload behind a claimed task, or "". But if the key has another
-        task, one of the two gives way. Return None if it is the claimed one.
-
-        - The other task is younger: the claimed task is quarantined.
-        - The other task is older, and waits or has a lease whose deadline has passed: the other
-          task is quarantined.
-        - The other task is older, and the deadline of its lease has not passed: a worker may be
-          running it, or that lease may only have come back (healed). So the claimed task waits in
-          scheduled/ until that deadline, but for at most _STALE_S, uncounted.
-
-        RACE: two workers claim the two tasks at once. Each lists the directories after its own
-        claim. The worker of the older task finds the younger one, and quarantines the older one. So
-        at most one of the tasks runs."""
+        """Return the path of the payload behind a claimed task, or "". If the key has another task,
+        one of the two gives way: return None if it is the claimed one."""
+        # RACE: two workers claim the two tasks of a key at once. Each lists the directories after
+        # its own claim. The worker of the older task finds the younger one, and quarantines the
+        # older one. So at most one of the two runs.
         directory, ident = os.path.dirname(lease), _id_of(lease)
         if os.path.basename(lease) not in self._files.names(directory):
             raise _os_error(errno.ENOENT, lease)
         path, behind = self._linked(tag, but=lease)
         other = _id_of(path)
+        # The younger task counts. But a leased older task may run, or only its lease may have come
+        # back (healed). So the claimed task waits until that deadline, for at most _STALE_S.
         if other > ident:
             self._quarantine_second(path, lease)
             return None
@@ -6242,16 +6220,13 @@ class _SharedKeys(_Keys):
 
 class _SharedNumbers(_Numbers):
     """The numbers of the tickets, on a file system that other hosts write to. The last number is in
-    the name of an empty file, last~<number>, because a listing is correct even while contents are
-    stale. If a host has lost the lock of "last" (flock), two hosts may rename last~<number> at the
-    same time. Then one of the renames fails."""
+    the name of an empty file, last~<number>, because contents may be stale, but a listing is not.
+    If two hosts hold the lock of "last" (flock), one of their renames fails."""
 
     # RACE: another host finds this member's ticket stale, and is about to remove the ticket and to
-    # take the turn. Meanwhile the member touches the ticket. This touch comes too late: the other
-    # host removes the ticket all the same. Until the removal, the ticket may still be the first in
-    # line, but the member must not take the turn. So the member gives the ticket up if it was not
-    # touched for three quarters of stale_timeout. No host finds the ticket stale as early as that:
-    # the last quarter is for clocks that differ.
+    # take the turn. Then the member touches the ticket, too late, and finds it first in line. So
+    # the member gives up a ticket that was not touched for three quarters of stale_timeout. The
+    # last quarter is for clocks that differ.
     late_part = 0.75
     _parse = re.compile(r"last~[0-9]{20}").fullmatch
 
@@ -6270,18 +6245,16 @@ class _SharedNumbers(_Numbers):
 
     def check(self, number: int) -> None:
         """Raise FileExistsError if another host drew a higher number before this ticket was in
-        line.
-
-        RACE: this host lost the lock of "last" between draw() and the rename of the ticket (flock).
-        Another host drew a higher number, was the first in line, and may have its turn now. The
-        lower number of this ticket would give this member a turn at the same time."""
+        line."""
+        # RACE: this host lost the lock of "last" between draw() and the rename of the ticket
+        # (flock). Another host drew a higher number, was the first in line, and may have its turn
+        # now. The lower number of this ticket would give this member a turn at the same time.
         if self._last_name() > f"last~{number:020d}":
             raise FileExistsError(errno.EEXIST, "another host was faster", self._files.path)
 
     def remove_dir(self) -> None:
-        """Do nothing. If "last" were removed, another host could still open and lock the removed
-        file, and take it for the current one (stale). Then two hosts would hold the lock of one
-        line."""
+        """Do nothing: another host could open and lock a removed "last" (stale), and two hosts
+        would hold the lock of one line."""
 
 
 # ==================================================================================================
