@@ -741,10 +741,11 @@ class _Lease:
     """The path of a task's file, which is the fence of a leased task, and the facts of one
     delivery. If the caller has no lease, as after peek() and tasks(), length_ns is 0."""
 
-    # path: a renewal writes the new path here. name: the name of the file at its claim. source: the
-    # path that the task was claimed from. outcome: the field of WorkCounts that counts the
-    # delivery. "": the delivery still runs, the lease was lost, or the end of the delivery could
-    # not be written to the disk.
+    # path: a renewal writes the new path here.
+    # name: the name of the file at its claim.
+    # source: the path that the task was claimed from.
+    # outcome: the field of WorkCounts that counts the delivery. "": the delivery still runs, the
+    # lease was lost, or the end of the delivery could not be written to the disk.
     path = name = source = outcome = ""
     # The time from the claim to the deadline. Each renewal asks for as much. After attach(), it is
     # the lease length of the object that called attach().
@@ -822,8 +823,8 @@ class FemtoTask:
 
     @property
     def state(self) -> str:
-        """The state when the file was read: one of STATES, or "buffered" for a newer payload in
-        keys/, which waits behind the task of its key."""
+        """The state when the file was read: one of STATES, or "buffered" for a newer payload of a
+        key, which waits in keys/."""
         state = _state_of(self.path)
         return "buffered" if state == "keys" else state
 
@@ -906,8 +907,8 @@ class WorkCounts(NamedTuple):
     done:  the task was finished.
     failed:  the task is a dead letter in failed/.
     retried:  the handler raised an exception, and the task waits for another attempt.
-    released:  the handler gave the task back, or raised an exception that is not an Exception, or a
-        second signal ended work().
+    released:  the task was given back, by the handler, after an exception that is not an Exception,
+        or at the second signal.
     lost:  the lease was lost, or the end of the delivery could not be written to the disk. The log
         says which of the two.
     """
@@ -3235,14 +3236,14 @@ class FemtoQueue:
         node_id:  1 to 100 of A-Z a-z 0-9 . _ -, but not "." or "..". None: a new name.
         timeout_stale_ms:  the milliseconds of a lease. None: no deadline. After a reboot, only a
             restart under the same node_id or the command `release` ends such a lease.
-        sync_after_write:  True: what a call did survives power loss. False: killed processes only.
-        max_attempts:  1 to 999,999: after so many deliveries, a task is failed. None: no limit.
+        sync_after_write:  True: what a call did survives power loss. False: only killed processes.
+        max_attempts:  1 to 999,999: a task that was delivered so often is failed. None: no limit.
         keep_done:  False or 0: done() deletes the task. A number: pop() does after so many seconds.
         retry_delay_s:  the seconds before a second attempt in processing() and work(). They double
             with each attempt, up to an hour. A random part of up to half is subtracted.
         poll_interval_s:  the longest pause, in seconds, of drain() and join(). Other waits need it
             only where inotify(7) is missing, or where other hosts write.
-        detached:  True: a lease outlives its process, until its deadline. attach() finds it.
+        detached:  True: leases outlive this process, until their deadlines, for attach().
         """
         path = _check_dir("data_dir", data_dir)
         self._given_node_id = _check_node_id(node_id)
@@ -3295,16 +3296,16 @@ class FemtoQueue:
 
         data:  the payload: bytes, bytearray or memoryview.
         delay_s:  the seconds (wall clock) for which the task waits in scheduled/ first.
-        key:  1 to 200 bytes in UTF-8. If a task of the key waits, `data` becomes its payload, for a
-            first attempt. The task keeps its id, and its place unless delay_s is given.
-        if_in_flight:  if the task of the key is leased: "buffer": put `data` behind it, in place of
-            earlier `data`. When that task ends, `data` becomes a task, with the returned id. If it
-            comes back, it carries `data`. "update": return the id of the leased task, and drop
-            `data` when it ends, unless "buffer" came first. "reject": raise KeyInFlight.
+        key:  1 to 200 bytes in UTF-8. A task of the key that waits gets `data` as its payload, for
+            a first attempt. The task keeps its id, and its place unless delay_s is given.
+        if_in_flight:  if the task of the key is leased, "buffer" puts `data` behind the task. When
+            the task ends, `data` becomes a task, with the returned id. If it comes back, `data` is
+            its payload. "update" does the same, but returns the id of the task, and drops `data`
+            when it ends, unless "buffer" came first. "reject" raises KeyInFlight.
 
         Raises TypeError or ValueError if an argument is invalid, and OSError. A key needs flock(2).
-        After an OSError, `data` is not in the queue, unless a worker took it before the sync
-        failed, it had replaced a payload, or the disk refused to undo the push.
+        After an OSError, `data` may be in the queue only if a worker took it before the sync
+        failed, if it had replaced a payload, or if the disk refused to undo the push.
         """
         if delay_s != 0:
             return self._push_at(_due_after_ns(delay_s), data, key, if_in_flight)
@@ -3363,7 +3364,7 @@ class FemtoQueue:
         because such a number is most likely in seconds or milliseconds. Raises TypeError if
         `time_us` is neither a number nor a datetime, and any error that push() raises.
 
-        The maintenance of pop() moves the due task, every 0.4 s, or at once while a pop() waits.
+        The maintenance of pop() looks for due tasks every 0.4 s. A pop() that waits does at once.
         """
         return self._push_at(_due_time_ns(time_us), data, key, if_in_flight)
 
@@ -3473,9 +3474,9 @@ class FemtoQueue:
     ) -> FemtoTask | None:
         """Do what take() does, without blocking the event loop.
 
-        The parameters are as in take(), but the default timeout is None: wait without a limit. The
-        call can be cancelled as pop_async(). While another process holds the lock of the key, it
-        tries again and again, until the timeout.
+        The parameters are as in take(), but the default timeout is None: wait without a limit.
+        Cancelling works as in pop_async(). While another process holds the lock of the key, the
+        call tries again and again, until the timeout.
         """
         look = self._finder_of(key, id, lease_ms, 0)
         return await self._worker.waits.wait_for_async(look, _end_s(timeout), f"{key} {id}")
@@ -3524,10 +3525,8 @@ class FemtoQueue:
         return iter(wait, None)
 
     def join(self, timeout: float | None = None) -> bool:
-        """Wait until no task is pending, scheduled or in flight, and return True.
-
-        join() itself moves no task: due tasks, and the tasks of dead workers, need a worker that
-        calls pop() or take().
+        """Wait until no task is pending, scheduled or in flight, and return True. join() moves no
+        task. Due tasks, and the tasks of dead workers, need a worker that calls pop() or take().
 
         timeout:  the seconds to wait. None: no limit.
 
@@ -3571,16 +3570,16 @@ class FemtoQueue:
     def release(
         self, task: FemtoTask, *, front: bool = False, delay_s: float = 0, counted: bool = True
     ) -> None:
-        """Give the task back, so that it is delivered again. It goes to the back of the queue.
+        """Give the task back, to the back of the queue, so that it is delivered again.
 
         task:  the task that pop() or another method leased.
         front:  True: the task returns to the place of its push.
         delay_s:  the seconds, by the wall clock, for which the task waits in scheduled/.
         counted:  False: the attempts of the task do not count this delivery.
 
-        The next delivery gets the checkpoint. But if a payload is behind the task (see push()), the
-        next delivery carries that payload, as a first attempt, without the checkpoint. If that
-        payload is due later, the task waits until then, whatever `front` and `delay_s` say.
+        The next delivery gets the checkpoint. If a payload is behind the task (see push()), the
+        next delivery carries that payload instead, as a first attempt without the checkpoint. If
+        that payload is due later, the task waits until then, whatever `front` and `delay_s` say.
 
         Raises ValueError if `delay_s` is negative, or if both `front` and `delay_s` are given.
         Raises LeaseLost, TypeError and OSError as done() does.
@@ -3618,9 +3617,9 @@ class FemtoQueue:
         The payload is not read: `data` is b"". `size_bytes`, `key` and `checkpoint` are None. The
         method checkpoint() reads the payload, and raises CorruptTask if it is not whole.
 
-        A lease that is not detached still ends with the worker that took it. extend() without `ms`
-        renews the lease for timeout_stale_ms of this object. If that is None, it renews a detached
-        lease for the time that was left at attach(), and for at least a second.
+        A lease that is not detached still ends with the worker that took it. Without `ms`, extend()
+        renews the lease for timeout_stale_ms of this object. If timeout_stale_ms is None, a
+        detached lease is renewed for the time that was left at attach(), and for at least a second.
 
         Raises LeaseLost if no lease has this path or id: the lease has ended, or a renewal has
         changed the path. Raises TypeError if `lease` is not a str.
@@ -3696,14 +3695,14 @@ class FemtoQueue:
         concurrency:  the number of tasks handled at a time. More than 1: in threads.
         drain:  True: return when no task is pending, scheduled or in flight.
         stop:  a threading.Event. When it is set, the running handlers finish, and work() returns.
-        idle_timeout_s, time_limit_s:  take no more tasks when this worker has been idle for so many
-            seconds, or after so many seconds in all. None: no limit.
+        idle_timeout_s:  return when this worker has been idle for so many seconds. None: never.
+        time_limit_s:  take no more tasks after so many seconds. None: no limit.
 
-        In the main thread, SIGTERM and SIGINT act as `stop`. A second signal, at least 0.3 s later,
-        gives the running tasks back, and work() returns at once. It ends a handler in this thread
-        by KeyboardInterrupt. Handlers in other threads get LeaseLost when they use their tasks. An
-        exception of a handler that is not an Exception propagates, and so does an OSError of pop()
-        or of the end of a delivery. One with a `task_id` (see pop()) is logged instead, for 30 s.
+        In the main thread, SIGTERM and SIGINT act as `stop`. A second one, at least 0.3 s later,
+        gives the running tasks back, and work() returns. It ends a handler in this thread by
+        KeyboardInterrupt; in other threads, the tasks raise LeaseLost. Raises the exception of a
+        handler that is not an Exception, and the OSError of pop() or of the end of a delivery. An
+        OSError with a `task_id` (see pop()) is logged, and raised after 30 s of such errors.
         """
         import inspect
 
@@ -3826,10 +3825,10 @@ class FemtoQueue:
             tasks. Links of keys without a task, and leftovers, are removed. These repairs are no
             findings. Corrupt tasks that wait go to failed/. False: change nothing.
 
-        The kinds: "trust": this is root, and others may write. "foreign": a name that is not of the
-        queue. "corrupt": a record that is not whole. "twice": an id in two places. "unreadable": a
-        file or directory. "dead worker", "expired": leases have ended. "key without a task".
-        "leftover": more than an hour old in creating/, more than 30 days in checkpoints/.
+        The kinds: "trust": this is root, and others own data_dir or may write to it. "foreign": a
+        name that is not of the queue. "corrupt": a record that is not whole. "twice": an id in two
+        places. "unreadable": a file or directory. "dead worker", "expired": leases have ended. "key
+        without a task". "leftover": an old file in creating/ or checkpoints/ (an hour, 30 days).
         """
         return [*_Inspector(self._worker, repair).findings()]
 
@@ -3862,11 +3861,10 @@ class FemtoQueue:
         tasks in flight come worker by worker. A task that waits has the newest payload of its key.
 
         state:  one of STATES.
-        data:  False: read only the headers. `data` is then b"".
+        data:  False: read only the headers. `data` is then b"", and a corrupt task is not noticed.
 
-        Tasks that move meanwhile are left out. Tasks that this user may not read, and corrupt ones,
-        are left out and logged. With data=False, corrupt tasks are not found. Raises ValueError if
-        `state` is invalid.
+        Tasks that move meanwhile are left out. Corrupt tasks, and tasks that this user may not
+        read, are left out and logged. Raises ValueError if `state` is invalid.
         """
         return self._read_all(self._files.find(_check_state(state)), data)
 
@@ -6109,8 +6107,8 @@ class _SharedFiles(_Files):
         if self.exists(source):
             return False
         is_ours = _state_of(source) == "creating"
-        # Others remove a file in creating/ only after an hour. So if a younger one is gone, this
-        # call has moved it. RACE: another worker moves the file on from the target.
+        # Others remove a file in creating/ only after an hour. So if a file is gone within half an
+        # hour, this call has moved it. RACE: another worker moves the file on from the target.
         if not target or (is_ours and _wall_ns() < before.st_mtime_ns + _LEFTOVER_NS // 2):
             return True
         if not self.exists(target):
@@ -6203,7 +6201,8 @@ class _SharedKeys(_Keys):
         path, behind = self._linked(tag, but=lease)
         other = _id_of(path)
         # The younger task counts. But a leased older task may run, or only its lease may have come
-        # back (healed). So the claimed task waits until that deadline, for at most _STALE_S.
+        # back (healed). So the claimed task waits until that deadline, uncounted, for at most
+        # _STALE_S.
         if other > ident:
             self._quarantine_second(path, lease)
             return None
