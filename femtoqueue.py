@@ -3298,10 +3298,10 @@ class FemtoQueue:
         delay_s:  the seconds (wall clock) for which the task waits in scheduled/ first.
         key:  1 to 200 bytes in UTF-8. A task of the key that waits gets `data` as its payload, for
             a first attempt. The task keeps its id, and its place unless delay_s is given.
-        if_in_flight:  if the task of the key is leased, "buffer" puts `data` behind the task. When
-            the task ends, `data` becomes a task, with the returned id. If it comes back, `data` is
-            its payload. "update" does the same, but returns the id of the task, and drops `data`
-            when it ends, unless "buffer" came first. "reject" raises KeyInFlight.
+        if_in_flight:  if the task is leased, "buffer" puts `data` behind it, in place of an earlier
+            one. When the task ends, `data` becomes a task, with the returned id. If it comes back,
+            `data` is its payload. "update" does the same, but returns the id of the task, and drops
+            `data` when it ends, unless "buffer" came first. "reject" raises KeyInFlight.
 
         Raises TypeError or ValueError if an argument is invalid, and OSError. A key needs flock(2).
         After an OSError, `data` may be in the queue only if a worker took it before the sync
