@@ -566,11 +566,18 @@ def _is_keyed(ident: str) -> bool:
     return ident[21] > "7"
 
 
+def _date_ns() -> int:
+    """Return the wall clock. But a date after 2096 is not believed: orders would get too long a
+    number in the end."""
+    now_ns = _wall_ns()
+    return now_ns if now_ns < 4 * 10**18 else _RELEASE_NS
+
+
 def _latest_order_ns() -> int:
     """Return the latest time that an id can have honestly. A later id moves no clock: anybody who
     may write to data_dir may have made it. The limit is years away, because a machine without a
     battery boots years in the past, and new ids must still sort after old ones."""
-    return max(_wall_ns(), _RELEASE_NS) + 3650 * 86400 * 10**9
+    return max(_date_ns(), _RELEASE_NS) + 3650 * 86400 * 10**9
 
 
 def _new_name(order_ns: int, tag: str) -> str:
@@ -1960,7 +1967,7 @@ def _compute_anchor(files: _Files) -> int:
     """Return the anchor for a new queue clock. It starts at the time of the wall clock, or after
     the newest id in data_dir if that is later, because the date was set back."""
     latest_ns, started_ns = _latest_order_ns(), _monotonic_ns()
-    times_ns = [_EARLIEST_NS, _wall_ns()]
+    times_ns = [_EARLIEST_NS, _date_ns()]
     for directory in (*_STATE_DIRS[1:], "keys", *files.node_dirs()):
         # PermissionError: the directory belongs to another user, and the clock must start all the
         # same. FileNotFoundError: a person removed the directory.
@@ -2928,6 +2935,7 @@ class _Maintenance:
         self._is_paused = False
         self._next_look_s = 0.0
         self._due_seen = (0, 0)  # the time and inode of scheduled/ when it was last listed
+        self._first_due_ns = _MAX_STAMP_NS  # the first due time that was seen there
         self._done_scan: Iterator[str] | None = None  # the listing of done/, while a purge goes on
 
     # What runs when
@@ -2995,10 +3003,10 @@ class _Maintenance:
             if self._batch.names:
                 return True
             wanted = [*self._failed]
-            # A task came to scheduled/.
+            # A task came to scheduled/, or the date was set.
             is_changed = self._mtime_of_scheduled() != self._due_seen
             is_changed = is_changed and time.monotonic() >= self.rested_s["enqueue"]
-            if is_changed:
+            if is_changed or _latest_due_ns() >= self._first_due_ns:
                 wanted.append("enqueue")
             for what in wanted:
                 self.run(what)
@@ -3048,11 +3056,13 @@ class _Maintenance:
         thread can renew a lease without the worker's lock, which this thread holds."""
         now_ns = _latest_due_ns()
         self._due_seen = self._mtime_of_scheduled()
+        self._first_due_ns = _MAX_STAMP_NS
         due = []
         for name in filter(_FORMS["scheduled"], sorted(self._files.names("scheduled"))):
             due_ns = _stamp_of(name)
             if due_ns > now_ns:
                 self.sooner("enqueue", (due_ns - now_ns) / 1e9)
+                self._first_due_ns = due_ns
                 break
             due.append(f"scheduled/{name}")
         end_s = time.monotonic() + _BASE_INTERVAL_S
@@ -4179,8 +4189,8 @@ class _Keys:
             self._make_dir("keys")
         new_path = f"creating/{self._clock.new_id()}"
         where, name = self._files.place(new_path)
-        os.symlink(f"{path} {behind}".rstrip(), name, dir_fd=where.fd)
         try:
+            os.symlink(f"{path} {behind}".rstrip(), name, dir_fd=where.fd)
             self._files.move(new_path, link)
         except BaseException:
             self._files.remove(new_path)
@@ -6089,10 +6099,6 @@ class _SharedFiles(_Files):
     def move_onto(self, source: str, target: str) -> None:
         with self._found_moved(source, target):
             super().move_onto(source, target)
-
-    def unlink(self, path: str) -> None:
-        with self._found_moved(path, ""):
-            super().unlink(path)
 
     @contextmanager
     def _found_moved(self, source: str, target: str) -> Iterator[None]:
