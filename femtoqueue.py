@@ -163,9 +163,8 @@ _ONE_FILE_ERRNOS = (
     *(errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ENOTEMPTY),
     *(errno.ELOOP, errno.EBUSY),
 )
-# This process, or the system, has no descriptor or no memory left, or another process holds a lease
-# of the kernel on the file (F_SETLEASE). The file itself is in order.
-_TRANSIENT_ERRNOS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)
+# This process, or the system, has no descriptor or no memory left. The file itself is in order.
+_TRANSIENT_ERRNOS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 # ESTALE: another host removed the file that our descriptor refers to (NFS, GlusterFS).
 _MISSING_ERRNOS = (errno.ENOENT, errno.ESTALE)
 
@@ -319,16 +318,13 @@ class _OpenFile:
 
 def _follow_owner(fd: int | None, data_dir: os.stat_result, mode: int) -> None:
     """Give a file or directory that this process has just made a mode, and the owner and group of
-    data_dir as far as this user may set them. All users of the queue need the file.
-
-    RACE: another user puts a directory of this user at the name, between mkdir() and open(). Only
-    an empty directory is changed, so no other directory with files gets a new owner."""
+    data_dir as far as this user may set them. All users of the queue need the file."""
     if fd is None:
         return
     with suppress(OSError, AttributeError):  # AttributeError: not POSIX
         made = os.fstat(fd)
-        if made.st_uid != os.geteuid() or (stat.S_ISDIR(made.st_mode) and os.listdir(fd)):
-            return
+        if made.st_uid != os.geteuid():
+            return  # RACE: another user replaced the new directory between mkdir() and open()
         with suppress(OSError):  # this user is not a member of the group
             os.fchown(fd, data_dir.st_uid if os.geteuid() == 0 else -1, data_dir.st_gid)
         os.fchmod(fd, mode)
@@ -453,6 +449,7 @@ _REFUSED_DUE_NS = (10**9, 94_694_400 * 10**9)
 # September 2001. No queue clock starts earlier, so the times of a queue clock have 19 digits, and
 # new_id() and claim() put one "0" in front.
 _EARLIEST_NS = 10**18
+_LATEST_CLOCK_NS = 5_680_281_600 * 10**9  # the year 2150
 _RELEASE_NS = 1_795_824_000 * 10**9  # 2026-11-28, the date of this release
 _MAX_ATTEMPTS = 999_999  # a name has room for six digits
 _DETACHED = "00000000"  # the <boot> of a detached lease
@@ -495,7 +492,8 @@ _parse_node_dir = re.compile(r"inflight-([A-Za-z0-9._-]{1,100})").fullmatch
 # The text of the link keys/<hash>: the path of the key's task, and that of the payload behind it.
 _parse_link = re.compile(
     r"((?:pending|scheduled|inflight-[A-Za-z0-9._-]{1,100})/"
-    rf"(?:[0-9a-f~]+~)?{_ID})(?: (keys/(?:[0-9]+~0~|update~)?{_ID}))?"
+    rf"(?:{_NS}~[0-9]{{1,6}}~(?:[0-9a-f]{{8}}~)?)?{_ID})"
+    rf"(?: (keys/(?:{_NS}~0~|update~)?{_ID}))?"
 ).fullmatch
 
 
@@ -1449,15 +1447,20 @@ class _Files:
                 _sync_path(f"{self.path}/..")
 
     def make_dir(self, name: str) -> None:
-        """Make a directory in data_dir for all users of the queue, unless it exists."""
+        """Make a directory in data_dir for all users of the queue, unless it exists. A lease
+        directory is a lock file, too: see lock_mode()."""
+        root = self.root
+        mode = self.mode
+        if name.startswith("inflight-"):
+            mode &= ~((~mode & 0o022) << 1)
         with suppress(FileExistsError):
-            os.mkdir(self.root.prefix + name, dir_fd=self.root.fd)
+            os.mkdir(root.prefix + name, mode & 0o777, dir_fd=root.fd)
             # RACE: another process removes a new lease directory, because it is empty, before it is
             # opened here. Then _LeaseDir._open() finds that the directory is missing.
             with _ignore_missing(errno.EACCES, errno.EPERM):
-                made = _OpenFile(self.root, name)
+                made = _OpenFile(root, name)
                 with closing(made):
-                    _follow_owner(made.fd, self.root.status(), self.mode)
+                    _follow_owner(made.fd, root.status(), mode)
 
     @property
     def root(self) -> _OpenFile:
@@ -1508,7 +1511,7 @@ class _Files:
             os.close(fd)
 
     def _is_passed_over(self, directory: str, error: OSError) -> bool:
-        if error.errno in (errno.EACCES, errno.EPERM) and directory.startswith("inflight-"):
+        if error.errno in (errno.EACCES, errno.EPERM) and directory not in _STATE_DIRS:
             _warn_once(f"passed over: {error}")
             return True
         return error.errno in (*_MISSING_ERRNOS, errno.ENOTDIR)
@@ -1720,7 +1723,9 @@ class _Files:
         try:
             fd = os.open(source, _CREATE_FLAGS, self._file_mode, dir_fd=creating.fd)
         except OSError as error:
-            if error.errno not in _MISSING_ERRNOS or not self.dirs.refresh():
+            self.dirs.refresh()
+            is_same = dirs.get("creating") is creating
+            if error.errno not in _MISSING_ERRNOS or is_same:
                 raise self.named(error, f"creating/{new_name}") from None
             return self.publish(new_name, data, directory, name, is_synced)
         try:
@@ -1785,8 +1790,9 @@ class _Files:
             try:
                 return os.open(name, _CREATE_FLAGS, self._file_mode, dir_fd=where.fd)
             except OSError as error:
-                if is_last or error.errno not in _MISSING_ERRNOS or not self.dirs.refresh():
+                if is_last or error.errno not in _MISSING_ERRNOS:
                     raise self.named(error, path) from None
+                self.dirs.refresh()
         raise _os_error(errno.ENOENT, path)
 
     def move(self, source: str, target: str) -> str:
@@ -1807,7 +1813,12 @@ class _Files:
         try:
             os.replace(name, new_name, src_dir_fd=old.fd, dst_dir_fd=new.fd)
         except OSError as error:
-            if error.errno not in _MISSING_ERRNOS or not self.dirs.refresh():
+            # RACE: another thread has refreshed the directories.
+            if error.errno not in _MISSING_ERRNOS or not (
+                self.dirs.refresh()
+                or dirs.get(directory, old) is not old
+                or dirs.get(new_directory, new) is not new
+            ):
                 raise self.named(error, source, target) from None
             return self.move(source, target)
         # By POSIX, rename() succeeds and does nothing if both names are links to one file. Then the
@@ -1872,16 +1883,18 @@ class _Files:
         if old.st_size <= _SHRINK_BYTES or is_kept or old.st_uid != os.geteuid():
             return
         self._kept_inode = old.st_ino
+        mode = stat.S_IMODE(old.st_mode)
+        root = self.root
         where, name = self.place(f"creating/{new_name}.pending")
         # RACE: another process renames a file into the directory first. Then our rename fails, and
         # the old directory stays. It also stays if it is a mount point, or if the disk is full.
         with suppress(OSError):
-            os.mkdir(name, dir_fd=where.fd)
+            os.mkdir(name, mode & 0o777, dir_fd=where.fd)
             made = _OpenFile(where, f"{new_name}.pending")
-            _follow_owner(made.fd, old, stat.S_IMODE(old.st_mode))
+            _follow_owner(made.fd, old, mode)
             new = made.status()
             if (new.st_uid, new.st_gid) == (old.st_uid, old.st_gid):
-                os.rename(name, "pending", src_dir_fd=where.fd, dst_dir_fd=self.root.fd)
+                os.rename(name, "pending", src_dir_fd=where.fd, dst_dir_fd=root.fd)
                 # Without this sync, power loss could undo the rename, and with it the later tasks.
                 self.sync_dir("")
         with suppress(OSError):
@@ -2035,13 +2048,13 @@ class _QueueClock:
 
     def _read(self, name: str) -> int | None:
         """Return the anchor in a clock file. Return None if the file is missing or invalid, or if
-        the queue clock would show a time that no honest clock shows. Then it is written again."""
+        the queue clock would show a time before 2001 or after 2150. Then it is written again."""
         anchor_ns = 0
         with suppress(FileNotFoundError):
             text = self._files.text(name, _CLOCK_BYTES)
             anchor_ns = int(text) if re.fullmatch("[0-9]{1,19}\n", text) else 0
         now_ns = anchor_ns + _monotonic_ns()
-        return anchor_ns if _EARLIEST_NS <= now_ns < _latest_order_ns() else None
+        return anchor_ns if _EARLIEST_NS <= now_ns < _LATEST_CLOCK_NS else None
 
     def _create(self, name: str, anchor_ns: int) -> int:
         """Write a clock file and put it in place, unless a valid one is in place. Return the anchor
@@ -2058,6 +2071,7 @@ class _QueueClock:
                     root.prefix + name,
                     src_dir_fd=creating.fd,
                     dst_dir_fd=root.fd,
+                    follow_symlinks=False,
                 )
             except (AttributeError, NotImplementedError, OSError):
                 # A file of this name exists, valid or not, or the file system has no hard links.
@@ -2232,7 +2246,7 @@ class _LeaseDir:
             self._files.make_dir(self.directory)
             try:
                 lock = self._files.lock_dir(self.directory)
-            except PermissionError:  # another user's
+            except (PermissionError, NotADirectoryError):  # another user's, or a link
                 self._use_another()
                 continue
             except FileNotFoundError:
@@ -2252,7 +2266,7 @@ class _LeaseDir:
     def _use_another(self) -> None:
         """Use a directory of another name, because another user has made or locked the one of our
         node_id. The tasks in it stay there until they can be reclaimed."""
-        other = f"inflight-{os.getpid()}-{self._clock.tag}"
+        other = f"inflight-{os.getpid()}-{os.urandom(8).hex()}"
         text = "%s can't be used by this user, or is locked by another process; using %s"
         _log().warning(text, self.directory, other)
         self.directory = other
@@ -2260,6 +2274,9 @@ class _LeaseDir:
     def _try_to_hold(self, lock: _FileLock, end_s: float) -> bool:
         """Take the shared lock of the directory, and keep the directory open. Return False if it
         must be opened again."""
+        if not os.access(".", os.W_OK, dir_fd=lock.fd):  # another user has made it
+            self._use_another()
+            return False
         # Another process holds the exclusive lock for a moment, to find out whether we live.
         while (is_shared := lock.try_shared()) is False:
             if time.monotonic() >= end_s:
@@ -2279,9 +2296,9 @@ class _LeaseDir:
                 leases = self._files.entries(self.directory)
                 for path in (it.path for it in leases if it.boot != _DETACHED):
                     self.orphans.setdefault(path)
-        lock.try_shared()
-        # RACE: another process removes the directory between our open() and our lock.
-        if not lock.is_at_path():
+        # RACE: try_exclusive() has dropped the shared lock, and another process takes the exclusive
+        # one. Or another process removes the directory between our open() and our lock.
+        if lock.try_shared() is False or not lock.is_at_path():
             return False
         # Not the descriptor of the lock: close() in another thread closes it during a read.
         try:
@@ -2482,15 +2499,16 @@ class _Worker:
         """Move a leased task to done/. If keep_done is False or 0, remove the task instead. Raises
         LeaseLost.
 
-        If done/ can't take the file, because the disk is full or a directory has its name, the task
-        is removed, too. A task that stayed leased would run again and again."""
+        If done/ can't take the file, because the disk is full, or another user's file or directory
+        has its name, the task is removed, too. A task that stayed leased would run again and
+        again."""
         lease = _lease_of(task)
         if self.keep_done:
             try:
                 gone_to = self.move_leased(lease, f"done/{lease.path[-_ID_LENGTH:]}", "done")
             except OSError as error:
                 # If the lease is gone, the rename has succeeded, and only a later step failed.
-                is_refused = error.errno in (*_OUT_OF_SPACE_ERRNOS, errno.EISDIR)
+                is_refused = error.errno in (*_OUT_OF_SPACE_ERRNOS, errno.EISDIR, errno.EPERM)
                 if not is_refused or not self.files.exists(lease.path):
                     raise
                 text = "task %s is done, and removed: done/ can't take it: %s"
@@ -2524,9 +2542,9 @@ class _Worker:
 
     def _failed_path(self, source: str) -> str:
         """Return the path in failed/ for a task: failed/<id>, or a name with its order in front if
-        another user has made a directory of this name."""
+        another user has made a file or a directory of this name."""
         ident = _id_of(source)
-        if stat.S_ISDIR(self.files.mode_of(f"failed/{ident}")):
+        if self.files.mode_of(f"failed/{ident}"):
             return f"failed/{_task_name(_stamp_of(ident), _attempts_of(source), ident)}"
         return f"failed/{ident}"
 
@@ -2823,7 +2841,8 @@ class _Delivery:
             # A MemoryError counts as EFBIG. If a signal handler raised the error, errno is None.
             code = getattr(error, "errno", errno.EFBIG)
             passing = (None, errno.EINTR, *_MISSING_ERRNOS, *_TRANSIENT_ERRNOS)
-            if data is None and code not in passing:
+            is_locked = isinstance(error, BlockingIOError)  # the file, or the key
+            if is_locked or (data is None and code not in passing):
                 error.task_id = ident  # type: ignore[union-attr]
             raise
         if payload is None:
@@ -2838,7 +2857,8 @@ class _Delivery:
         """Undo a claim after an error, by this table:
 
         error                                   where the task goes       counted
-        of this task alone (task_id)            the back of pending/      yes
+        of this task alone (task_id)            the back of pending/      yes, but not if another
+                                                                          process has a lock
         another OSError, but not a passing one  the back of pending/      no
         any other, such as Ctrl-C               where it was              no
 
@@ -2849,7 +2869,8 @@ class _Delivery:
         is_its_own = hasattr(error, "task_id")
         is_passing = getattr(error, "errno", None) in (None, *_TRANSIENT_ERRNOS)
         if place.startswith("pending/") and (is_its_own or not is_passing):
-            counted = _attempts_of(lease.path if is_its_own else place)
+            is_counted = is_its_own and not isinstance(error, BlockingIOError)
+            counted = _attempts_of(lease.path if is_counted else place)
             place = self._worker.back_path(place, counted)
         self._lease_dir.undo_claim(lease, place)
         if not is_its_own:  # else a later listing shows the task
@@ -2916,7 +2937,7 @@ class _Maintenance:
         self._acts: dict[str, Callable[[], None]] = {
             "enqueue": self._enqueue_due,
             "reclaim": self.reclaim_ended,
-            "repair": worker.keys.repair,
+            "repair": self._repair_keys,
             "sweep": self.remove_stale_files,
         }
         self.every_s = {
@@ -2934,7 +2955,8 @@ class _Maintenance:
         self._failed: set[str] = set()  # what raised OSError at its last run
         self._is_paused = False
         self._next_look_s = 0.0
-        self._due_seen = (0, 0)  # the time and inode of scheduled/ when it was last listed
+        # The times and inodes of scheduled/ and keys/ when they were last listed.
+        self._seen = {"enqueue": (0, 0), "repair": (0, 0)}
         self._first_due_ns = _MAX_STAMP_NS  # the first due time that was seen there
         self._done_scan: Iterator[str] | None = None  # the listing of done/, while a purge goes on
 
@@ -3003,11 +3025,12 @@ class _Maintenance:
             if self._batch.names:
                 return True
             wanted = [*self._failed]
-            # A task came to scheduled/, or the date was set.
-            is_changed = self._mtime_of_scheduled() != self._due_seen
-            is_changed = is_changed and time.monotonic() >= self.rested_s["enqueue"]
-            if is_changed or _latest_due_ns() >= self._first_due_ns:
-                wanted.append("enqueue")
+            # A task came to scheduled/, or the date was set. Or a process died while it had a task
+            # in keys/.
+            is_due = _latest_due_ns() >= self._first_due_ns
+            wanted += [
+                it for it in self._seen if self._is_changed(it) or (is_due and it == "enqueue")
+            ]
             for what in wanted:
                 self.run(what)
             return bool(wanted)
@@ -3045,9 +3068,23 @@ class _Maintenance:
 
     # What is done
 
-    def _mtime_of_scheduled(self) -> tuple[int, int]:
-        status = self._files.lstat("scheduled")
-        return status.st_mtime_ns, status.st_ino
+    def _state_of_dir(self, what: str) -> tuple[int, int]:
+        with _ignore_missing(errno.EACCES):
+            status = self._files.lstat("scheduled" if what == "enqueue" else "keys")
+            return status.st_mtime_ns, status.st_ino
+        return 0, 0
+
+    def _is_changed(self, what: str) -> bool:
+        """Say whether scheduled/ or keys/ has changed, and the pause after a long run is over."""
+        now = self._state_of_dir(what)
+        # A push that has a task in keys/ is under way for a moment only.
+        is_settled = what == "enqueue" or not 0 <= _wall_ns() - now[0] < 10**9
+        is_rested = time.monotonic() >= self.rested_s[what]
+        return is_rested and is_settled and now != self._seen[what]
+
+    def _repair_keys(self) -> None:
+        self._seen["repair"] = self._state_of_dir("repair")
+        self._worker.keys.repair()
 
     def _enqueue_due(self) -> None:
         """Move the due tasks to the back of pending/, in the order of their due times.
@@ -3055,7 +3092,7 @@ class _Maintenance:
         Stop after _BASE_INTERVAL_S seconds, and go on in the next run, which comes at once: no
         thread can renew a lease without the worker's lock, which this thread holds."""
         now_ns = _latest_due_ns()
-        self._due_seen = self._mtime_of_scheduled()
+        self._seen["enqueue"] = self._state_of_dir("enqueue")
         self._first_due_ns = _MAX_STAMP_NS
         due = []
         for name in filter(_FORMS["scheduled"], sorted(self._files.names("scheduled"))):
@@ -3294,8 +3331,8 @@ class FemtoQueue:
         self._delivery = self._worker.delivery
 
     def _after_fork(self) -> None:
-        # The lease directory of the parent is no longer open here.
-        self._files.dirs.pop(self._worker.lease_dir.directory, None)
+        # The child opens all directories itself: it may close the descriptors of its parent.
+        self._files.dirs.clear()
         self._clock.init_worker()
         self._init_worker()
 
@@ -3756,11 +3793,9 @@ class FemtoQueue:
         affected, and push() still adds tasks. Other workers notice the pause at their next
         maintenance, within about a second. Raises OSError if the file data_dir/PAUSED can't be
         made."""
-        files = self._files
-        flags = _CREATE_FLAGS | _NO_FOLLOW_OR_BLOCK
-        files.dirs.refresh()
-        with suppress(FileExistsError):
-            os.close(os.open(files.root.prefix + "PAUSED", flags, 0o644, dir_fd=files.root.fd))
+        self._files.dirs.refresh()
+        with suppress(FileExistsError):  # O_EXCL: neither a link nor a FIFO is opened
+            os.close(self._files.create("PAUSED"))
         self._worker.maintenance.drop_batch()
 
     def resume(self) -> None:
@@ -4142,7 +4177,7 @@ class _Keys:
                 lock.close()
 
     def _holder(self, tag: str) -> tuple[object, ...]:
-        return threading.get_ident(), self._files.inode, tag[-2:]
+        return _process_id, threading.get_ident(), self._files.inode, tag[-2:]
 
     def _has_lock(self, tag: str) -> bool:
         held = _key_locks.get(self._holder(tag))
@@ -4152,6 +4187,7 @@ class _Keys:
         try:
             return self._files.open_lock(f"locks/{name}")
         except FileNotFoundError:
+            self._files.dirs.refresh()
             self._make_dir("locks")
             return self._files.open_lock(f"locks/{name}")
 
@@ -4409,7 +4445,7 @@ class _Keys:
         tag = _tag_of(lease.path)
         if self._has_nothing_behind(tag, lease.path):
             return data
-        with self.lock(tag):
+        with self.lock(tag, time.monotonic() + _BASE_INTERVAL_S):
             behind = self._link_or_give_way(tag, lease.path)
             if behind is None:
                 return None
@@ -4482,11 +4518,12 @@ class _Keys:
                 target = _fresh_path(target, _later_ns(behind))
             with self._repaired_after_error():
                 target = self._files.move(source, target)
+            # The task has moved. After an error, repair() does the rest.
+            with suppress(OSError), self._repaired_after_error():
                 if is_linked:
                     is_over = _ends_at(target)
                     path, behind = (self._promote(behind), "") if is_over else (target, behind)
-                    with suppress(OSError):
-                        self._link(tag, path, behind)
+                    self._link(tag, path, behind)
         return target
 
     def _promote(self, payload: str) -> str:
@@ -4556,7 +4593,7 @@ class _Keys:
     def _written_ns(self, path: str) -> int:
         with _ignore_missing():  # RACE: a pop() or a person moves the task
             return self._files.lstat(path).st_mtime_ns
-        return 0
+        return _MAX_STAMP_NS
 
     def paths_without_task(self) -> list[str]:
         """Return the paths in keys/ whose hash has no task."""
@@ -4908,14 +4945,14 @@ def _read_checkpoint(worker: _Worker, ident: str, data: bytes) -> bytes | None:
     # The file is a record. Its payload begins with the header line of the task's payload, made
     # without a key. The checkpoint as it was given follows.
     files, path = worker.files, f"checkpoints/{ident}"
-    if not files.exists(path):
-        return None
     try:
+        if not files.exists(path):
+            return None
         saved, _ = files.read_path(path)
     except FileNotFoundError:
         return None  # RACE: a push to the task's key, or a person, removed the file after exists()
-    except CorruptTask as error:
-        _log().warning("checkpoints/%s: %s", ident, error.reason)
+    except (CorruptTask, PermissionError) as error:
+        _log().warning("%s: no checkpoint: %s", path, error)
         return None
     of_data = _header(data)
     if saved.startswith(of_data):
@@ -5312,8 +5349,11 @@ class _WorkerPool:
             text = self._failure_text(task, lease.outcome, error)
             tell("%s", text, exc_info=None if isinstance(error, _CommandFailed) else cause)
             # Without an outcome, the delivery has not ended: the disk failed, or no thread could be
-            # started to renew the lease. So `error` ends the pool.
-            if not lease.outcome:
+            # started to renew the lease. So `error` ends the pool, unless it is of one file: the
+            # task is taken back.
+            if not lease.outcome and getattr(error, "errno", None) in _ONE_FILE_ERRNOS:
+                time.sleep(_BASE_INTERVAL_S)
+            elif not lease.outcome:
                 if has_begun or not self._is_passing(error):
                     self._error = self._error or error
                 if not has_begun:
@@ -5633,7 +5673,11 @@ class TicketQueue:
         self._files = _despite_cleanup(lambda: _open_files(path, is_durable=False), path)
         self._boot = _boot_tag(boot_id, self._files.root)
         self._numbers: _Numbers = self._files.parts[-1](self._files)
-        _fork_hooks[self] = lambda line: line._held_tickets.clear()
+        _fork_hooks[self] = TicketQueue._after_fork
+
+    def _after_fork(self) -> None:
+        self._held_tickets.clear()
+        self._files.dirs.clear()
 
     def __repr__(self) -> str:
         return f"TicketQueue({os.fspath(self.queue_dir)!r})"
