@@ -633,7 +633,7 @@ def wrong_dead_letters(events: Events, left: set[str], reasons: Iterable[str]) -
     for line in reasons:
         ident = line.removeprefix("./")[:37]
         both = ident, line[-37:]  # the reason ends with the id of the other task of the key
-        if "has a task already" in line and any(map(events.may_be_two, both)):
+        if "has another task" in line and any(map(events.may_be_two, both)):
             events.excused["dead letters beside a task of their key"] += 1
             doubles.add(ident)
         else:
