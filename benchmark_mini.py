@@ -110,8 +110,7 @@ class Results:
             print(f"{name:38} {'   '.join(parts)}")
 
     def show_chart(self, names: dict[str, str]) -> None:
-        """Print tasks per second as a mermaid chart for README.md. `names` has the contenders'
-        labels."""
+        """Print tasks per second as a mermaid chart. `names` has the contenders' labels."""
         bars: dict[str, int] = {}
         for row, processes in CHART.items():
             for label, name in names.items():
@@ -193,7 +192,9 @@ class Floor:
     ignored: another worker took the task.
     """
 
-    def __init__(self, path: str, tag: str = "0000aaaa", inflight: str = "inflight") -> None:
+    def __init__(
+        self, path: str, tag: str = "0000aaaa0000aaaa", inflight: str = "inflight"
+    ) -> None:
         for name in (*DIRS, inflight):
             os.makedirs(os.path.join(path, name), exist_ok=True)
         self.fds = [os.open(os.path.join(path, name), os.O_RDONLY) for name in (*DIRS, inflight)]
@@ -296,7 +297,7 @@ CONTENDERS: dict[str, Maker] = {
 }
 
 
-def task_names(count: int, tag: str = "0000aaaa") -> list[str]:
+def task_names(count: int, tag: str = "0000aaaa0000aaaa") -> list[str]:
     return [f"{1_700_000_000_000_000_000 + order:020d}-{tag}" for order in range(count)]
 
 
@@ -505,7 +506,7 @@ def bare_replace(floor: Floor, root: str, names: list[str]) -> None:
     """Make the bare os calls of keyed pushes that replace a payload.
 
     Each push takes the key's lock, reads the key's link, writes a record in creating/, moves the
-    waiting record aside, puts the new one over it, and moves that back.
+    waiting task aside, renames the record over it, and moves it back.
     """
     import fcntl
 
@@ -534,7 +535,7 @@ def keyed(base: str, results: Results, count: int) -> None:
         fill(path, count)
         for key in keys:
             q.push(PAYLOAD, key=key)
-        q.take("none")  # the first call of a process does all housekeeping jobs: not measured
+        q.take("none")  # the first call of a process does all maintenance: not measured
         replace_s = timed(lambda: [q.push(PAYLOAD[1:], key=key) for key in keys])
         tasks: list[FemtoTask] = []
         take_s = timed(lambda: tasks.extend(filter(None, map(q.take, keys))))

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import asyncio
 import binascii
+import concurrent.futures
 import contextlib
 import dataclasses
 import datetime
@@ -40,7 +41,6 @@ import hashlib
 import importlib
 import io
 import itertools
-import json
 import linecache
 import logging
 import os
@@ -179,12 +179,10 @@ def fake_os(*missing: str, **functions: Any) -> types.ModuleType:
 SEAMS = {
     "file system type": "_fs_type",
     "C library": "_libc",
-    "members of jobs": "_job_processes",
+    "groups of a session": "_groups_of",
+    "open files": "_open_files",
     "progress": "_Progress",
     "lines of top": "_top_lines",
-    "wait for output": "_await_output",
-    "command pool": "_CommandPool",
-    "end of jobs": "_terminate",
 }
 CONSTANTS = {
     "one signal": "_ONE_SIGNAL_S",
@@ -193,6 +191,8 @@ CONSTANTS = {
     "report": "_REPORT_S",
     "base interval": "_BASE_INTERVAL_S",
     "longest pause": "_LONGEST_PAUSE_S",
+    "long wait": "_LONG_WAIT_S",
+    "old checkpoint": "_OLD_CHECKPOINT_NS",
     "renewal": "_RENEWAL",
     "stale": "_STALE_S",
     "shrink": "_SHRINK_BYTES",
@@ -248,7 +248,8 @@ def on_boot(boot_id: str | None) -> Any:
 
 
 def lease_dir(q: FemtoQueue) -> str:
-    return os.path.join(os.path.abspath(q.data_dir), f"inflight-{q.node_id}")
+    # After an error, a worker may use a directory of another name than its node_id.
+    return os.path.join(os.path.abspath(q.data_dir), q._worker.lease_dir.directory)
 
 
 def descriptors_of(path: str) -> list[int]:
@@ -306,6 +307,10 @@ def hooked_call(
 
     def function(*args: Any, **kwargs: Any) -> Any:
         if args and type(args[0]) is str and args[0][:6] == "/proc/":  # the boot id: not on a disk
+            return call(*args, **kwargs)
+        caller = sys._getframe(1).f_back
+        if caller is not None and caller.f_code.co_name == "__del__":
+            # Python ignores an exception that a hook raises in a finalizer.
             return call(*args, **kwargs)
         named = with_full_paths(event, args, kwargs)
         try:
@@ -832,7 +837,7 @@ NO_SETTINGS: tuple[tuple[str, type[Exception], tuple[Any, ...]], ...] = (
     ("timeout_stale_ms", ValueError, (0, NAN, 10**400)),
     ("timeout_stale_ms", TypeError, ("1",)),
     ("max_attempts", ValueError, (0, True, 10**6)),
-    ("data_dir", TypeError, (b"jobs",)),
+    ("data_dir must be a str or a path", TypeError, (b"jobs", 3, None, ["jobs"])),
     ("data_dir", ValueError, ("",)),
     ("keep_done", TypeError, ("1d",)),
     ("keep_done", ValueError, NO_AGES),
@@ -845,6 +850,8 @@ NO_MEMBERS = "pending", "../x", None
 REFUSALS: tuple[Refusal, ...] = (
     (lambda q, task, it: q.push(it), TypeError, "encode it", ("text",)),
     (lambda q, task, it: q.push(it), TypeError, "bytes-like", NO_BYTES),
+    (lambda q, task, it: q.push(b"x", delay_s=it), ValueError, "delay_s", NO_AGES),
+    (lambda q, task, it: q.push(b"x", delay_s=it), TypeError, "delay_s", ("1", None, [])),
     (lambda q, task, it: q.push_many(it), TypeError, "for one payload use push", (b"123",)),
     (lambda q, task, it: q.schedule(it, 0), TypeError, "bytes-like", NO_BYTES),
     (lambda q, task, it: q.schedule(b"x", it), TypeError, "time_us", ("1", None, True)),
@@ -925,6 +932,20 @@ class Lifecycle(QueueCase):
         for past_us in (-1e13, 0, 1, 300_000):
             self.assertEqual(q.schedule(b"now", past_us), self.pop(q).id)
 
+    def test_delayed_push_is_delivered_after_its_delay(self) -> None:
+        """push(delay_s=) hides a task for that time, also if the wall clock is near 1970."""
+        q, clock = self.queue(), self.clock()
+        for shift_s in (0, 60 - time.time()):
+            clock.wall_shift_s = shift_s
+            idents = q.push(b"x", delay_s=60), q.push(b"y", delay_s=60, key="k")
+            clock.advance(59)
+            self.assertIsNone(q.pop())
+            clock.advance(2)
+            for ident in idents:
+                task = self.pop(q)
+                q.done(task)
+                self.assertEqual(task.id, ident)
+
     def test_done_on_a_full_disk_removes_the_task(self) -> None:
         """done() on a full disk removes the task, and on another error leaves the task leased."""
         # If done() raised ENOSPC, the task would run again and again until somebody purges done/.
@@ -980,7 +1001,13 @@ class Lifecycle(QueueCase):
         task, clock = leased(q), self.clock()
         clock.advance(2)
         os.unlink(self.file(task.path))
-        with self.assertRaisesRegex(LeaseLost, "its lease ran out [12]"):
+        with self.assertRaisesRegex(LeaseLost, r"its lease of 1 s ran out [12]\.\d+ s ago"):
+            q.done(task)
+        q.push(b"x")
+        task = q.pop(lease_ms=30) or self.fail("a task was there")
+        clock.advance(2)
+        os.unlink(self.file(task.path))
+        with self.assertRaisesRegex(LeaseLost, r"its lease of 0\.03 s ran out"):
             q.done(task)
 
     def test_payload_is_delivered_unchanged(self) -> None:
@@ -1008,7 +1035,7 @@ class Lifecycle(QueueCase):
         for name, error, wrong_arguments in NO_SETTINGS:
             for it in wrong_arguments:
                 with self.subTest(name, it=it), self.assertRaisesRegex(error, name):
-                    FemtoQueue(**{"data_dir": new, name: it})
+                    FemtoQueue(**{"data_dir": new, name.partition(" ")[0]: it})
         self.assertEqual(self.states(), {"inflight-n1": 1})
         self.assertFalse(os.path.exists(self.file("keys")) or os.path.exists(new))
         q.done(task)
@@ -1023,7 +1050,7 @@ class Lifecycle(QueueCase):
             DIRECTORY, NODE, ID, KEY, WHY = self.path, "n2", ident, "k", "why"
             PENDING, FAILED = "pending", "failed"
 
-        q = self.queue(Word.NODE)
+        q: Any = self.queue(Word.NODE)  # a type checker wants the literals
         self.assertEqual(q.push(b"y", key=Word.KEY), ident)
         self.assertEqual(([*q.keys(Word.PENDING)], len([*q.tasks(Word.PENDING)])), (["k"], 1))
         with FemtoQueue(Word.DIRECTORY, Word.NODE) as other:
@@ -1308,6 +1335,59 @@ class Lifecycle(QueueCase):
             self.assertIsNone(q.pop())
             self.assertEqual((self.states(), self.names(state)), ({state: 1}, [ident]))
             os.unlink(self.file(state, ident))
+
+    def test_since_is_the_time_when_a_task_came_to_its_state(self) -> None:
+        q = self.queue(max_attempts=1)
+
+        def check(state: Any, begin_s: float) -> None:
+            (task,) = q.tasks(state)
+            for it in task, q.peek(task.id):
+                assert it is not None
+                since = it.since
+                assert since is not None
+                # The clock of a file system advances in ticks of up to 10 ms.
+                self.assertTrue(begin_s - 0.02 <= since.timestamp() <= time.time())
+
+        ident = q.push(b"x")
+        check("pending", 0)
+        moves: tuple[tuple[str, Callable[[], object]], ...] = (
+            ("inflight", lambda: self.assertIsNone(popped(q).since)),
+            ("inflight", lambda: q.extend(q.attach(ident))),
+            ("failed", lambda: q.fail(q.attach(ident))),
+        )
+        for state, move in moves:
+            time.sleep(0.05)
+            begin_s = time.time()
+            move()
+            check(state, begin_s)
+
+    def test_search_for_an_unknown_id_does_not_list_ended_tasks(self) -> None:
+        """peek() of an unknown id lists neither done/ nor failed/, which may be huge."""
+        q = self.queue(keep_done=True)
+        for end in (q.done, q.fail):
+            end(leased(q))
+        unknown = f"{1:020d}-0000aaaa00000000"
+        listings = calls_of("list", lambda: self.assertIsNone(q.peek(unknown)))
+        names = {str(path).rstrip("/").rpartition("/")[2] for path, *_ in listings}
+        self.assertEqual(names & {"done", "failed"}, set())
+
+    def test_stats_spends_no_call_on_a_finished_task(self) -> None:
+        """stats() makes as many calls of Python functions for 100 finished tasks as for two."""
+        q = self.queue()
+
+        def end_and_count(number: int) -> int:
+            for end in (q.done, q.fail) * number:
+                end(leased(q))
+            calls = []
+            sys.setprofile(lambda *args: calls.append(args[1]))
+            try:
+                stats = q.stats()
+            finally:
+                sys.setprofile(None)
+            self.assertEqual(stats.done, stats.failed)
+            return calls.count("call")
+
+        self.assertEqual(end_and_count(1), end_and_count(49))
 
     def test_tasks_without_data_reads_headers_only(self) -> None:
         """tasks(data=False) reads headers, and no payload."""
@@ -1645,6 +1725,29 @@ class Liveness(QueueCase):
     def test_leases_of_a_dead_worker_that_can_not_see_the_boot_id_end_at_their_deadlines(
         self,
     ) -> None:
+        """If the dead worker or the other worker can't see the boot id, the death does not show,
+        and the lease of the dead worker ends at its deadline."""
+        # A service of systemd with ProcSubset=pid can't see the boot id. It has a random boot of
+        # its own. A worker that starts under the same node_id takes the lease back at once.
+        clock = self.clock()
+        for first, second in ((None, "1"), ("1", None), (None, None)):
+            self.path = self.new_dir(self.memory)
+            for node_id in ("other", "dead"):
+                with self.subTest(first=first, second=second, node_id=node_id):
+                    with on_boot(first):
+                        dead = self.queue("dead")
+                        leased(dead)
+                    simulate_death(dead)
+                    with on_boot(second), self.queue(node_id) as q:
+                        self.assertEqual([it.liveness for it in q.stats().nodes], ["unknown"])
+                        if node_id == "other":
+                            self.assertIsNone(q.pop())
+                            clock.advance(31)
+                        q.done(self.pop(q))
+
+    def test_lease_of_an_earlier_boot_is_not_of_this_boot_where_the_boot_id_is_not_seen(
+        self,
+    ) -> None:
         """If a dead worker or the other worker can't see the boot id, a lease ends at its deadline,
         or at once when a worker starts under the same node_id."""
         # A service of systemd with ProcSubset=pid can't see the boot id.
@@ -1677,32 +1780,57 @@ class Liveness(QueueCase):
             with on_boot(None):
                 self.assertIsNone(self.queue("other").pop())
 
-    def test_leases_end_after_a_reboot_that_set_the_wall_clock_far_back(self) -> None:
-        """After a reboot with a dead battery, which sets the date back, a lease ends when the new
-        queue clock has passed its deadline, or at once by a restart under the same node_id."""
-        # The new queue clock starts after the newest id, which is five hours older than the lease.
+    def test_living_worker_keeps_its_lease_beside_tasks_that_are_ahead_of_the_queue_clock(
+        self,
+    ) -> None:
+        """A living worker keeps its lease although the id of another host's task is an hour ahead
+        of the queue clock."""
+        self.patched(on_file_system(NFS))
         clock = self.clock()
-        with on_boot("1"):
-            q = self.queue("dead")
-            q.push_many([b"1", b"2"])
-            clock.advance(5 * 3600)
-            self.assertEqual((self.pop(q).data, self.pop(q).data), (b"1", b"2"))
-            simulate_death(q)
-        with on_boot("2"):
-            clock.wall_shift_s = clock.monotonic_shift_s = 0.0
-            q = self.queue()
-            clock.advance(31)
-            self.assertIsNone(q.pop())
-            again = self.queue("dead")
-            again.done(self.pop(again))
-            clock.advance(5 * 3600)
-            self.assertEqual(self.pop(q).attempts, 2)
+        clock.wall_shift_s = -3600.0
+        living = self.queue("living")
+        living.push(b"1")
+        clock.wall_shift_s = 0.0  # the date is set forward, or the host was suspended
+        task = popped(living)
+        with on_boot("other host"):
+            self.queue("other").push(b"2")
+        # A new worker reads the clock file of this boot, and does not make it anew.
+        q = self.queue("new")
+        q.done(popped(q))
+        self.assertIsNone(q.pop())
+        clock.advance(31)
+        self.assertEqual(popped(q).id, task.id)
+
+    def test_leases_end_after_a_reboot_that_set_the_wall_clock_far_back(self) -> None:
+        """After a reboot with a dead battery, a lease ends late by the time from the newest push to
+        the claim at most."""
+        # The new queue clock starts after the newest id. So in a queue with pushes, leases end in
+        # time.
+        clock = self.clock()
+        for is_idle in (False, True):
+            self.path = self.new_dir(self.memory)
+            with on_boot("1"):
+                q = self.queue("dead")
+                q.push(b"")
+                clock.advance(5 * 3600)
+                if not is_idle:
+                    q.schedule(b"", 4e15)
+                self.pop(q)
+                simulate_death(q)
+            with on_boot("2"):
+                clock.wall_shift_s = clock.monotonic_shift_s = 0.0
+                q = self.queue()
+                clock.advance(31)
+                if is_idle:
+                    self.assertIsNone(q.pop())
+                    clock.advance(5 * 3600)
+                self.assertEqual(self.pop(q).attempts, 2)
 
     def test_task_that_can_not_be_moved_does_not_delay_other_tasks(self) -> None:
         """If a due task or the lease of a dead worker can't be moved, pop() still delivers other
         tasks."""
-        # The pop() whose housekeeping fails first delivers a task, and so do later calls. When no
-        # other task waits, pop() raises the error.
+        # The pop() whose maintenance fails first delivers a task, and so do later calls. When no
+        # other task waits, pop() raises the error, unless it concerns that file alone.
         q, clock = self.queue(), self.clock()
 
         def lease_and_die(node_id: str) -> str:
@@ -1711,15 +1839,19 @@ class Liveness(QueueCase):
             simulate_death(dead)
             return ident
 
-        for make_task in (lambda node_id: q.schedule(b"x", 0), lease_and_die):
+        makers = (lambda node_id: q.schedule(b"x", 0), lease_and_die)
+        for make_task, code in itertools.product(makers, (errno.EACCES, errno.EIO)):
             stuck = make_task("dead")
-            with hooked(at_call("move", stuck, errno_raiser(errno.EACCES))):
+            with hooked(at_call("move", stuck, errno_raiser(code))):
                 for node_id in ("dead2", "dead3"):
                     ident = make_task(node_id)
                     clock.advance(1)
                     self.assertEqual(self.pop(q).id, ident)
                 for _ in range(2):
-                    self.assertRaises(PermissionError, q.pop)
+                    if code == errno.EIO:
+                        self.assertRaises(OSError, q.pop)
+                    else:
+                        self.assertIsNone(q.pop())
             clock.advance(1)
             self.assertEqual(self.pop(q).id, stuck)
 
@@ -1752,7 +1884,7 @@ class Liveness(QueueCase):
             os.rmdir(lease_dir(starting))
             taken.append(popped(quicker))
 
-        with hooked(at_call("lock", fcntl.LOCK_SH, be_quicker, times=1)):
+        with hooked(at_call("lock", fcntl.LOCK_SH | fcntl.LOCK_NB, be_quicker, times=1)):
             self.assertIsNone(starting.pop())
         quicker.done(taken[0])
         self.assertEqual(self.states(), {"done": 1})
@@ -1797,9 +1929,34 @@ class Liveness(QueueCase):
         observer = os.open(lease_dir(q), os.O_RDONLY)
         self.addCleanup(os.close, observer)
         fcntl.flock(observer, fcntl.LOCK_EX)
-        unlock = functools.partial(fcntl.flock, observer, fcntl.LOCK_UN)
-        with hooked(at_call("lock", fcntl.LOCK_SH, unlock)):
+        tries = itertools.count()
+
+        def unlock() -> None:
+            if next(tries) == 2:
+                fcntl.flock(observer, fcntl.LOCK_UN)
+
+        with hooked(at_call("lock", fcntl.LOCK_SH | fcntl.LOCK_NB, unlock)):
             self.assertEqual(self.pop(again).attempts, 2)
+
+    def test_worker_whose_lease_directory_is_locked_for_long_uses_another(self) -> None:
+        """If another process locks the lease directory of a worker for seconds, the worker warns,
+        and uses a directory of another name."""
+        # Anybody who may read the directory can lock it. Tasks in it are not taken back meanwhile.
+        self.set_constant("long wait", 0.05)
+        q, ident = self.queue(), ""
+        os.mkdir(lease_dir(q))
+        stranger = os.open(lease_dir(q), os.O_RDONLY)
+        self.addCleanup(os.close, stranger)
+        fcntl.flock(stranger, fcntl.LOCK_EX)
+        ident = q.push(b"x")
+        LOG.disabled = False
+        with self.assertLogs(LOG, "WARNING") as logged:
+            task = self.pop(q)
+        self.assertIn("inflight-n1 can't be used", logged.output[0])
+        self.assertRegex(task.path, rf"inflight-{os.getpid()}-[0-9a-f]{{16}}/.*{ident}")
+        q.done(task)
+        q.close()
+        self.assertEqual([it for it in self.names(".") if it.startswith("inf")], ["inflight-n1"])
 
     def test_dropped_queue_object_leaves_no_descriptor_warning_or_directory(self) -> None:
         """A queue object is closed at once when its last reference goes, like a file."""
@@ -1847,6 +2004,31 @@ class Liveness(QueueCase):
             with self.subTest(call):
                 self.check_child_outlives_parent(call)
 
+    def test_forked_child_has_no_leases_of_its_parent_after_ctrl_c_in_the_fork(self) -> None:
+        """Ctrl-C at the start of a forked child does not give the parent's leases to the child."""
+        # The Ctrl-C interrupts the function that Python calls in the child. Python then prints the
+        # exception, and the child goes on.
+        q = self.queue()
+        task, inner = leased(q), ("_after_fork_in_child", "_after_fork", "init_worker", "__init__")
+        reached = list[str]()
+
+        def work(child: Child) -> None:
+            sys.settrace(None)
+            child.say(f"{len(reached)} {q.push(b'')[21:]}")
+            q.close()
+
+        for number in itertools.count():
+            hook = mock.patch.object(sys, "unraisablehook")
+            with hook, at_line(number, interrupt, within=inner) as reached:
+                child = self.child(work)
+            [said], status = child.finish()
+            self.assertEqual(status, 0)
+            self.assertNotIn(task.id[21:], said)
+            if said[0] == "0":
+                break
+        self.assertGreater(number, 9)
+        q.done(task)
+
     def test_forked_child_is_a_worker_of_its_own(self) -> None:
         """In a forked child, a queue object gets its own node_id, lease directory and id tag."""
         # After close() in the child, the parent still has its lease.
@@ -1890,7 +2072,7 @@ class LeaseDirectoryLost(QueueCase):
         self.clock().stand_still()  # no job comes due
         losses: dict[str, Callable[[str], object]] = {
             "removed": os.rmdir,
-            "made again": lambda place: os.rename(self.file("spare"), place),
+            "made again": lambda place: os.rename(self.new_dir(self.path), place),
             "moved away": lambda place: os.rename(place, self.file("elsewhere")),
         }
         for (name, lose), call in itertools.product(losses.items(), ("next", "pop", "take")):
@@ -1911,18 +2093,15 @@ class LeaseDirectoryLost(QueueCase):
         """A worker whose lease directory was removed by another host makes a new directory."""
         # After that removal, calls with the worker's descriptor of the directory raise ESTALE.
         q = self.worker_that_listed(5)
-        place, [gone] = lease_dir(q), descriptors_of(lease_dir(q))
-        os.rmdir(place)
+        os.rmdir(lease_dir(q))
 
         def stale(name: str, args: tuple[Any, ...]) -> None:
-            into_it = name == "move" and not args[1].startswith("/")
-            is_gone = not os.path.exists(place) or gone in descriptors_of(place)
-            if is_gone and (into_it or (name == "fstat" and args[0] == gone)):
+            into_it = name == "move" and "(deleted)" in args[1]
+            if into_it or (name == "fstat" and "(deleted)" in path_at(args[0], "x")):
                 raise_errno(errno.ESTALE)
 
         with hooked(stale):
             self.assertEqual(self.drain(q), [b"1", b"2", b"3", b"4"])
-        self.assertNotIn(gone, descriptors_of(place))
 
     def test_nothing_is_claimed_while_the_lease_directory_can_not_be_opened(self) -> None:
         """While a lease directory can't be opened, pop() raises the error and claims nothing."""
@@ -1973,72 +2152,72 @@ class Row(NamedTuple):
 # The system calls of each step: no more than the promise of the step needs. The steps are in words
 # of Life; the words before a bar prepare the step, in a new queue. After an intended change of the
 # system calls, edit these tables.
+LOOK = "stat" + " stat fstat" * 7 + " stat"  # at the directories and PAUSED, every 0.1 s
 STEPS = {
     "push x": Row("open write close move", "move file directory"),
     "schedule x 4e15": Row("open write close move", "move file directory"),
-    "none": Row("list stat", ""),
-    "push x | take": Row("list move open read close", "move"),
+    "none": Row("open list close stat stat", ""),
+    "push x | take": Row("open list close move open read close", "move"),
     "push x, push y, take | take": Row("move open read close", "move"),
     "schedule x | take": Row(
-        "stat list move stat list move open read close stat", "move file directory move"
+        f"{LOOK} stat open list close move open list close move open read close open stat",
+        "move file directory move",
     ),
-    "push x, take, release | take": Row("list move open read close stat", "move"),
+    "push x, take, release | take": Row("open list close move open read close open stat", "move"),
     "push x, take | done": Row("move", "move file directory"),
     "push unkept, take | done": Row(
         "unlink", "file directory unlink directory", {"keep_done": False}
     ),
-    "push x, take | fail": Row("move unlink", "move unlink file directory"),
+    "push x, take | fail": Row("stat move unlink", "move unlink file directory"),
     "push x, take | fail why": Row(
-        "open write close move unlink move", "file move unlink move file directory"
+        "open write close stat move unlink move", "file move unlink move file directory"
     ),
     "push x, take, fail | retry": Row("stat unlink move", "unlink move file directory"),
     "push x, take | release": Row("move", "move file directory"),
     "push x, take | release later": Row("move", "move file directory"),
     "push x, take | extend": Row("move", "move"),
     "litter | none": Row(
-        "list move open read fstat close stat move unlink open write close move unlink stat fstat"
-        " stat list stat",
-        "move move unlink file unlink move file directory",
+        "open list close move open read fstat close stat move open write close unlink move open"
+        f" stat {LOOK} open list close stat stat",
+        "move move file unlink move file directory",
     ),
     "push x, take | save 1": Row(
         "open stat fstat fchown fchmod write close "
-        "stat mkdir open stat fstat fchown fchmod close move move",
+        "stat mkdir open stat fstat list fchown fchmod close move open move",
         "file directory move move directory",
     ),
 }
 KEY_STEPS = {
-    "push x | take": Row("list move open read fstat close stat open fstat read close stat", "move"),
+    "push x | take": Row("open list close move open read fstat close readlink stat", "move"),
     "push x, take | done": Row(
-        "open lock stat open fstat read close lock move unlink lock close",
-        "move unlink file directory",
+        "open lock readlink move unlink lock close", "move unlink file directory"
     ),
     "push x, take, done | push y": Row(
-        "open lock stat open open write close "
-        "open open stat fstat fchown fchmod write close move lock close",
+        "open lock readlink open write close readlink stat symlink move move lock close",
         "file move directory move directory",
     ),
     "push x | push y": Row(
-        "open lock stat open fstat read close stat open write close move unlink lock close",
+        "open lock readlink stat open write close move stat move move readlink lock close",
         "file move move move file directory",
     ),
     "push x, take, fail | retry": Row(
-        "stat open lock stat open open read fstat close "
-        "open open stat fstat fchown fchmod write close unlink lock move lock close",
+        "stat open lock open read fstat close readlink readlink stat symlink move"
+        " unlink readlink move readlink lock close",
         "move directory unlink move file directory",
     ),
     "push x, take, release | push y": Row(
-        "open lock stat open fstat read close stat open write close unlink move move unlink"
-        " open write close lock close",
+        "open lock readlink stat open write close move stat move open stat move"
+        " readlink stat symlink move lock close",
         "file move move move move file directory",
     ),
     "push x, take | push y": Row(
-        "open lock stat open fstat read close stat stat list stat list open write close"
-        " open write close move lock close",
+        "open lock readlink stat stat open list close stat open list close readlink stat symlink"
+        " move open write close readlink stat symlink move move lock close",
         "move file move directory move directory",
     ),
     "push x, take | push y update": Row(
-        "open lock stat open fstat read close stat stat list stat list open write close move unlink"
-        " open write close lock close",
+        "open lock readlink stat stat open list close stat open list close readlink stat symlink"
+        " move open write close readlink stat symlink move move lock close",
         "move file move directory move directory",
     ),
 }
@@ -2132,10 +2311,12 @@ class LostReply(QueueCase):
     def test_task_is_settled_though_the_server_was_away_for_longer_than_the_lease(self) -> None:
         """done() and fail() succeed even if the lease expires while the server is away."""
         q, clock = self.queue(), self.clock()
+        # Only the monotonic clock is advanced: the times of files are by the real clock.
         for end in (q.done, lambda it: q.fail(it, "why")):
             task = leased(q)
-            with self.lost_reply(then=lambda: clock.advance(90)):
+            with self.lost_reply(then=lambda: setattr(clock, "monotonic_shift_s", 90)):
                 end(task)
+            clock.monotonic_shift_s = 0.0
         self.assertEqual(self.states(), {"done": 1, "failed": 1})
 
     def test_push_succeeds_though_another_worker_has_moved_the_task_on(self) -> None:
@@ -2167,7 +2348,8 @@ class LostReply(QueueCase):
         clock.advance(3)
         other.done(self.pop(other))
 
-        def lstat(path: str) -> os.stat_result:
+        def lstat(name: str, *, dir_fd: int | None = None) -> os.stat_result:
+            path = path_at(dir_fd, name)
             if path.endswith(late.path) and not seen:
                 seen.append(path)
                 return os.lstat(self.file("done", late.id))
@@ -2176,6 +2358,26 @@ class LostReply(QueueCase):
         with mock.patch.object(femtoqueue, "os", fake_os(lstat=lstat)):
             for _ in range(2):
                 self.assertRaises(LeaseLost, q.done, late)
+
+    def test_task_that_another_host_has_finished_is_lost_before_the_deadline_here(self) -> None:
+        """done() raises LeaseLost if another host has taken the task back and made done/<id>."""
+        # The deadline has not passed by the queue clock of this host, which is behind. The client's
+        # cache still shows the lease. The rename of the other host is two seconds old: done() takes
+        # only a younger rename for its own.
+        q, clock, seen = self.queue(), self.clock(), list[str]()
+        late = leased(q)
+        os.rename(self.file(late.path), self.file("done", late.id))
+        clock.wall_shift_s = 2.0
+
+        def lstat(name: str, *, dir_fd: int | None = None) -> os.stat_result:
+            path = path_at(dir_fd, name)
+            if path.endswith(late.path) and not seen:
+                seen.append(path)
+                return os.lstat(self.file("done", late.id))
+            return os.lstat(path)
+
+        with mock.patch.object(femtoqueue, "os", fake_os(lstat=lstat)):
+            self.assertRaises(LeaseLost, q.done, late)
         self.assertEqual(len(seen), 1)
 
     def test_delivery_that_was_given_up_or_settled_is_lost(self) -> None:
@@ -2285,7 +2487,7 @@ class Sharing(QueueCase):
         with hooked(at_call("access", None, empty, times=1)):
             q.pop()
         thread.join()
-        self.assertEqual((self.names("pending"), q._worker.lease_dir.undelivered), ([], {}))
+        self.assertEqual((self.names("pending"), q._worker.lease_dir.orphans), ([], {}))
 
     def test_lease_begins_when_the_task_is_claimed_however_long_the_pop_waited(self) -> None:
         """The deadline of a lease counts from the claim."""
@@ -2526,24 +2728,24 @@ class Keyed(QueueCase):
         """A pop() at any system call of the push gets the task, with the old payload or the new
         one."""
         # The attempts of the new payload do not include deliveries of the old payload.
+        # While the pusher has the task in keys/, pop() finds no task.
         q, other = self.queue(max_attempts=3), self.queue("n2", max_attempts=3)
-        if not self.can_exchange():
-            self.skipTest("names can't be exchanged here")
-        taken: list[FemtoTask] = []
+        taken: list[FemtoTask | None] = []
         for step in Meanwhile.each():
             key = f"{step.number}"
             q.push(b"old", key=key)
             for _ in range(2):
                 q.release(self.take(q, key), front=True)
-            step.action = lambda: taken.append(popped(other))
+            step.action = lambda: taken.append(other.pop())
             with hooked(step):
                 q.push(b"new", key=key)
-            if step.reached:
-                other.done(taken[-1])
-            payloads = self.drain(q) or [taken[-1].data]
+            task = taken[-1] if step.reached else None
+            if task:
+                other.done(task)
+            payloads = self.drain(q) or [task.data if task else b""]
             self.assertEqual(payloads[-1], b"new")
-        seen = {(task.data, task.attempts) for task in taken}
-        self.assertEqual(seen, {(b"old", 3), (b"old", 1), (b"new", 1)})
+        seen = {task and (task.data, task.attempts) for task in taken}
+        self.assertEqual(seen, {(b"old", 3), (b"new", 1), None})
 
     def test_replaced_payload_keeps_its_place_for_workers_that_have_listed_the_task(self) -> None:
         """A task whose payload is replaced keeps its place, also for workers that have listed the
@@ -2586,24 +2788,17 @@ class Keyed(QueueCase):
         """Return the task of the key, the path of the task, and the names and tasks of the
         buffered payloads."""
         task = q.peek(key="k")
-        behind = [name for name in self.names("keys") if len(name) > 8]
+        behind = [name for name in self.names("keys") if len(name) > 16]
         return [task, task and task.path, *behind, *(q.peek(name[-37:]) for name in behind)]
 
     def test_keyed_push_that_raises_changes_nothing(self) -> None:
         """If a system call of a keyed push fails and the push raises, nothing has changed."""
-        # This includes a failed sync, except the sync after a rename over the old record: that
-        # rename can't be undone. So pushes that rename over the old record are tested without sync.
+        # This includes a failed sync, except the sync after a payload has replaced another one.
         self.in_memory = True  # syncs to a disk would take too long
         clock, _ = self.clock(), self.queue()
-        can_exchange = self.can_exchange()
-        # Where names can't be exchanged, a push may rename over a record. These ways of a push, by
-        # state, never do so: they put the payload into keys/.
-        buffering = {
-            **dict.fromkeys(("waits", "is back"), "buffer update"),
-            "is leased": "buffer schedule",
-        }
+        way: Any
         for state, way in itertools.product(self.STATES, ("buffer", "update", "schedule")):
-            is_synced = can_exchange or way in buffering.get(state, "").split()
+            is_synced = state == "is leased"
             for step in Step.each(errno_raiser(errno.EIO)):
                 with self.new_queue(sync_after_write=is_synced) as q:
                     self.bring_to_state(q, state, clock.time())
@@ -3206,7 +3401,7 @@ class Durability(StepCase):
             task = popped(q)
             os.rename(self.file(name), self.file("aside"))
             os.symlink(outside, self.file(name))
-            q._files.refresh()
+            q._files.dirs.refresh()
             refused = []
             calls: tuple[Callable[[], object], ...] = (
                 functools.partial(FemtoQueue, self.path),
@@ -3441,7 +3636,7 @@ class Life:
         call(*args)
         self.say(what)
 
-    def push(self, name: str, how: str = "buffer") -> None:
+    def push(self, name: str, how: Any = "buffer") -> None:
         put = functools.partial(self.q.push, key=self.key, if_in_flight=how)
         self.say_and_call(f"push {name}", put, name.encode())
 
@@ -3784,6 +3979,11 @@ class Interrupted(QueueCase):
                     self.assertTrue(is_keyed or step.at not in ("fsync", "syncfs"), step.args)
                 except OSError as error:
                     self.assertEqual(error.errno, self.errno_of(step, turn))
+                except AssertionError:
+                    # Maintenance that this user may not do with a file is passed over, so that
+                    # pop() finds no task.
+                    if self.errno_of(step, turn) != errno.EACCES:
+                        raise
                     said[-1:] = [it.replace("try push", "raised push") for it in said[-1:]]
                 self.assertTrue(step.at == "unlink" or not self.names("creating"), step.args)
                 pushes = self.PUSHES[(step.number + turn) % len(self.PUSHES)]
@@ -3799,6 +3999,7 @@ class Interrupted(QueueCase):
         are the same as without a step. Yield the endings."""
         wanted: list[Any] = []
         for step in itertools.chain([Step(-1)], steps()):
+            self.now.wall_shift_s = 0.0  # the times of files are by the real clock
             q, said = self.new_life(step.number, settings)
             scenario(q, said.append, step)
             tasks = itertools.chain(*map(q.tasks, femtoqueue.STATES))
@@ -3908,7 +4109,7 @@ class PlainInterrupted(Interrupted):
 
     is_full = False  # whether done/ had no room for a task, so that done() removed the task
 
-    def payloads(self, q: FemtoQueue, *states: str) -> list[str]:
+    def payloads(self, q: FemtoQueue, *states: Any) -> list[str]:
         """Return the sorted payloads of the tasks in these states."""
         return sorted(task.data.decode() for state in states for task in q.tasks(state))
 
@@ -3964,14 +4165,12 @@ class Crash(PlainInterrupted):
 class Faults(PlainInterrupted):
     """Errors of system calls, and Ctrl-C, lose and duplicate no task."""
 
-    def test_dot_dot_after_a_symbolic_link_is_resolved_by_its_text(self) -> None:
-        """The queue "link/../q" is made beside the link, and the command line finds it there."""
-        # The kernel would follow the link before the "..". So the queue would be beside the target
-        # of the link, perhaps on another file system.
+    def test_dot_dot_after_a_symbolic_link_leads_where_the_kernel_leads(self) -> None:
+        """The queue "link/../q" is made beside the target of the link, as mkdir(1) would do."""
         os.makedirs(self.file("far", "away"))
         os.symlink(self.file("far", "away"), self.file("link"))
         FemtoQueue(self.file("link", "..", "q"))
-        self.assertTrue(os.path.isdir(self.file("q", "pending")))
+        self.assertTrue(os.path.isdir(self.file("far", "q", "pending")))
         environment = mock.patch.dict(os.environ, FEMTOQUEUE_DIR=self.file("link", "..", "q"))
         with environment, contextlib.redirect_stdout(io.StringIO()):
             self.assertEqual(femtoqueue.main(["ls"]), 0)
@@ -4002,28 +4201,6 @@ class Faults(PlainInterrupted):
                 ident = self.queue().push(b"x")
                 self.assertEqual(popped(self.queue("n2")).id, ident, step.at)
                 self.check_invariants(leftovers=step.at == "unlink")
-
-    def test_worker_starts_on_a_full_disk(self) -> None:
-        """On a full disk, one worker can start: spare/ becomes its lease directory."""
-        # The next worker can start when spare/ is there again. A spare/ with a foreign file is not
-        # used.
-        q = self.queue()
-        q.push_many([b"1", b"2"])
-
-        def full(name: str, args: tuple[Any, ...]) -> None:
-            if name == "mkdir" and not os.path.exists(args[0]):
-                raise_errno(errno.ENOSPC)
-
-        with hooked(full):
-            self.assertEqual(self.drain(self.queue("n2")), [b"1", b"2"])
-            q.push(b"3")
-            with self.assertRaisesRegex(OSError, "No space"):
-                self.queue("n3").pop()
-        self.assertEqual(self.drain(self.queue("n3")), [b"3"])
-        self.put("notes.txt", b"", "spare")
-        with hooked(full):
-            self.assertRaises(OSError, self.queue("n4").pop)
-        self.assertEqual(self.names("spare"), ["notes.txt"])
 
     def test_task_that_can_not_be_read_waits_again_at_once(self) -> None:
         """If a task can't be read, pop() raises the error, and the task waits again."""
@@ -4179,24 +4356,24 @@ class Faults(PlainInterrupted):
             self.assertEqual(modes, [0o700, 0o644])
 
     def test_missing_directory_raises_until_it_is_back(self) -> None:
-        """While data_dir or one of its directories is missing, each call raises FileNotFoundError
-        with the path."""
+        """While a directory of the queue is missing, each call raises FileNotFoundError with the
+        path."""
         # The directory is not made again, and no lease is lost. When the directory is back, the
-        # same queue object and its lease work again.
+        # same queue object and its lease work again. A directory that was moved is noticed at the
+        # next look, a tenth of a second later.
         q, clock = self.queue(), self.clock()
         task = leased(q, b"1")
         q.push(b"2", key="waits")
         calls: tuple[tuple[str, Callable[[], object]], ...] = (
-            (".", lambda: q.push(b"3")),
-            (".", q.pop),
-            (".", lambda: q.done(task)),
             ("done", lambda: q.done(task)),
             ("pending", lambda: q.push(b"3")),
-            ("scheduled", lambda: q.schedule(b"3", (clock.time() + 99) * 1e6, key="waits")),
+            ("scheduled", lambda: q.schedule(b"3", (clock.time() + 99) * 1e6)),
         )
         for directory, call in calls:
             path, away = os.path.normpath(self.file(directory)), f"{self.path}.away"
             os.rename(path, away)
+            clock.advance(1)
+            q.resume() if directory == "done" else None  # looks at the directories
             with self.subTest(directory):
                 for _ in range(10):
                     with self.assertRaises(FileNotFoundError) as caught:
@@ -4208,6 +4385,33 @@ class Faults(PlainInterrupted):
         q.extend(task)
         q.done(task)
         self.assertEqual((self.drain(q), self.names("creating")), ([b"2"], []))
+
+    def test_data_dir_that_was_moved_stays_the_queue_of_its_objects(self) -> None:
+        """A queue object goes on with a data_dir that was moved, even if another is at its path."""
+        q = self.queue()
+        task = leased(q, b"1")
+        moved = f"{self.path}.moved"
+        self.addCleanup(shutil.rmtree, moved)
+        os.rename(self.path, moved)
+        with FemtoQueue(self.path) as other:
+            q.done(task)
+            ident = q.push(b"2")
+            self.assertIsNone(other.pop())
+        self.assertEqual(os.listdir(os.path.join(moved, "done")), [task.id])
+        self.assertEqual(popped(q).id, ident)
+
+    def test_data_dir_that_was_removed_raises_until_it_is_made_again(self) -> None:
+        """While data_dir is removed, each call raises FileNotFoundError; then all work again."""
+        q, clock = self.queue(), self.clock()
+        self.assertIsNone(q.pop())
+        shutil.rmtree(self.path)
+        for call in (lambda: q.push(b"1"), q.pop, q.stats, lambda: [*q.tasks("pending")]):
+            with self.assertRaises(FileNotFoundError) as caught:
+                call()
+            self.assertIn(self.path, caught.exception.filename)
+        ident = FemtoQueue(self.path).push(b"2")
+        clock.advance(1)
+        self.assertEqual(self.pop(q).id, ident)
 
     def test_constructor_raises_if_data_dir_is_a_file_or_a_dangling_link(self) -> None:
         """If data_dir is a file, is below a file, or is a dangling link, the constructor raises an
@@ -4236,9 +4440,10 @@ class KeyedInterrupted(Interrupted):
         """Fail unless the queue object `q` can pop all tasks, and the buffered payload, before the
         next repair of keys. Fail unless the lines allow the payload that is delivered last."""
         self.check_invariants(leftovers=True)
-        states = ("pending", "scheduled", "inflight")
+        states: tuple[Any, ...] = ("pending", "scheduled", "inflight")
         self.assertLessEqual(sum(len([*q.tasks(state)]) for state in states), 1)
-        self.assertLessEqual(q.stats().buffered, 1)
+        # A push that replaces a payload, and that was interrupted, may leave the task in keys/.
+        self.assertLessEqual(q.stats().buffered, 2)
         delivered = []
         for _ in range(2):
             while task := q.pop():
@@ -4257,6 +4462,8 @@ class KeyedInterrupted(Interrupted):
             names_after("push", said)[-1:] or ["nothing"],
             names_after("try push", said)[-1:],
         )
+        # If only the sync has failed, a push that replaces a payload raises, but is not undone.
+        tried += names_after("raised push", said)[-1:]
         allowed = {newest, *tried, *retried}
         if newest in names_after("done", said):
             allowed = {"nothing", *tried, *retried} - {newest}
@@ -4365,6 +4572,7 @@ class ModelTask:
     held_by: FemtoTask | None = None
     behind: ModelTask | None = None
     due_ns: int | None = None  # of a newer payload in keys/
+    is_update: bool = False  # of a newer payload in keys/: it is dropped if the task ends
     step: int = 0  # the step of the last move; a step is one operation of Fuzz
     since_ns: int = 0  # the time of the last move
     by: int = 0  # the worker that moved the task last; 0: a person
@@ -4474,10 +4682,8 @@ class QueueModel:
         if not task.is_bare:
             self.saved.pop(task.id, None)
         task.attempts = 0
-        if task.behind is None:
-            task.data = data
-        else:
-            self.put_behind(task, task.behind.id, data, due_ns)
+        task.data = data
+        self.drop_behind(task)
         if due_ns is not None:
             self.move(task, "scheduled", due_ns)
         else:
@@ -4499,14 +4705,28 @@ class QueueModel:
         ]
         return min(steps, default=0)
 
-    def put_behind(self, task: ModelTask, ident: str, data: bytes, due_ns: int | None) -> None:
+    def drop_behind(self, task: ModelTask) -> ModelTask | None:
+        """Remove the payload behind a task, and return it."""
+        newer, task.behind = task.behind, None
+        if newer is not None:
+            del self.tasks[newer.id]
+        return newer
+
+    def put_behind(
+        self,
+        task: ModelTask,
+        ident: str,
+        data: bytes,
+        due_ns: int | None,
+        is_update: bool = False,
+    ) -> None:
         newer = task.behind
         if newer is None:
             newer = ModelTask(ident, data, task.key, "", 0)
             demand(ident not in self.tasks, "an id was given twice")
             self.tasks[ident] = task.behind = newer
         demand(newer.id == ident, "there are two payloads behind one task")
-        newer.data, newer.due_ns = data, due_ns
+        newer.data, newer.due_ns, newer.is_update = data, due_ns, is_update
         self.move(newer, "keys", newer.order_ns if due_ns is None else due_ns)
 
     def lease(self, task: ModelTask, lease: FemtoTask, node: str, lasts_ns: int) -> None:
@@ -4522,7 +4742,10 @@ class QueueModel:
         task.held_by, task.node, task.boot = lease, node, self.boot
 
     def end(self, task: ModelTask, state: str, reason: bool = False) -> None:
-        newer, task.behind = task.behind, None
+        newer = task.behind
+        if newer is not None and newer.is_update:
+            newer = self.drop_behind(task) and None
+        task.behind = None
         self.move(task, state, task.order_ns)
         if state == "failed":
             (self.reasons.add if reason else self.reasons.discard)(task.id)
@@ -4535,9 +4758,9 @@ class QueueModel:
         """Move a task to where it waits next, because it is released, reclaimed or due.
 
         A newer payload stays buffered behind the task. If that payload is due later, the task
-        waits for the payload's time.
+        waits for the payload's time. A payload of "update" leaves the attempts as they are.
         """
-        if task.behind is not None:
+        if task.behind is not None and not task.behind.is_update:
             task.attempts = 0
             if self.is_later(task.behind):
                 state, at_ns = "scheduled", task.behind.at_ns
@@ -4550,12 +4773,13 @@ class QueueModel:
         """When a task is claimed, replace its payload with the newer payload behind the task, if
         there is one. If the newer payload is due later, the task is not delivered but waits for
         that time."""
-        newer, task.behind = task.behind, None
+        newer = self.drop_behind(task)
         if newer is None:
             return
-        del self.tasks[newer.id]
         self.saved.pop(task.id, None)
-        task.data, task.attempts = newer.data, 0
+        task.data = newer.data
+        if not newer.is_update:
+            task.attempts = 0
         if newer.due_ns is not None and self.is_later(newer):
             self.move(task, "scheduled", newer.due_ns)
 
@@ -4637,10 +4861,7 @@ class QueueModel:
         demand(reasons == self.reasons, f"reasons of {reasons}, and should be of {self.reasons}")
 
     def compare_checkpoints(self, found: set[str]) -> None:
-        """Fail unless the checkpoints on disk are those of the model. A checkpoint without a live
-        task may be missing: housekeeping deletes it when it is old by the wall clock."""
-        live = {task.id for task in self.in_states("pending", "scheduled", "inflight")}
-        self.saved = {it: saved for it, saved in self.saved.items() if it in found | live}
+        """Fail unless the checkpoints on disk are those of the model."""
         demand(found == self.saved.keys(), f"checkpoints of {found}, not of {[*self.saved]}")
 
 
@@ -4677,7 +4898,7 @@ class Fuzz:
     """Random operations of several queue objects on one directory. After each operation, the
     directory and the returned value must be those of the model."""
 
-    KEYS = ("a", "b", "größe %/\n", "plumless", "buckeroo")  # the last two have the same hash
+    KEYS = ("a", "b", "größe %/\n", "k9", "k17")  # the last two have the same lock
     NODES = ("a", "b", "b", "c", None)
 
     def __init__(self, path: str, seed: int) -> None:
@@ -4712,6 +4933,8 @@ class Fuzz:
             self.while_running.enter_context(mock.patch.object(femtoqueue, "time", self.clock))
             self.while_running.enter_context(mock.patch("fcntl.flock", self.note_locks()))
             self.while_running.enter_context(on_boot("boot 0"))
+            # By the faked clock, each file is years old.
+            self.while_running.enter_context(with_constant("old checkpoint", 10**18))
             self.workers = [self.open(node) for node in self.NODES]
             try:
                 for _ in range(steps):
@@ -4732,7 +4955,7 @@ class Fuzz:
 
         def call(fd: int, how: int) -> None:
             flock(fd, how)
-            if how == fcntl.LOCK_SH:
+            if how == fcntl.LOCK_SH | fcntl.LOCK_NB:
                 self.shared_fd = fd
 
         return call
@@ -4775,8 +4998,8 @@ class Fuzz:
             for name in os.listdir(f"{self.path}/{directory}"):
                 if name.endswith(".error"):
                     reasons.add(name[:-6])
-                elif len(name) > 8:
-                    ident, parts = name[-37:], name.split("~")
+                elif len(name) > 16:  # not the link of a key
+                    ident, parts = name[-37:], name.removeprefix("update~").split("~")
                     demand(ident not in found, "a task is in two places")
                     attempts = int(parts[1]) if len(parts) > 1 else 0
                     found[ident] = directory, int(parts[0][:20]), attempts, "~" not in name
@@ -4889,14 +5112,23 @@ class Fuzz:
             # push without a key, even the pusher needs a listing to know the task.
             self.model.known_to_nobody = key is None
             self.model.add(ident, data, key, due_ns)
-        elif leased and (policy == "buffer" or (policy == "update" and task.behind)):
+        elif leased and not refused and not self.is_update(task, policy):
             self.model.put_behind(task, ident, data, due_ns)
         else:
             demand(ident == task.id, f"push returned {ident}, not {task.id}")
             if not leased:
                 self.model.replace(task, data, due_ns)
             elif not refused:
-                task.data = data
+                # The push does not return the id of the payload.
+                (newer,) = {*self.on_disk()[0], *self.model.tasks} - {*self.model.tasks} or {
+                    task.behind.id if task.behind else ""
+                }
+                self.model.put_behind(task, newer, data, None, is_update=True)
+
+    def is_update(self, task: ModelTask, policy: str) -> bool:
+        """Say whether a payload is put behind a leased task as one of "update". It is not if a
+        payload behind the task would then be lost with the end of the task."""
+        return policy == "update" and (task.behind is None or task.behind.is_update)
 
     def push_many(self, w: Worker) -> None:
         batch = [self.payload() for _ in range(self.chance.randrange(4))]
@@ -5095,7 +5327,8 @@ class Fuzz:
         old enough for any age.
         """
         ahead_s, all_of_them = self.clock.time() - time.time(), self.chance.random() < 0.7
-        states = self.chance.choice((("done",), ("failed",), ("done", "failed"), "done"))
+        some: Any = ("done",), ("failed",), ("done", "failed"), "done"
+        states = self.chance.choice(some)
         for task in self.model.in_states("done", "failed"):
             os.utime(self.paths[task.id], (1, 1))
         count = w.q.purge(max(0, ahead_s + (-1000 if all_of_them else 1000)), states)
@@ -5204,7 +5437,9 @@ class Fuzz:
     def look_at_one(self, w: Worker) -> None:
         task = self.chance.choice([*self.model.tasks.values(), None])
         found = w.q.peek(task.id if task else "0" * 20 + "-0000000000000000")
-        expected = task and task.as_task
+        # In done/ and failed/, peek() finds a task only by the name that the queue gives.
+        is_hidden = task and task.state in ("done", "failed") and not task.is_bare
+        expected = None if is_hidden else task and task.as_task
         demand(found == expected, f"peek() gave {found}, not {expected}")
         key = self.chance.choice(self.KEYS)
         task = self.model.task_of_key(key)
@@ -5487,13 +5722,9 @@ class ForeignFiles(QueueCase):
         states = "pending", "scheduled", "done", "failed", "inflight-n2"
         for directory in (".", "keys", "creating", *states):
             foreign |= self.litter(directory)
-        # Three directories: one has the name of a file of key states, one has the name of a
-        # buffered payload, and one has almost the name of a lease directory.
-        for name in (
-            "keys/8000000000000000",
-            "keys/" + "0" * 20 + "-8000000000000000",
-            "inflight-bad name",
-        ):
+        # Two directories: one has the name of a link of a key, and one has almost the name of a
+        # lease directory.
+        for name in ("keys/8000000000000000", "inflight-bad name"):
             os.mkdir(self.file(name))
             foreign.add(self.file(name))
         task = f"{1:020d}-0000aaaa00000000"
@@ -5575,13 +5806,13 @@ class ManyUsers(QueueCase):
         finally:
             os.umask(before)
         clocks = [name for name in os.listdir(self.path) if name.startswith("clock-")]
-        for name in ("pending", "inflight-n1", "keys", "locks", "checkpoints", "spare"):
+        for name in ("pending", "inflight-n1", "keys", "locks", "checkpoints"):
             self.assertEqual(stat.S_IMODE(os.stat(self.file(name)).st_mode), 0o770, name)
-        files = [*glob.glob(self.file("locks", "*")), *glob.glob(self.file("checkpoints", "*"))]
-        states = [self.file("keys", name) for name in self.names("keys") if "-" not in name]
-        self.assertEqual((len(clocks), len(files), len(states)), (1, 2, 1))
-        for path in (*files, *states, self.file("last")):
-            self.assertEqual(stat.S_IMODE(os.stat(path).st_mode), 0o660, path)
+        locks, saved = glob.glob(self.file("locks", "*")), glob.glob(self.file("checkpoints", "*"))
+        self.assertEqual((len(clocks), len(locks), len(saved)), (1, 1, 1))
+        modes = [(locks[0], 0o660), (self.file("last"), 0o660), (saved[0], 0o640)]
+        for path, mode in (*modes, (self.file(clocks[0]), 0o644)):
+            self.assertEqual(stat.S_IMODE(os.stat(path).st_mode), mode, path)
 
     def test_file_outside_keeps_its_mode_when_a_link_replaces_a_new_lock(self) -> None:
         """The queue sets the mode of a new lock file through its descriptor, never by its path."""
@@ -5734,11 +5965,12 @@ class ByHand(QueueCase):
                 self.check_invariants()
 
     def test_task_moved_by_hand_under_any_of_its_names_is_found_by_its_id(self) -> None:
-        """A task whose file was moved by hand is found by its id, even if the name of the file
-        still shows the former state."""
+        """A task whose file was moved by hand to pending/ or failed/ is found by its id, even if
+        the name of the file still shows the former state."""
         # A file in pending/ may have the name of a lease. A file in failed/ or done/ may have the
-        # name of a waiting task. stats(), peek(), retry() and tasks() understand such names.
-        # retry_failed() lists failed/ only once, and not again for each such name.
+        # name of a waiting task. stats(), retry() and tasks() understand such names. peek() does
+        # not find them in done/ and failed/, because it lists neither. retry_failed() lists failed/
+        # only once, and not again for each such name.
         q = self.queue()
         ids = q.push_many([b"1", b"2"])
         self.pop(q), self.pop(q)
@@ -5747,7 +5979,8 @@ class ByHand(QueueCase):
         for task in [self.pop(q), self.pop(q)]:
             q.release(task)
         self.sh("mv pending/* failed/")
-        self.assertEqual((q.stats().failed, q.peek(ids[0])), (2, FemtoTask(ids[0], b"1", 2)))
+        found = {task.id: task for task in q.tasks("failed")}
+        self.assertEqual((q.stats().failed, found[ids[0]]), (2, FemtoTask(ids[0], b"1", 2)))
         q.retry(ids[1])
         listings = calls_of("list", lambda: self.assertEqual(q.retry_failed(), 1))
         self.assertEqual(len(listings), 1)
@@ -5756,7 +5989,8 @@ class ByHand(QueueCase):
             self.assertEqual((task.data, task.attempts), (data, 1))
             q.release(task)
         self.sh("mv pending/* done/")
-        self.assertEqual((q.stats().done, q.peek(ids[1])), (2, FemtoTask(ids[1], b"2", 1)))
+        found = {task.id: task for task in q.tasks("done")}
+        self.assertEqual((q.stats().done, found[ids[1]]), (2, FemtoTask(ids[1], b"2", 1)))
 
     def test_shell_tools_can_read_a_queue_and_a_copy_of_it_is_a_queue(self) -> None:
         """The tools ls, cat, tail, grep, wc and du show the tasks, and a copy of the directory is a
@@ -6038,19 +6272,30 @@ class Tickets(TicketCase):
     def test_register_that_fails_or_is_interrupted_leaves_no_ticket(self) -> None:
         """If register() raises, it leaves no ticket in line, for which all others would wait."""
         # At each system call of register() the network is cut, or Ctrl-C comes before or after the
-        # call. If register() returns, the ticket is in line.
+        # call. If register() returns, the ticket is in line. An error at the closing of a lock is
+        # ignored. But on NFS, register() makes the file last~<number>, and an error of close() may
+        # make register() fail. So may an error at the closing of a directory that was listed.
         cut = errno_raiser(errno.ENOTCONN)
         ways = (Step, cut), (Step, interrupt), (Meanwhile, interrupt)
         for fs_type, (kind, action) in itertools.product((EXT4, NFS), ways):
             for step in kind.each(action):
-                line, members = self.line(), list[str]()
+                line, members, closed = self.line(), list[str](), list[bool]()
+
+                def hook(name: str, args: tuple[Any, ...], on: Any = (kind, step, closed)) -> None:
+                    kind, step, closed = on
+                    if kind is Step and name == "close" and not step.reached:
+                        closed.append(stat.S_ISREG(os.fstat(args[0]).st_mode))
+                    step(name, args)
+
                 with on_file_system(fs_type), self.subTest(fs_type, number=step.number):
                     ended = contextlib.suppress(OSError, KeyboardInterrupt)
-                    with ended, hooked(step, after=kind is Meanwhile):
+                    with ended, hooked(hook, after=kind is Meanwhile):
                         members.append(line.register()[1])
                     self.assertEqual(self.line().is_empty(), not members)
                     if action is cut:
                         self.assertEqual(self.members(), members)
+                        is_ignored = step.at == "close" and closed[-1] and fs_type != NFS
+                        self.assertTrue(members or not is_ignored)
                     for member in members:
                         self.assertTrue(line.remove(member))
 
@@ -6758,6 +7003,27 @@ class Compatibility(QueueCase):
             shapes.append(shape)
         return sorted(shapes)
 
+    def test_directory_of_0_4_is_not_taken_for_an_empty_queue_in_silence(self) -> None:
+        """The first object that opens tasks of 0.4 logs a warning; a name like theirs gets none."""
+        LOG.disabled = False
+        self.queue()
+        for state in ("pending", "scheduled"):
+            self.path = self.new_dir(self.memory)
+            os.mkdir(self.file(state))
+            self.put("2026_report.txt", b"", state)
+            self.put("1795776223005118_<built-in method hex of bytes object at 0x7f00>", b"", state)
+            with self.assertLogs("femtoqueue", "WARNING") as logs:
+                q, _ = self.queue(), self.queue("n2")
+            self.assertEqual(len(logs.output), 1)
+            self.assertIn("femtoqueue 0.4", logs.output[0])
+            self.assertIn('README, "Changes"', logs.output[0])
+            self.assertIsNone(q.pop())
+        self.path = self.new_dir(self.memory)
+        os.mkdir(self.file("pending"))
+        self.put("2026_report.txt", b"")
+        with self.assertNoLogs("femtoqueue"):
+            self.queue()
+
     def test_arguments_keep_their_positions_and_names(self) -> None:
         with FemtoQueue(self.path, "node1", 100, True) as q:
             given = q.data_dir, q.node_id, q.timeout_stale_ms, q.sync_after_write
@@ -7009,13 +7275,15 @@ class WaitingWithInotify(QueueCase):
         Each time the pop() is about to sleep, after its last look, do the next step with another
         queue object. Only an event ends such a sleep, never a timeout.
         """
-        q, other, left = self.queue(), self.queue("n2"), deque(steps)
+        q, left = self.queue(), deque(steps)
 
         def sleep(poll: Poll, ms: int) -> list[Any]:
             if threading.current_thread() is not threading.main_thread():
                 return poll(ms)  # a thread of an earlier test, which serves coroutines
             if left and not poll(0):
-                left.popleft()(other)
+                # An object that has looked at the directories in the last 0.1 s may still push
+                # into a replaced one.
+                left.popleft()(self.queue("n2"))
             return poll(PATIENCE_S * 1000) or self.fail("no event came")
 
         with hooked_poll(sleep):
@@ -7327,6 +7595,75 @@ class Coroutines(QueueCase, unittest.IsolatedAsyncioTestCase):
         self.assertEqual(sorted(got, key=int), [b"%d" % number for number in range(11)])
 
 
+class AsyncProcessing(QueueCase, unittest.IsolatedAsyncioTestCase):
+    """`async with q.processing(task)` ends a delivery as `with` does, without blocking the loop."""
+
+    async def run_block(self, q: FemtoQueue, error: BaseException | None = None) -> None:
+        async with q.processing(leased(q)):
+            if error is not None:
+                raise error
+
+    async def test_task_is_settled_by_the_way_its_block_ends(self) -> None:
+        q = self.queue(retry_delay_s=100)
+        await self.run_block(q)
+        with self.assertRaisesRegex(ValueError, "no such image"):
+            await self.run_block(q, ValueError("no such image"))
+        with self.assertRaises(asyncio.CancelledError):
+            await self.run_block(q, asyncio.CancelledError())
+        self.assertEqual(self.states(), {"done": 1, "scheduled": 1, "pending": 1})
+
+    async def test_lost_lease_is_told_at_the_end_of_the_block(self) -> None:
+        q = self.queue()
+        task = leased(q)
+        with self.assertRaises(LeaseLost):
+            async with q.processing(task):
+                q.close()
+
+    async def test_loop_goes_on_while_the_end_waits_for_the_lock_of_the_key(self) -> None:
+        q = self.queue()
+        task = leased(q, key="k")
+        lock = self.locked("k")
+
+        async def work() -> None:
+            async with q.processing(task):
+                pass
+
+        worker = asyncio.ensure_future(work())
+        for _ in range(100):
+            await asyncio.sleep(0.001)
+        self.assertFalse(worker.done())
+        lock.close()
+        await worker
+        self.assertEqual(self.states(), {"done": 1})
+
+    async def test_cancelled_end_settles_the_task_though_all_threads_are_busy(self) -> None:
+        q, go = self.queue(), threading.Event()
+        executor = concurrent.futures.ThreadPoolExecutor(1)
+        asyncio.get_running_loop().set_default_executor(executor)
+        busy = asyncio.ensure_future(asyncio.to_thread(go.wait, PATIENCE_S))
+        worker = asyncio.ensure_future(self.run_block(q))
+        await asyncio.sleep(0.01)  # the end of the block is in line behind go.wait()
+        self.assertEqual(self.states(), {"inflight-n1": 1})
+        worker.cancel()
+        with self.assertRaises(asyncio.CancelledError):
+            await worker
+        self.assertEqual(self.states(), {"done": 1})
+        go.set()
+        await busy
+
+    async def test_coroutine_that_is_closed_in_its_block_gives_the_task_back(self) -> None:
+        q = self.queue()
+
+        async def work() -> None:
+            async with q.processing(leased(q)):
+                await asyncio.sleep(PATIENCE_S)
+
+        coroutine = work()
+        coroutine.send(None)
+        coroutine.close()
+        self.assertEqual(self.states(), {"pending": 1})
+
+
 class PollingCoroutines(Coroutines):
     """The promises of Coroutines hold where there is no inotify."""
 
@@ -7622,11 +7959,18 @@ class Work(QueueCase):
                 other.release(self.pop(other), counted=False)
 
         LOG.disabled = False
-        with self.assertLogs("femtoqueue", "ERROR") as logs:
+        with self.assertLogs("femtoqueue", "WARNING") as logs:
             counts = q.work(handle, drain=True)
         self.assertEqual(counts, femtoqueue.WorkCounts(done=3, retried=1, failed=1, lost=1))
-        self.assertEqual(len(logs.output), 2)
-        self.assertRegex(logs.output[1], r"(?s)dead letter.*Traceback.*Unspeakable")
+        # A retry is a warning, a dead letter an error. The traceback begins with the handler.
+        levels = [it.levelname for it in logs.records if " failed, " in it.getMessage()]
+        self.assertEqual(levels, ["WARNING", "ERROR"])
+        text = next(it for it in logs.output if "dead letter" in it)
+        self.assertRegex(text, r"(?s)dead letter.*Traceback.*in handle\n.*Unspeakable")
+        (reason,) = [name for name in self.names("failed") if name.endswith(".error")]
+        with open(self.file("failed", reason), encoding="utf-8") as file:
+            for traceback in text, file.read():
+                self.assertNotIn(f'File "{femtoqueue.__file__}"', traceback)
         self.assertEqual(self.states(), {"done": 3, "failed": 1})
 
     def test_work_with_drain_waits_for_scheduled_tasks_and_for_leases_of_others(self) -> None:
@@ -7742,6 +8086,16 @@ class Work(QueueCase):
         counts = q.work(lambda _: os.kill(os.getpid(), signal.SIGINT), drain=True)
         after = [signal.getsignal(number) for number in numbers]
         self.assertEqual((counts.done, after), (2, before))
+
+    @FORK
+    def test_first_signal_is_answered_by_a_line(self) -> None:
+        """work() writes the line that the command `work` writes, unless that would block."""
+        self.queue().push(b"x")
+        code = "from femtoqueue import FemtoQueue; import os, sys; q = FemtoQueue(sys.argv[1])\n"
+        code += "print(q.work(lambda _: os.kill(os.getpid(), 2)).done)"
+        run = functools.partial(run_guarded, sys.executable, "-c", code, self.path)
+        wanted = "\nfemtoqueue: the running tasks may finish; a second signal ends them\n"
+        self.assertEqual(run(env=os.environ), (0, "1\n", wanted))
 
     @FORK
     def test_signal_ends_a_child_process_that_a_handler_forked(self) -> None:
@@ -7929,8 +8283,10 @@ $ femtoqueue push jobs 2 --key 'user 42' -> <first>
 $ femtoqueue pop jobs -> <lease>
 $ femtoqueue push jobs 3 --key 'user 42' --if-in-flight reject -> ! femtoqueue: ... [1]
 $ states -> inflight-cli 1
-$ femtoqueue push jobs 3 4 --key 'user 42' -> <new> ...
+$ femtoqueue push jobs 4 --key 'user 42' -> <new>
 $ femtoqueue show jobs $new -> state buffered ... key user%2042 node - 4
+$ femtoqueue push jobs 5 6 --key k -> ! femtoqueue: --key goes with one PAYLOAD: ... [2]
+$ seq 2 | femtoqueue push jobs --lines --key k -> ! femtoqueue: --key goes with one PAYLOAD: ... [2]
 # push --delay and --at schedule a task, at a local time or in another time zone
 $ femtoqueue push jobs later --delay 1h -> <later>
 $ TZ=EET-2 femtoqueue push jobs local --at 2050-12-01T08:00 -> <local>
@@ -7973,7 +8329,7 @@ $ femtoqueue done jobs $a -> ! ...task <a>: it is not in flight...; now it is do
 $ femtoqueue fail jobs $lease_c -> ! ...: it is not in flight...; now it is failed/<c> [1]
 $ femtoqueue ls jobs | cut -d' ' -f 1 -> STATE pending failed
 $ femtoqueue ls jobs --all | cut -d' ' -f 1 -> STATE pending done failed
-$ femtoqueue ls jobs failed pending -> ... failed <c> ...s - 1 - - - pending <b> ...
+$ femtoqueue ls jobs failed pending -> ... failed <c> ...s - 1 - - - 3 pending <b> ...
 $ femtoqueue show jobs $c -> state failed ... attempts - ... reason no such image 3
 # pop leases a task by its id, due or not, or waits for a task of a key
 $ femtoqueue push jobs first second -> <first> <second>
@@ -8002,14 +8358,13 @@ $ femtoqueue pop jobs -> <lease>
 $ femtoqueue release jobs $(femtoqueue pop jobs)
 $ femtoqueue push jobs later --delay 1h -> <later>
 $ femtoqueue cancel jobs $waiting $held 00000000000000000001-0000aaaa00000000 $later
-! femtoqueue: task <held> is not waiting, or the queue is paused
-! femtoqueue: task 00000000000000000001-0000aaaa00000000 is not waiting, or the queue is paused
+! femtoqueue: task <held> is not waiting
+! femtoqueue: task 00000000000000000001-0000aaaa00000000 is not waiting
 [1]
 $ states -> inflight-cli 1, pending 1
 $ femtoqueue pause jobs
-$ femtoqueue cancel jobs $again -> ! ...task <again> is not waiting, or the queue is paused [1]
-$ femtoqueue resume jobs
 $ femtoqueue cancel jobs $again
+$ femtoqueue resume jobs
 $ states -> inflight-cli 1
 # ls and show print the fields of tasks; any key is one word, and an unknown value is a dash
 $ femtoqueue push jobs 12345 --key "$(printf 'a b\n/\303\251:@-._~')" -> <keyed>
@@ -8019,18 +8374,18 @@ $ femtoqueue release jobs --front $(femtoqueue pop jobs)
 $ femtoqueue pop jobs --timeout 1h -> <lease>
 $ echo torn > jobs/pending/00000000000000000001-0000aaaa00000000
 $ femtoqueue ls jobs
-STATE ID AGE TRY BYTES LEFT KEY NODE
-pending 00000000000000000001-0000aaaa00000000 ... 0 - - - -
-pending <x> ...s 0 1 - - -
-scheduled <later> ...s 0 5 2.0h - -
-inflight <keyed> ...s 2 5 ...m a%20b%0A/%C3%A9:@-._~ cli
+STATE ID AGE SINCE TRY BYTES LEFT KEY NODE DATA
+pending 00000000000000000001-0000aaaa00000000 ... ...s 0 - - - - -
+pending <x> ...s ...s 0 1 - - - x
+scheduled <later> ...s ...s 0 5 2.0h - - later
+inflight <keyed> ...s ...s 2 5 ...m a%20b%0A/%C3%A9:@-._~ cli 12345
 $ femtoqueue ls jobs inflight --json
-{"state": "inflight", "id": "<keyed>", ... "key": "a b\n/\u00e9:@-._~", "node": "cli"}
+{"state": "inflight", ... "key": "a b\n/\u00e9:@-._~", "node": "cli", "data_preview": "12345"}
 $ femtoqueue show jobs $keyed -> state inflight id <keyed> ... a%20b%0A/%C3%A9:@-._~ node cli 12345
 $ femtoqueue show jobs $keyed --payload && echo ' is all' -> 12345 is all
-$ femtoqueue show jobs 00000000000000000002-0000aaaa00000000 -> ! ...no task 0...2-0... [1]
+$ femtoqueue show jobs 00000000000000000002-0000aaaa00000000 -> ! ...no task 0... [1]
 $ printf 'FQ1 00000000 0 %0300d\n' 0 > jobs/pending/00000000000000000001-f000aaaa00000000
-$ femtoqueue ls jobs pending | awk '{ print NF, length($7) }' -> 8 3 8 1 8 300 8 1
+$ femtoqueue ls jobs pending | awk '{ print NF, length($8) }' -> 10 3 10 1 10 300 10 1
 # stat counts tasks, and its status can alert a monitor; without a terminal, top prints blocks
 $ femtoqueue push jobs x x -> <a> <b>
 $ femtoqueue pop jobs -> <lease>
@@ -8038,15 +8393,15 @@ $ femtoqueue stat jobs -> pending 1 scheduled 0 inflight 1 ... workers_unknown 1
 $ femtoqueue stat jobs --json --max-pending 1 --max-age 1h -> {"pending": 1, "scheduled": 0, ...}
 $ femtoqueue stat jobs --max-pending 0 -> pending 1 ... [1]
 $ femtoqueue stat jobs --max-age 0s -> ... [1]
-$ femtoqueue push late x --at 2026-01-01T00:00 -> <late>
+$ femtoqueue push late x --at 2026-01-01T00:00 -> <late> ! femtoqueue: late: a new queue is made
 $ femtoqueue stat late --max-age 1h -> pending 0 scheduled 1 ... [1]
 $ femtoqueue top jobs --interval 10ms | grep -e cli -e ^pending | head -n 6
 pending 1
  1 0 unknown cli
-inflight <a> ...s 1 1 ...s - cli
+inflight <a> ...s 1 1 ...s - cli x
 pending 1
  1 0 unknown cli
-inflight <a> ...s 1 1 ...s - cli
+inflight <a> ...s 1 1 ...s - cli x
 # pause, resume, retry, check and purge do what their names say
 $ femtoqueue push jobs x -> <x>
 $ femtoqueue pause jobs
@@ -8060,25 +8415,26 @@ $ femtoqueue retry jobs $x -> ! femtoqueue: ... [1]
 $ femtoqueue check jobs
 $ echo torn > jobs/pending/00000000000000000001-0000aaaa00000000
 $ femtoqueue check jobs -> corrupt pending/00000000000000000001-0000aaaa00000000 ... odd [1]
-$ femtoqueue check jobs --repair -> corrupt pending/...1-0000aaaa00000000 ... mended ! ...
+$ femtoqueue check jobs --repair -> corrupt pending/0...1-0000aaaa00000000 ... mended ! ...
 $ femtoqueue check jobs
 $ femtoqueue done jobs $(femtoqueue pop jobs)
 $ states -> done 1, failed 1
 $ femtoqueue purge jobs --older-than 0 -> 1
 $ femtoqueue purge jobs --older-than 0 --failed -> 1
 # closed pipes, a full disk and closed descriptors cause no traceback, and lose no task
-$ seq 5000 | femtoqueue push large --lines > ids; femtoqueue ls large | head -n 1 -> STATE ...NODE
+$ seq 5000 | femtoqueue push large --lines > ids -> ! femtoqueue: large: a new queue is made
+$ femtoqueue ls large | head -n 1 -> STATE ...DATA
 $ { until [ -e gone ]; do :; done; seq 2; } | femtoqueue push jobs --lines | { exec <&-; >gone; }
 $ femtoqueue push jobs x >&- 2>&- <&-
-$ femtoqueue pop jobs > /dev/full -> ! femtoqueue: ... No space left on device [2]
-$ femtoqueue --version > /dev/full -> ! femtoqueue: ... No space left on device [2]
-$ femtoqueue pop --help > /dev/full -> ! femtoqueue: ... No space left on device [2]
+$ femtoqueue pop jobs > /dev/full -> ! ... No space left on device: 'standard output' [2]
+$ femtoqueue --version > /dev/full -> ! femtoqueue: ... No space left on device: ... [2]
+$ femtoqueue pop --help > /dev/full -> ! femtoqueue: ... No space left on device: ... [2]
 $ { until [ -e read ]; do :; done; femtoqueue pop jobs; echo $? > status; } | { exec <&-; >read; }
 ! femtoqueue: task ... is given back: nobody reads
 $ cat status -> 1
-$ femtoqueue pop jobs --payload > /dev/full -> ! femtoqueue: ... No space left on device [2]
-$ femtoqueue top jobs > /dev/full -> ! femtoqueue: ... No space left on device [2]
-$ femtoqueue work jobs --drain -- echo x > /dev/full -> ! ... No space left on device ! ... [2]
+$ femtoqueue pop jobs --payload > /dev/full -> ! femtoqueue: ... No space left on device: ... [2]
+$ femtoqueue top jobs > /dev/full -> ! femtoqueue: ... No space left on device: ... [2]
+$ femtoqueue work jobs --drain -- echo x > /dev/full -> ! ... No space left on device: ... ! ... [2]
 $ femtoqueue ls jobs | grep -c ' 0  *1 ' -> 3
 $ payloads pending -> 1, 2, x
 # work runs a command for each task, with the payload as standard input, and prints its output
@@ -8105,10 +8461,10 @@ $ head -c 10000000 /dev/zero | tr '\0' x | femtoqueue push jobs -> <large>
 $ femtoqueue push jobs good -> <good>
 $ femtoqueue work jobs -q --drain -- echo {}
 good
-! ... <null>: try 1 failed, a dead letter: the payload can't be an argument...: embedded null byte
-! ... <large>: try 1 failed, a dead letter: the payload can't be an argument... too long: ...
+! ... <null>: try 1 failed, a dead letter: the payload can't be an ...: embedded null byte; ...
+! ... <large>: try 1 failed, a dead letter: the payload can't be an argument... too long; ...
 [1]
-$ cat jobs/failed/$null.error -> the payload can't be an argument ...: embedded null byte
+$ cat jobs/failed/$null.error -> the payload can't be an argument ...: embedded null byte (try 1)
 $ femtoqueue retry jobs --all -> 2
 $ femtoqueue work jobs -q --drain -- sh -c 'wc -c' -> 3 10000000
 # a task whose command fails is tried again, and becomes a dead letter at --max-attempts
@@ -8118,11 +8474,12 @@ $ femtoqueue work jobs -q --drain --max-attempts 2 --retry-delay 1ms --sync -- s
 try 1
 try 2
 ! no such image
-! ... <x>: try 1 failed, to be retried: exit status 3
+! ... <x>: try 1 failed, to be retried: exit status 3; data: x
 ! no such image
-! ... <x>: try 2 failed, a dead letter: exit status 3
+! ... <x>: try 2 failed, a dead letter: exit status 3; data: x
 [1]
-$ cat jobs/failed/$x.error -> exit status 3 no such image
+$ cat jobs/failed/$x.error -> exit status 3 (try 2) no such image
+$ femtoqueue ls jobs failed -> ... failed <x> ...s 2 1 - - - x
 # --output-dir keeps the output of a command in files; if they are deleted, the reason is kept
 $ femtoqueue push jobs x -> <x>
 $ femtoqueue work jobs -q --drain --output-dir logs -- sh -c 'echo out; echo err >&2'
@@ -8130,13 +8487,15 @@ $ tail logs/* -> ==> logs/<x>.err <== err ==> logs/<x>.out <== out
 $ femtoqueue push jobs y -> <y>
 $ femtoqueue work jobs -q --drain --output-dir logs --max-attempts 1 -- sh -c \
  'echo why >&2; rm logs/*; exit 3' -> ! ... [1]
-$ cat jobs/failed/$y.error -> exit status 3 why
+$ cat jobs/failed/$y.error -> exit status 3 (try 1) why
 # a command that can't be run ends work, and fails no task; a shell's status 127 fails its task
 $ femtoqueue push jobs x -> <x>
 $ echo '#!/no/interpreter' > script; chmod +x script
-$ femtoqueue work jobs -q --drain -- ./script -> ! ... ! femtoqueue: ./script can't be run [2]
-$ femtoqueue work jobs -q --drain -j 2 -- ./script -> ! ... ! femtoqueue: ./script can't be run [2]
-$ femtoqueue ls jobs -> ... pending <x> ...s 0 1 - - -
+$ femtoqueue work jobs -q --drain -- ./script -> ! ... can't be run: [Errno 2] ... [2]
+$ femtoqueue work jobs -q --drain -j 2 -- ./script -> ! femtoqueue: ./script can't be run: ... [2]
+$ echo true > script
+$ femtoqueue work jobs -q --drain -- ./script -> ! ... can't be run: [Errno 8] ... [2]
+$ femtoqueue ls jobs -> ... pending <x> ...s 0 1 - - - x
 $ femtoqueue work jobs -q --drain --max-attempts 1 -- sh -c no-such-command -> ! ... [1]
 $ femtoqueue push jobs x -> ...
 $ femtoqueue work jobs -q --drain --max-attempts 1 -- \
@@ -8144,24 +8503,26 @@ $ femtoqueue work jobs -q --drain --max-attempts 1 -- \
 $ states -> failed 2
 # after a signal, work finishes its commands, even if the terminal is gone or the disk is full
 $ femtoqueue push jobs x -> ...
-$ femtoqueue work jobs -- sh -c 'kill -HUP $PPID' 2> /dev/full
+$ femtoqueue work jobs -- sh -c 'kill -HUP $(worker)' 2> /dev/full
 $ states -> done 1
 $ femtoqueue push jobs x -> ...
-$ { femtoqueue work jobs -q -- sh -c 'echo 1; kill -INT $PPID; sleep 0.5; echo 2; echo 3'; \
- echo $? > status; } | head -n 1 -> 1 ! ! femtoqueue: the running commands may finish; ...
+$ { femtoqueue work jobs -q -- sh -c 'echo 1; kill -INT $(worker); sleep 0.5; echo 2; echo 3'; \
+ echo $? > status; } | head -n 1 -> 1 ! ! femtoqueue: the running tasks may finish; ...
 $ cat status -> 0
 $ states -> done 2
 $ femtoqueue push jobs x -> ...
-$ femtoqueue work jobs -q -- sh -c 'kill -INT $PPID; sleep 0.1; echo' > /dev/full
+$ femtoqueue work jobs -q -- sh -c 'kill -INT $(worker); sleep 0.1; echo' > /dev/full
 ...
-! femtoqueue: [Errno 28] No space left on device
+! femtoqueue: [Errno 28] No space left on device: 'standard output'
 [2]
 $ states -> done 2, pending 1
-# work ends when a payload is too large for TMPDIR; the next worker takes other tasks first
+# a payload that is too large for TMPDIR fails the tries of its task only
 $ head -c 100000 /dev/zero | femtoqueue push jobs -> <large>
 $ femtoqueue push jobs y -> <y>
-$ ulimit -f 60; femtoqueue work jobs -q -- true -> ! ... File too large [2]
-$ femtoqueue ls jobs -> ... <y> ... <large> ...
+$ ulimit -f 60; femtoqueue work jobs -q --drain --max-attempts 1 -- true
+! ... <large>: try 1 failed, a dead letter: its payload can't be written: ... File too large: ...
+[1]
+$ states -> done 1, failed 1
 # processes that a command leaves running do not hold up work, even if they write to its pipes
 $ femtoqueue push jobs x y -> ...
 $ femtoqueue work jobs -q --drain -- sh -c '(sleep 1000) & echo $!' > pids
@@ -8189,10 +8550,10 @@ $ femtoqueue push jobs x -> <x>
 $ femtoqueue work jobs -q --drain --max-attempts 1 --task-timeout 100ms --time-limit 5s -- sh -c \
  'sleep 1000 & echo $! $$; wait' > pids -> ! ... [1]
 $ gone pids
-$ cat jobs/failed/$x.error -> killed after 0.1s
+$ cat jobs/failed/$x.error -> killed after 0.1s (try 1)
 $ femtoqueue push jobs y -> ...
 $ femtoqueue work jobs -q --task-timeout 100ms -- sh -c \
- 'sleep 1000 & echo $!; kill -INT $PPID; exit 130' > pids -> ! ...
+ 'sleep 1000 & echo $!; kill -INT $(worker); exit 130' > pids -> ! ...
 $ gone pids
 $ states -> failed 1, pending 1
 # work --drain has status 1 if a task is corrupt; "link/.." in DIR is resolved by the kernel
@@ -8204,7 +8565,7 @@ $ femtoqueue work link/../jobs --drain -- true
 ! femtoqueue 0 done | 0 running 0 waiting
 [1]
 $ femtoqueue push jobs 'touch jobs/failed/.note.swp' -> ...
-$ femtoqueue work jobs -q --drain -- sh -c {}
+$ femtoqueue work jobs -q --drain -- sh -c '$1' - {}
 # a command gets the whole environment, even variables that a shell can't name
 $ femtoqueue push jobs x -> ...
 $ env 'BASH_FUNC_f%%=() { echo called; }' a.b=1 BASH_ENV=/no-such-file femtoqueue work jobs -q \
@@ -8212,9 +8573,9 @@ $ env 'BASH_FUNC_f%%=() { echo called; }' a.b=1 BASH_ENV=/no-such-file femtoqueu
 # a command that is killed by a signal has failed, even if work was started with SIGCHLD ignored
 $ femtoqueue push jobs TERM KILL -> ...
 $ env --ignore-signal=CHLD femtoqueue work jobs -q --drain --max-attempts 1 --time-limit 20s -- \
- sh -c 'kill -{} $$'
-! ... try 1 failed, a dead letter: killed by signal 15
-! ... try 1 failed, a dead letter: killed by signal 9
+ sh -c 'kill -$1 $$' - {}
+! ... try 1 failed, a dead letter: killed by signal 15; data: TERM
+! ... try 1 failed, a dead letter: killed by signal 9; data: KILL
 [1]
 # if the reader of work's output exits, no task fails; tasks whose output was not read wait again
 $ femtoqueue push jobs 1 2 3 4 5 6 7 8 9 -> ...
@@ -8232,15 +8593,15 @@ $ femtoqueue work jobs -q --drain --max-attempts 1 --task-timeout 300ms -- sh -c
 [1]
 $ wc -c < out -> 200000
 $ rm cleaned
-# a time limit ends every process of a job, in whatever group or session it is; 0 is no limit
-$ femtoqueue push jobs x -> ...
-$ femtoqueue work jobs -q --drain --max-attempts 1 --task-timeout 300ms -- sh -c \
- 'setsid sleep 1000 & echo $! $$; wait' > pids -> ! ... [1]
+# a time limit ends every process of a job, in whatever group it is; setsid leaves the job
+$ femtoqueue push jobs x -> <x>
+$ femtoqueue work jobs -q --drain --max-attempts 1 --task-timeout 300ms -- bash -c \
+ 'set -m; sleep 1000 & echo $! $$; wait' > pids -> ! ... [1]
 $ gone pids
 $ femtoqueue push jobs x -> ...
 $ femtoqueue work jobs -q --drain --max-attempts 1 --task-timeout 300ms -- sh -c \
- '(setsid sh -c "echo \$\$; exec sleep 1000" &); sleep 1000' > pids -> ! ... [1]
-$ gone pids
+ 'setsid sleep 1000 > left & echo $!; exec sleep 1000' > pids -> ! ... [1]
+$ kill $(cat pids)
 $ femtoqueue push jobs x -> ...
 $ femtoqueue work jobs -q --drain --task-timeout 0 -- sleep 0.01
 $ femtoqueue push jobs x -> ...
@@ -8257,9 +8618,42 @@ $ states -> done 2, failed 1
 $ femtoqueue push jobs x y -> <x> <y>
 $ mkdir logs logs/$x.err
 $ femtoqueue work jobs -q --drain --max-attempts 1 --output-dir logs -- true
-! ... <x>: try 1 failed, a dead letter: its output can't be written: ...
+! ... <x>: try 1 failed, a dead letter: its output can't be written: ...; data: x
 [1]
 $ states -> done 1, failed 1
+# only a regular file of this user with one link takes output; a removed directory is made again
+$ femtoqueue push jobs a b c d e -> <a> <b> <c> <d> <e>
+$ mkdir -m 755 logs; touch other; ln -s ../other logs/$a.out; ln other logs/$b.out
+$ mkfifo logs/$c.err
+$ python3 -c 'import socket, sys; socket.socket(1).bind(sys.argv[1])' logs/$d.out
+$ femtoqueue work jobs -q --drain --max-attempts 1 --output-dir logs -- echo text -> ! ... [1]
+$ states -> done 1, failed 4
+$ wc -c < other -> 0
+$ cat logs/$e.out -> text
+$ femtoqueue push jobs a b -> <f> <g>
+$ femtoqueue work jobs -q --drain --output-dir new/logs -- sh -c \
+ 'test $1 = b || rm -rf new; echo text' - {}
+$ stat -c %a new/logs -> 700
+$ ls new/logs -> <g>.err <g>.out
+# with -j 1, lines that go to the same file stay in order, and the reason has the end of both
+$ femtoqueue push jobs x -> <x>
+$ echo 'for i in 1 2 3 4 5 6 7 8 9; do echo $i; echo $i >&2; done; exit 1' > turns
+$ femtoqueue work jobs -q --drain --max-attempts 1 -- sh turns 2>&1 | head -n 18 | uniq -c
+ 2 1
+ 2 2
+ 2 3
+ 2 4
+ 2 5
+ 2 6
+ 2 7
+ 2 8
+ 2 9
+$ tail -n 2 jobs/failed/$x.error -> 9 9
+# a monitor tells of a task whose lease has ended and that no worker takes back
+$ femtoqueue push jobs x -> ...
+$ femtoqueue pop jobs --timeout 10ms -> ...
+$ femtoqueue stat jobs --max-age 1h -> ... oldest_pending_age - ...
+$ sleep 0.3; femtoqueue stat jobs --max-age 200ms -> ... expired 1 ... [1]
 # a command has descriptors 0, 1 and 2 only; if exec() finds its arguments too long, its task fails
 $ femtoqueue push jobs x -> <x>
 $ femtoqueue work jobs -q --drain -- sh -c 'ls /proc/$$/fd; :' -> 0 1 2
@@ -8273,9 +8667,10 @@ $ { sleep 0.3; echo half; sleep 0.3; echo other; } | { python3 set 0; femtoqueue
 $ femtoqueue show jobs $x --payload -> half other
 $ { sleep 0.3; echo 1; sleep 0.3; echo 2; } | { python3 set 0; femtoqueue push lines --lines; }
 ...
+! femtoqueue: lines: a new queue is made
 $ femtoqueue stat lines -> pending 2 ...
 $ femtoqueue work lines -q --drain -- head -c 300000 /dev/zero > zeros
-$ femtoqueue push large --lines < zeros -> <large>
+$ femtoqueue push large --lines < zeros -> <large> ! femtoqueue: large: a new queue is made
 $ { python3 set 1; PYTHONUNBUFFERED=1 femtoqueue show large $large --payload; } | \
  { sleep 0.3; wc -c; } -> 600000
 $ femtoqueue push jobs y -> ...
@@ -8285,6 +8680,7 @@ $ states -> done 2
 # if push fails, it says how many tasks it has pushed
 $ ulimit -f 60; { echo small; head -c 100000 /dev/zero; } | femtoqueue push limited --lines
 <small>
+! femtoqueue: limited: a new queue is made
 ! femtoqueue: the first 1 tasks are pushed, the others are not
 ! femtoqueue: [Errno 27] File too large: ...limited/creating/...
 [2]
@@ -8326,7 +8722,7 @@ $ states -> done 2
 $ femtoqueue push jobs x -> <x>
 $ femtoqueue work jobs --drain --max-attempts 1 -- sh -c 'printf half >&2; exit 1'
 ! half
-! ... <x>: try 1 failed, a dead letter: exit status 1
+! ... <x>: try 1 failed, a dead letter: exit status 1; data: x
 ! femtoqueue 1 failed | 0 running 0 waiting
 [1]
 $ femtoqueue push jobs y -> ...
@@ -8365,7 +8761,7 @@ class Command(subprocess.Popen[bytes]):
         is given, and wait until the process ends."""
         self.send_signal(number)
         heard = self.stderr.readline(), self.stderr.readline()
-        demand(b"the running commands may finish" in heard[1], f"it said {heard}")
+        demand(b"the running tasks may finish" in heard[1], f"it said {heard}")
         if second is not None:
             time.sleep(2 * constant("one signal"))  # two signals at once count as one
             self.send_signal(second)
@@ -8419,7 +8815,12 @@ class CommandLine(QueueCase):
         command = os.path.join(cls.bin, "femtoqueue")
         with open(command, "w", encoding="utf-8") as file:
             file.write(f"#!{sys.executable} -SWerror\n{cls.program_with({})[-1]}\n")
-        os.chmod(command, 0o755)
+        worker = os.path.join(cls.bin, "worker")  # prints the pid of the worker of its shell
+        with open(worker, "w", encoding="utf-8") as file:
+            file.write("#!/bin/sh\nlauncher=$(cut -d ' ' -f 4 /proc/$PPID/stat)\n")
+            file.write("exec cut -d ' ' -f 4 /proc/$launcher/stat\n")
+        for path in (command, worker):
+            os.chmod(path, 0o755)
 
     @classmethod
     def program_with(cls, waits: dict[str, float]) -> list[str]:
@@ -8479,6 +8880,7 @@ class CommandLine(QueueCase):
             with self.subTest(claim):
                 os.chdir(self.new_dir(self.memory))
                 self.path, names = os.path.abspath("jobs"), dict[str, str]()
+                FemtoQueue("jobs").close()  # otherwise the first push says that it makes a queue
                 for step in steps:
                     self.check_step(step, names)
 
@@ -8516,7 +8918,7 @@ class CommandLine(QueueCase):
         the command around the $(...)."""
         part = r"\$\((femtoqueue [^()]*)\)"
         command = re.sub(part, lambda it: self.output_of(*shlex.split(it[1])[1:]).strip(), command)
-        words = shlex.split(command)
+        words: Any = shlex.split(command)
         if words[0] == "states":
             states = sorted(self.states().items())
             return ", ".join(f"{state} {count}" for state, count in states) or "none"
@@ -8536,6 +8938,7 @@ class CommandLine(QueueCase):
         return "".join(f"{line}\n" for line in lines)
 
     def test_push_with_sync_syncs(self) -> None:
+        self.queue()
         for words in ((), ("--sync",)):
             push = functools.partial(self.output_of, "push", "jobs", "x", *words)
             synced = calls_of("fsync", push)
@@ -8551,7 +8954,19 @@ class CommandLine(QueueCase):
         ("required: ID; see femtoqueue", "done TASK", "cancel jobs", "show jobs"),
         ("required: --older-than; see femtoqueue purge --help", "purge jobs"),
         ("expected one argument; see femtoqueue pop --help", "pop jobs --wait"),
-        ("unrecognized arguments: -x; see femtoqueue push --help", "push jobs -x"),
+        ("unrecognized arguments: -x; put a PAYLOAD that begins with - after --", "push jobs -x"),
+        (
+            "as an argument: sh -c",
+            "work jobs -- sh -c echo_{}",
+            "work jobs -- nice /bin/bash -ec {}",
+        ),
+        (
+            "as an argument: sh -c",
+            "work jobs -- bash -o pipefail -c {}",
+            "work jobs -- sh -c -e {}",
+        ),
+        ("--max-attempts must be None or an int", "work jobs --max-attempts -1 -- true"),
+        ("--node must be 1 to 100", "work jobs --node a/b -- true"),
         ("unrecognized arguments: -l; see femtoqueue work --help", "work jobs ls -l"),
         ("unrecognized arguments: --until=1s; see femtoqueue pop --help", "pop jobs --until=1s"),
         ("unrecognized arguments: x; see", "pop jobs x", "stat jobs x", "show jobs TASK x"),
@@ -8579,7 +8994,7 @@ class CommandLine(QueueCase):
     )
     WRONG_USES_OF_A_QUEUE = (
         ("key must be 1 to 200 bytes", f"push jobs --key {'k' * 201} 1"),
-        ("if_in_flight must be buffer or update", "push jobs --key k --if-in-flight never 1"),
+        ("--if-in-flight must be buffer or update", "push jobs --key k --if-in-flight never 1"),
         ("state must be one of pending, scheduled", "ls jobs pendng"),
         ("jobs/file: there is no queue", "ls jobs/file"),
         ("jobs/file", "push jobs/file x"),
@@ -8675,7 +9090,7 @@ class CommandLine(QueueCase):
         self.assertEqual([large[1].split()[1], large[3].split()], ["0", ["inflight", "1"]])
         self.assertRegex("\n".join(large), r"\Ajobs (?s:.*)\nworkers_alive +1\n")
         (row,) = [line for line in large if task.id in line]
-        self.assertRegex(row, rf"^inflight +{task.id} .* user:42 n1$")
+        self.assertRegex(row, rf"^inflight +{task.id} .* user:42 n1 x$")
         self.assertIn("     1       0 alive    n1", large)
         self.assertEqual((len(small), len(small[0]), small[3].strip()), (6, 12, "inflight"))
         self.assertEqual(later[1].split(), ["pending", "1"])
@@ -8696,6 +9111,42 @@ class CommandLine(QueueCase):
         self.assertIn(("0", "1", "2"), {match and match.groups()[:3] for match in said})
         self.assertNotIn(None, said)
 
+    def test_unchanged_line_of_progress_is_not_repeated(self) -> None:
+        self.queue(None).push(b"x")
+        program = self.program_with({"report": 0.05})
+        words = "work", "jobs", "--drain", "--", "sleep", "0.6"
+        *before, _ = run_guarded(*program, *words, env=self.env)[2].splitlines()
+        self.assertEqual(len(before), len({*before}), before)
+
+    def test_command_that_ends_before_its_limit_is_done_even_if_the_worker_is_stopped(self) -> None:
+        self.queue().push_many([b"x"] * 4)
+        limits = "--task-timeout", "2s", "--max-attempts", "1", "--timeout", "60s"
+        with self.start_work("echo $$; sleep 0.3", "-j", "4", "--drain", *limits) as process:
+            pids = process.first_lines(4)
+            process.send_signal(signal.SIGSTOP)
+            until_gone(*pids)
+            time.sleep(2.1)  # now the limit is over
+            process.send_signal(signal.SIGCONT)
+            self.assertEqual(process.wait(PATIENCE_S), 0)
+        self.assertEqual(self.states(), {"done": 4})
+
+    def test_worker_waits_while_the_system_has_no_process_or_descriptor_left(self) -> None:
+        # In the launcher, the first starts fail as if a limit of processes was reached. In the
+        # worker, the first pipe fails for want of descriptors.
+        code = "import errno, os, subprocess\nfails = [errno.EAGAIN, errno.ENOMEM, 0]\n"
+        code += "class Popen(subprocess.Popen):\n    def __init__(self, *words, **how):\n"
+        code += "        if number := fails.pop(0) if fails else 0: raise OSError(number, '')\n"
+        code += "        super().__init__(*words, **how)\nsubprocess.Popen = Popen\n"
+        code += "pipe, pid, short = os.pipe, os.getpid(), [errno.EMFILE]\ndef fail():\n"
+        code += "    if os.getpid() == pid and short: raise OSError(short.pop(), '')\n"
+        code += "    return pipe()\nos.pipe = fail\n"
+        *words, main = self.program()
+        self.queue(None).push_many([b"x"] * 2)
+        command = "work", "jobs", "-q", "--max-attempts", "1", "--drain", "--", "true"
+        status, _, err = run_guarded(*words, code + main, *command, env=self.env)
+        self.assertEqual((status, err.count(" waits: true can't be run")), (0, 1), err)
+        self.assertEqual(self.states(), {"done": 2})
+
     def test_error_of_the_worker_is_no_failed_try_of_its_task(self) -> None:
         """If the worker itself meets an error, the attempt of its task is not counted."""
         # In the first worker, TemporaryFile() works in the check at the start, and raises later, as
@@ -8703,7 +9154,7 @@ class CommandLine(QueueCase):
         # a user's random.py, which raises an error when it is imported. The worker must import
         # Python's own random.py instead.
         code = "import tempfile; make = tempfile.TemporaryFile; calls = iter([make])\n"
-        code += "tempfile.TemporaryFile = lambda: next(calls)()\n"
+        code += "tempfile.TemporaryFile = lambda **how: next(calls)(**how)\n"
         *words, main = self.program()
         self.queue(None).push(b"x")
         command = "work", "jobs", "-q", "--max-attempts", "1", "--drain", "--", "true"
@@ -8786,26 +9237,16 @@ class CommandLine(QueueCase):
                 time.sleep(0.2)
         self.assertEqual((size, process.returncode), (1000000, 0))
 
-    def test_end_of_one_pipe_restarts_the_time_of_grace_for_the_other(self) -> None:
-        # The time limit (0.0) is over. The first pipe ends without further bytes. From then on, the
-        # second pipe has the whole time of grace again.
-        relays = [types.SimpleNamespace(passed=1, is_through=threading.Event()) for _ in range(2)]
-        ends = [threading.Timer(n * 0.1, it.is_through.set) for n, it in enumerate(relays, 1)]
-        for end in ends:
-            end.start()
-            self.addCleanup(end.join)
-        self.assertTrue(through_seam("wait for output")(relays, 0.0))
-
     @unittest.skipUnless(os.path.exists("/proc/self/stat"), "needs /proc")
     def test_a_zombie_does_not_keep_a_job_alive(self) -> None:
         # The first process of a container may never reap a zombie.
         process = subprocess.Popen(["sleep", "1000"], start_new_session=True)
         self.addCleanup(process.wait)
-        members = through_seam("members of jobs")
-        self.assertEqual({it.pid for it in members([process.pid])}, {process.pid})
+        groups = through_seam("groups of a session")
+        self.assertEqual(groups({process.pid}), [process.pid])
         process.kill()
         until_gone(process.pid)
-        self.assertEqual(members([process.pid]), set())
+        self.assertEqual(groups({process.pid}), [])
 
     @unittest.skipUnless(os.path.exists("/proc/self/stat"), "needs /proc")
     def test_a_process_whose_first_thread_has_ended_is_not_taken_for_a_zombie(self) -> None:
@@ -8817,8 +9258,7 @@ class CommandLine(QueueCase):
         self.addCleanup(process.wait)
         self.addCleanup(process.kill)
         until_gone(process.pid)  # returns when the state is that of a zombie
-        members = through_seam("members of jobs")
-        self.assertEqual({it.pid for it in members([process.pid])}, {process.pid})
+        self.assertEqual(through_seam("groups of a session")({process.pid}), [process.pid])
 
     @unittest.skipUnless(os.path.exists("/proc/self/stat"), "needs /proc")
     def test_proc_directory_of_another_pid_namespace_is_not_used_to_find_processes(self) -> None:
@@ -8828,14 +9268,18 @@ class CommandLine(QueueCase):
         process = subprocess.Popen(["sleep", "1000"], start_new_session=True)
         self.addCleanup(process.wait)
         self.addCleanup(process.kill)
-        members = through_seam("members of jobs")
-        with mock.patch("os.getpid", return_value=1):
-            self.assertEqual([*members([process.pid])], [(0, process.pid, process.pid)])
+        groups, calls = through_seam("groups of a session"), mock.Mock()
+        with mock.patch("os.getpid", return_value=1), mock.patch("os.listdir", calls):
+            self.assertEqual(groups({process.pid}), [process.pid])
+        calls.assert_not_called()
+
+    def progress(self) -> Any:
+        return through_seam("progress")(through_seam("open files")(self.path, False))
 
     def pace_text(self, *samples: tuple[float, int, int]) -> str:
         """Return the text that shows the rate and the time left. A sample has three parts: a time
         in seconds, the number of tasks left, and the number of tasks that this worker has ended."""
-        progress = through_seam("progress")(self.path)
+        progress = self.progress()
         for sample in samples:
             progress.add_sample(*sample)
         text: str = progress.pace_text()
@@ -8860,8 +9304,35 @@ class CommandLine(QueueCase):
         ):
             self.assertEqual(self.pace_text(*samples), text)
 
+    def test_no_rate_and_no_time_left_are_shown_while_nothing_ends(self) -> None:
+        ends = [(s / 20, 1000 - s, s) for s in range(200)]
+        self.assertEqual(self.pace_text(*ends), "20/s  about 40 s left")
+        stalled = [(10 + s, 801, 199) for s in range(30)]
+        self.assertEqual(self.pace_text(*ends, *stalled), "")
+        again = [(39 + s / 20, 801 - s, 199 + s) for s in range(1, 60)]
+        self.assertEqual(self.pace_text(*ends, *stalled, *again), "20/s  about 40 s left")
+        self.queue().schedule(b"x", (time.time() + 7000) * 1e6)
+        progress = self.progress()
+        self.assertEqual(progress.count_scheduled(), 1)
+        for sample in ends:
+            progress.add_sample(*sample)
+        self.assertEqual(progress.pace_text(), "20/s  about 2 h left  1 due in 2 h")
+
+    @unittest.skipUnless(sys.platform == "linux", "needs a terminal of Linux")
+    def test_line_of_progress_is_drawn_only_in_the_foreground(self) -> None:
+        self.queue().push(b"x")
+        # The shell of this script leads the session of the terminal, and is in its foreground.
+        work = shlex.join([*self.program(), "work", "jobs", "--drain", "--", "sleep", "1.5"])
+        script = "import pty, sys; pty.spawn(['bash', *sys.argv[1:]])"
+        for shell, count in (("%s; echo end", True), ("set -m; %s & wait; echo end", False)):
+            self.queue().push(b"x")
+            words = sys.executable, "-c", script, "-c", shell % work
+            said = run_guarded(*words, env=self.env | {"TERM": "xterm"})[1]
+            self.assertEqual("1 running" in said, count, said)
+            self.assertIn("2 done" if count else "1 done", said)
+
     def test_progress_shows_that_the_queue_is_paused(self) -> None:
-        q, progress = self.queue(), through_seam("progress")(self.path)
+        q, progress = self.queue(), self.progress()
         for change, end in ((q.pause, "0 waiting  paused"), (q.resume, "0 waiting")):
             change()
             progress.count_left(0, now=True)
@@ -8873,16 +9344,16 @@ class CommandLine(QueueCase):
         q.push_many([b"x"] * 3)
         q.schedule(b"x", (time.time() + 60) * 1e6)
         self.pop(q)
-        progress = through_seam("progress")(self.path)
+        progress = self.progress()
         progress.count_left(0)
         self.assertEqual((progress.waiting, progress.running), (3, 1))
-        names, directories = progress.names, iter(("pending",))
+        names, directories = progress.tasks_in, iter(("pending",))
 
         def slow_names(directory: str) -> Any:
             clock.advance(0.1 if directory in directories else 0)
             return names(directory)
 
-        with mock.patch.object(progress, "names", slow_names):
+        with mock.patch.object(progress, "tasks_in", slow_names):
             clock.advance(1)
             progress.count_left(0)
             q.push(b"x")
@@ -8942,13 +9413,33 @@ class CommandLine(QueueCase):
         self.assertRegex(said, r"waiting[^\n]*\r\x1b\[Jfemtoqueue: \[Errno 20\] [^\n]*\r\n")
 
     @unittest.skipUnless(sys.platform == "linux", "needs a terminal of Linux")
-    def test_top_ends_by_q_and_leaves_the_terminal_as_it_was(self) -> None:
+    def test_views_on_a_terminal_pass_no_control_character_of_a_job_on(self) -> None:
         q = self.queue()
-        q.fail(leased(q), "no such\timage \u65e5\r\x1b[Hx\nat line 1")
-        said = self.run_on_terminal(80, "top", "jobs", "--interval", "60s", typed=b"xq")
+        task = leased(q, data=b"pay\x1b[Hload \xe6\x97\xa5")
+        q.fail(task, "no such\timage \u65e5\r\x1b[Hx\nstate                done")
         reason = r"no such\\timage \u65e5\\r\\x1b\[Hx"
-        self.assertRegex(said, rf"LATEST DEAD LETTERS\S*\r\n\d{{20}}-\w{{16}} - {reason}\S*\r\n")
-        self.assertTrue("\x1b[?7l\x1b[Hjobs" in said and said.endswith("\x1b[?7h"))
+        said = self.run_on_terminal(80, "show", "jobs", task.id)
+        self.assertRegex(said, rf"reason +{reason}\r\n {{21}}state +done\r\n")
+        self.assertTrue(said.endswith("\r\npay\\x1b[Hload \u65e5"), said)
+        said = self.run_on_terminal(100, "ls", "jobs")
+        self.assertRegex(said, r"- - pay\\x1b\[Hload \u65e5\r\n")
+        lines = [*through_seam("lines of top")("jobs", q, self.progress())]
+        self.assertRegex(lines[-1], rf"^{task.id} - pay\\x1b\[Hload \u65e5 no such")
+
+    @unittest.skipUnless(sys.platform == "linux", "needs a terminal of Linux")
+    def test_top_waits_for_a_queue_and_changes_no_mode_of_the_terminal(self) -> None:
+        master, slave = os.openpty()
+        self.addCleanup(os.close, master)
+        self.addCleanup(os.close, slave)
+        before = termios.tcgetattr(slave)
+        streams: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), slave)
+        with Command([*self.program(), "top", "jobs"], env=self.env, **streams) as process:
+            self.assertIn(b"waiting for a queue", os.read(master, 1 << 16))
+            self.queue()
+            self.assertIn(b"\x1b[Hjobs ", os.read(master, 1 << 16))
+            self.assertEqual(termios.tcgetattr(slave), before)
+            process.send_signal(signal.SIGINT)
+            self.assertEqual(process.wait(PATIENCE_S), 128 + signal.SIGINT)
 
     def test_top_shows_a_dead_letter_that_a_person_moved_to_failed_under_the_name_of_its_lease(
         self,
@@ -8956,27 +9447,11 @@ class CommandLine(QueueCase):
         q = self.queue()
         task = leased(q)
         os.rename(self.file(task.path), self.file("failed", os.path.basename(task.path)))
-        progress = through_seam("progress")(self.path)
+        progress = self.progress()
         lines = [*through_seam("lines of top")("jobs", q, progress)]
-        self.assertEqual(lines[-2:], ["LATEST DEAD LETTERS", f"{task.id} - -"])
+        self.assertEqual(lines[-2:], ["LATEST DEAD LETTERS", f"{task.id} - x -"])
         self.put(f"failed/{task.id}", b"", "")
         self.assertEqual(progress.latest_dead_letters(), [task.id])
-
-    @unittest.skipUnless(sys.platform == "linux", "needs a terminal of Linux")
-    def test_top_that_a_signal_ends_leaves_the_terminal_as_it_was(self) -> None:
-        self.queue()
-        master, slave = os.openpty()
-        self.addCleanup(os.close, master)
-        self.addCleanup(os.close, slave)
-        before = termios.tcgetattr(slave)
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            streams: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), slave)
-            with Command([*self.program(), "top", "jobs"], env=self.env, **streams) as process:
-                until(lambda: termios.tcgetattr(slave) != before)
-                os.read(master, 1 << 16)
-                process.send_signal(number)
-                self.assertEqual(process.wait(PATIENCE_S), 128 + number)
-            self.assertEqual(termios.tcgetattr(slave), before)
 
     def start_work(self, script: str, *words: str) -> Command:
         """Start a process of `femtoqueue work`, which runs a shell script for each task."""
@@ -9014,7 +9489,15 @@ class CommandLine(QueueCase):
         code += "Thread.join = deaf_join\n"
         *words, main = self.program()
         self.queue(None).push(b"x")
-        script = "work", "jobs", "-q", "--", "sh", "-c", "kill -INT $PPID; exit 130"
+        script = (
+            "work",
+            "jobs",
+            "-q",
+            "--",
+            "sh",
+            "-c",
+            "kill -INT $(worker); exit 130",
+        )
         self.assertEqual(run_guarded(*words, code + main, *script, env=self.env)[0], 0)
         self.check_and_finish({"pending": 1})
 
@@ -9110,27 +9593,30 @@ class CommandLine(QueueCase):
         self.assertEqual(os.path.getsize("seen"), 0)
 
     @unittest.skipUnless(os.path.exists("/proc/thread-self/children"), "needs /proc")
-    def test_worker_whose_watchdog_is_killed_finishes_its_commands_and_ends(self) -> None:
+    def test_worker_whose_launcher_is_killed_ends_its_jobs_and_gives_the_tasks_back(self) -> None:
         # A scheduler may signal all processes that it has started. SIGUSR1 and SIGTERM do not end
-        # the watchdog. If the worker is killed afterwards, the watchdog still kills the command.
-        # Only SIGKILL ends the watchdog.
-        self.queue().push_many([b"x"] * 4)
-        os.mkfifo("fifo")
+        # the launcher. If the worker is killed afterwards, the launcher still kills the command.
+        # Only SIGKILL ends the launcher.
+        self.queue().push_many([b"x"] * 3)
         for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGKILL):
-            with self.start_work("echo $$; read x < fifo", "--max-attempts", "1") as process:
+            with self.start_work("echo $$; exec sleep 1000", "--max-attempts", "1") as process:
                 (command,) = map(int, process.first_lines(1))
-                with open(f"/proc/{process.pid}/task/{process.pid}/children", "rb") as file:
-                    (watchdog,) = {*map(int, file.read().split())} - {command}
-                os.kill(watchdog, number)
+                os.kill(self.launcher_of(process), number)
                 if number != signal.SIGKILL:
                     process.kill()
-                    until_gone(command)
-                    continue
-                until_gone(watchdog)
-                _, err = self.unblock(process)
+                until_gone(command)
+                err = process.communicate(timeout=120)[1]
         self.assertEqual(process.returncode, 2)
-        self.assertIn(b"watchdog", err)
-        self.check_and_finish({"done": 1, "failed": 2, "pending": 1})
+        self.assertIn(b"launcher", err)
+        self.check_and_finish({"failed": 2, "pending": 1})
+
+    def launcher_of(self, process: Command) -> int:
+        """Return the pid of the launcher, which is the only child of its worker."""
+        children: list[str] = []
+        while not children:
+            with open(f"/proc/{process.pid}/task/{process.pid}/children", encoding="ascii") as file:
+                children = file.read().split()
+        return int(*children)
 
     def test_signals_end_work_even_if_nobody_reads_its_output(self) -> None:
         # The signals come while the output of a command is stuck. If this output is standard error,
@@ -9165,22 +9651,6 @@ class CommandLine(QueueCase):
                 self.queue().push(b"x")
                 self.kill_as_a_job_ends(signals, *words)
 
-    def test_job_is_ended_at_the_time_limit_even_if_its_command_ends_at_that_moment(self) -> None:
-        # The command may have left a program that still runs.
-        class Ending:
-            pid, statuses = 42, iter((None, None, 0))
-            status = property(lambda self: next(self.statuses, 0))
-
-        ended: list[int] = []
-        pool_class: Any = through_seam("command pool")
-        pool = pool_class.__new__(pool_class)
-        pool.signals = []
-        pool._options = types.SimpleNamespace(task_timeout=1e-9)
-        pool._processes = types.SimpleNamespace(end_job=lambda _: None)
-        with seam("end of jobs", ended.extend), seam("members of jobs", lambda *_: set()):
-            self.assertEqual(pool._follow(None, Ending(), []), (None, False))
-        self.assertEqual(ended, [42])
-
     @unittest.skipUnless(os.path.exists("/proc/self/stat"), "needs /proc")
     def test_program_that_outlives_its_shell_in_a_stop_can_still_write(self) -> None:
         # The output is passed on until the whole job has ended, however long ago the shell ended.
@@ -9204,7 +9674,7 @@ class CommandLine(QueueCase):
             shell, child = map(int, process.first_lines(2))
             process.send_signals(signal.SIGTERM)
             os.kill(shell, signal.SIGTERM)
-            until(lambda: not os.path.exists(f"/proc/{shell}"))
+            until_gone(shell)
             time.sleep(2 * constant("one signal"))
             process.send_signal(signal.SIGTERM)
             process.wait(PATIENCE_S)
@@ -9226,22 +9696,39 @@ class CommandLine(QueueCase):
                 process.send_signals(signal.SIGTERM)
                 time.sleep(2 * constant("one signal"))
                 os.kill(shell if signals == 1 else process.pid, signal.SIGTERM)
-            until(lambda: not os.path.exists(f"/proc/{shell}"))
+            until_gone(shell)
             process.kill()
             until_gone(child)
 
-    def test_killed_worker_leaves_no_command_and_others_get_its_tasks_at_once(self) -> None:
-        # This holds however many commands the worker has started: each new process tells the
-        # watchdog its pid before it executes the command.
-        self.queue().push_many([b"x"] * 30)
-        for begun in (1, 5, 20):
+    @unittest.skipUnless(os.path.exists("/proc/thread-self/children"), "needs /proc")
+    def test_killed_worker_or_launcher_leaves_no_command(self) -> None:
+        """If a worker or its launcher is killed, no process of a job is left, and others get the
+        tasks at once."""
+        # The commands are looked for in /proc, because a command that was not yet told to anybody
+        # prints no pid. They sleep for a time that no other process has.
+        for number, (of_launcher, begun) in enumerate(itertools.product((False, True), (0, 1, 9))):
+            self.queue().push_many([b"x"] * 30)
+            seconds = f"{1000 + number}.{os.getpid()}"
             words = ("-j", "30", "--max-attempts", "9", "--timeout", "1000s")
-            with self.start_work("echo $$; exec sleep 1000", *words) as process:
-                pids = process.first_lines(begun)
-                process.kill()
-                pids += process.stdout.read().decode().split()  # ends when all commands have ended
-            until_gone(*pids)
-        self.assertEqual(len(self.drain(self.queue(None))), 30)
+            script = f"echo $$; sleep {seconds} & wait"
+            with self.start_work(script, *words) as process:
+                process.first_lines(begun)
+                launcher = self.launcher_of(process)
+                os.kill(launcher if of_launcher else process.pid, signal.SIGKILL)
+                process.stdout.read()  # ends when the launcher and all commands have ended
+                process.wait(PATIENCE_S)
+            until(lambda: not self.processes_of(seconds))  # noqa: B023
+            q = self.queue(None)
+            self.assertEqual(len(self.drain(q)), 30)
+
+    def processes_of(self, word: str) -> list[str]:
+        """Return the pids of the processes that have a word in their command line."""
+        found = []
+        for pid in filter(str.isdigit, os.listdir("/proc")):
+            with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as file:
+                if word.encode() in file.read():
+                    found.append(pid)
+        return found
 
 
 # The README, and the docstring of the module
@@ -9302,23 +9789,27 @@ class Documents(QueueCase):
         self.assertIn("resize 42.png", self.run_python(code))
 
     def test_each_program_of_the_readme_prints_what_the_readme_says(self) -> None:
-        """Each program prints what stands in the text block after it, or in the comments behind its
-        print()s."""
-        # Three kinds of programs have tests of their own: the parts of a service, whose first line
-        # is the name of a file; the program that shows the idea of the
-        # queue with bare system calls; and the program that drains a queue of
-        # femtoqueue 0.4.2.
-        blocks, count = [*self.blocks(), ("", "")], 0
-        for (language, code), (next_language, text) in itertools.pairwise(blocks):
-            if language != "python" or re.match(r"# \w+\.py\n|import os, time|.*\bhashlib", code):
+        """Each program prints what stands in the comments behind its print()s."""
+        # Two programs have tests of their own: the one that shows the idea of the queue with bare
+        # system calls, and the one that drains a queue of femtoqueue 0.4.2.
+        count = 0
+        for _, code in self.blocks("python"):
+            if re.match(r"import os, time|import hashlib", code):
                 continue
             said = re.findall(r"(?m)^ *print\(.*\)  # (.*)$", code)
-            wanted = text.splitlines() if next_language == "text" else said
             count += 1
             self.go_to(self.new_dir(self.memory))
             with self.subTest(code):
-                self.assertEqual(self.run_python(code).splitlines(), wanted)
-        self.assertGreater(count, 10)
+                self.assertEqual(self.run_python(code).splitlines(), said)
+        self.assertGreaterEqual(count, 10)
+
+    def test_help_shows_the_public_interface_only(self) -> None:
+        import pydoc
+
+        text = pydoc.plain(pydoc.render_doc(femtoqueue))
+        classes = re.findall(r"(?m)^    class (\w+)\(", text)
+        self.assertIn("FemtoQueue", classes)
+        self.assertLessEqual({*classes}, {*femtoqueue.__all__})
 
     def test_an_old_python_is_told_which_one_is_needed(self) -> None:
         """With an old Python, the import raises ImportError, and a command prints one line."""
@@ -9351,8 +9842,8 @@ class Documents(QueueCase):
     @FORK
     def test_each_transcript_shows_what_its_commands_print(self) -> None:
         # Ids, times and the widths of columns may differ.
-        transcripts = [text for _, text in self.blocks("console") if "curl" not in text]
-        self.assertGreater(len(transcripts), 3)
+        transcripts = [text for _, text in self.blocks("console")]
+        self.assertGreater(len(transcripts), 1)
         for text in transcripts:
             self.go_to(self.new_dir(self.memory))
             commands = re.findall(r"(?m)^\$ (.*)$", text)
@@ -9361,71 +9852,6 @@ class Documents(QueueCase):
                 self.assertEqual(
                     self.without_variable_parts(said), self.without_variable_parts(text)
                 )
-
-    @FORK
-    def test_script_of_the_readme_for_files_works_on_each_file(self) -> None:
-        said = self.sh(self.block("photos", "sh"))
-        for text in ("photos/a b.jpg", "photos/c.jpg", '"pending": 0, "scheduled": 0, "inflight"'):
-            self.assertIn(text, said)
-        self.assertNotIn("waits too long", said)
-
-    def start_service(self, port: int) -> Any:
-        """Start the programs of the README's web service. Return the output of the last program,
-        worker.py."""
-        process: Any = None
-        parts = [code for _, code in self.blocks("python") if re.match(r"# \w+\.py\n", code)]
-        for code in parts:
-            name = code[2 : code.index("\n")]
-            self.put(name, code.replace("8000", str(port)).encode(), "")
-            pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
-            process = subprocess.Popen([sys.executable, name], stdout=pipe, stderr=nowhere)
-            self.addCleanup(process.communicate)
-            self.addCleanup(process.kill)
-        return process.stdout
-
-    @FORK
-    def test_web_service_of_the_readme_takes_tasks_and_its_worker_does_them(self) -> None:
-        """The web service gives the answers of the README's transcript, and its worker does the
-        tasks."""
-        # The service uses a free port, in place of port 8000.
-        import http.client
-        import socket
-
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        worked = self.start_service(port)
-
-        def ask(method: str, path: str, body: str | None = None) -> str:
-            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
-            with contextlib.closing(connection):
-                connection.request(method, path, body)
-                return connection.getresponse().read().decode()
-
-        def has_answered() -> bool:
-            with contextlib.suppress(ConnectionRefusedError):
-                return bool(ask("GET", "/"))
-            return False
-
-        until(has_answered)
-        (transcript,) = (text for _, text in self.blocks("console") if "curl" in text)
-        said = [ask("POST", "/", "42.png")]
-        self.assertEqual(worked.readline(), b"resizing 42.png\n")
-        path = "/" + json.loads(said[0])["id"]
-        until(lambda: "done" in ask("GET", path))
-        said += [ask("GET", path), ask("GET", "/unknown")]
-        shown = [it for it in transcript.splitlines() if not it.startswith("$")]
-        wanted = [*self.without_variable_parts("\n".join(shown)), '{"state": null}']
-        self.assertEqual(self.without_variable_parts("".join(said)), wanted)
-
-    def test_long_task_of_the_readme_resumes_where_a_killed_worker_stopped(self) -> None:
-        """If a worker is killed after seven of ten rows, the next worker saves only three rows."""
-        work = self.block('q.push(b"10 rows")')
-        dying = f"import os\n{work}\n            if row == 6: os.kill(os.getpid(), 9)\n"
-        died = subprocess.run([sys.executable, "-c", dying], check=False)
-        self.assertEqual(died.returncode, -signal.SIGKILL)
-        again = re.sub(r'q\.push\(b"10 rows"\).*\n', "", work) + "\n            print(row, end=' ')"
-        self.assertEqual(self.run_python(again), "7 8 9 ")
 
     def test_second_delivery_to_the_database_of_the_readme_changes_nothing(self) -> None:
         # A worker that dies between the commit of the database and done() causes a second delivery.
@@ -9440,18 +9866,11 @@ class Documents(QueueCase):
         self.assertEqual(rows, [(b"invoice 7",)] * 2)  # two tasks, of which one came twice
 
     @FORK
-    def test_nightly_job_of_the_readme_is_scheduled_once_after_two_starts(self) -> None:
-        nightly = self.block("if not q.contains")
-        due = "at_s = q.peek(key='backup').until.timestamp(); "
-        due += "print(q.stats().scheduled, at_s % 86400, 0 < at_s - time.time() <= 86400)"
-        self.assertEqual(self.run_python(f"{nightly}\n{nightly}\n{due}"), "1 0.0 True\n")
-
-    @FORK
     def test_the_pool_of_the_unit_file_works_and_stops_when_systemd_says_so(self) -> None:
         ((_, unit),) = self.blocks("ini")
         settings = dict(line.split("=", 1) for line in unit.splitlines() if "=" in line)
         command = settings["ExecStart"].replace("/srv/jobs", "jobs")
-        command = command.replace("/usr/local/bin/femtoqueue", f"{sys.executable} -m femtoqueue")
+        command = command.replace("/usr/bin/python3 /opt/", f"{sys.executable} ")
         command = command.replace("/usr/local/bin/resize", "cat")
         FemtoQueue("jobs").push_many([b"a\n", b"b\n"])
         drained = f"{sys.executable} -c 'from femtoqueue import *; FemtoQueue(\"jobs\").join()'"
@@ -9459,22 +9878,15 @@ class Documents(QueueCase):
         self.assertEqual((sorted(said.split()), settings["Restart"]), (["a", "b"], "always"))
 
     @FORK
-    def test_commands_of_the_crontab_and_of_the_image_run_the_pushed_tasks(self) -> None:
-        # The second push adds no task, because the task of yesterday still waits. The last task is
-        # done by the command of the image. In a container, this command runs as PID 1.
+    def test_commands_of_the_crontab_run_the_pushed_tasks(self) -> None:
+        # The second push adds no task, because the task of yesterday still waits.
         push, work = (it.split(None, 5)[5] for it in self.block("--key", "crontab").splitlines())
-        words = json.loads(self.block("CMD", "dockerfile").partition("CMD ")[2])
-        self.assertEqual(words.pop(0), "python")
-        image = f"python3 {shlex.join(words).replace(' work ', ' work -q --drain ')}"
-        for name in ("report", "resize"):
-            os.chmod(self.put(name, b"#!/bin/sh\ncat; echo\n", ""), 0o755)
-        script = "\n".join((push, push, work.replace("10s", "0s"), push, image))
-        for old, new in (("/usr/local/bin/femtoqueue", "femtoqueue"), ("/usr/local/bin", ".")):
-            script = script.replace(old, new)
-        said = self.sh(re.sub("(/srv)?/jobs", "jobs", script)).splitlines()
-        self.assertEqual((said[0], said[2]), (said[1], "nightly report"))
-        self.assertNotEqual(said[0], said[3])
-        self.assertEqual(said[4:], ["nightly report"])
+        os.chmod(self.put("report", b"#!/bin/sh\ncat; echo\n", ""), 0o755)
+        script = "\n".join((push, push, work.replace("10s", "0s")))
+        script = script.replace("/opt/report", "./report").replace("/opt/", "")
+        said = self.sh(script.replace("/srv/jobs", "jobs")).splitlines()
+        self.assertEqual(said[0], said[1])
+        self.assertEqual(said[2:], ["nightly report"])
 
     @FORK
     def test_an_element_of_the_slurm_array_gives_back_what_it_can_not_finish(self) -> None:
@@ -9505,7 +9917,7 @@ class Documents(QueueCase):
         for state in ("creating", "pending", "inflight", "done"):
             os.mkdir(state)
         for number in (1, 2):
-            self.assertRegex(self.run_python(code), r"\Aworking on \d{20}-[0-9a-f]{8}\n\Z")
+            self.assertRegex(self.run_python(code), r"\Aworking on \d{20}-[0-9a-f]{16}\n\Z")
             self.assertEqual(len(os.listdir("done")), number)
 
     # The program that drains a queue of femtoqueue 0.4.2 into a new one
@@ -9565,9 +9977,9 @@ class Races(QueueCase):
             q.push_many([b"x"] * before)
             self.foreign = tuple(self.put(f"foreign{n}", b"") for n in range(foreign))
 
-            def listdir(path: str, row: Any = (q, pushed, meanwhile)) -> list[str]:
-                names, (q, pushed, meanwhile) = os.listdir(path), row
-                if path.endswith("pending") and not pushed:
+            def listdir(fd: int, row: Any = (q, pushed, meanwhile)) -> list[str]:
+                names, (q, pushed, meanwhile) = os.listdir(fd), row
+                if path_at(fd, ".").endswith("pending") and not pushed:
                     pushed.extend(q.push_many([b"x"] * meanwhile))
                     names += pushed[1:]
                 return names
@@ -9731,10 +10143,10 @@ class Races(QueueCase):
 
     @FORK
     def test_close_in_another_thread_while_pop_reads_a_task_leaves_no_lease(self) -> None:
-        """If another thread closes the queue while pop() reads a task, pop() puts the task back."""
+        """If another thread closes the queue while pop() reads a task, the lease ends."""
         # RACE: the other thread calls close() after pop() has claimed the task. If the key of the
-        # task is locked, close() can't end the lease. Then pop() puts the task back, uncounted, and
-        # returns None.
+        # task is locked, close() can't end the lease. Then pop() returns the task, any worker takes
+        # it back, and the next call for the task says so.
         #
         # If the task can't be read, pop() puts it back and raises, and the delivery counts. The
         # same happens if close() leaves the lease alone, because the queue is detached, or because
@@ -9754,10 +10166,12 @@ class Races(QueueCase):
 
             raises = contextlib.nullcontext() if key else self.assertRaises(OSError)
             closes = hooked(at_call("open", "inflight-n1/", close, times=1))
+            task = None
             with self.subTest(key, is_detached=is_detached), raises, closes:
-                self.assertIsNone(q.pop())
-            self.assertEqual(self.states(), {"pending": 1})
-            self.assertEqual(self.pop(q).attempts, 1 if key else 2)
+                task = q.pop()
+            self.assertEqual(self.pop(self.queue("other")).attempts, 2)
+            if task is not None:
+                self.assertRaises(LeaseLost, q.done, task)
 
 
 # Classes side by side

@@ -197,7 +197,7 @@ class Life:
         return self.queues[-1]
 
     def push(
-        self, name: str, key: str | None = None, policy: str = "buffer", in_s: float | None = None
+        self, name: str, key: str | None = None, policy: Any = "buffer", in_s: float | None = None
     ) -> None:
         def call() -> str:
             if in_s is None:

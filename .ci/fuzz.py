@@ -29,6 +29,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
+from typing import Any
 from unittest import mock
 
 from broken import must_catch
@@ -155,6 +156,7 @@ class Names:
     def check_counts(self, q: FemtoQueue) -> None:
         """Check that stats() and tasks() show the entries with valid names, and only these."""
         stats = q.stats()
+        state: Any
         for state in (*femtoqueue.STATES, "keys"):
             count = stats.buffered if state == "keys" else getattr(stats, state)
             named, more = self.named(state), 2 * (state == "pending")
@@ -365,7 +367,7 @@ class Contents:
     def push_newer(self, q: FemtoQueue, key: str) -> None:
         """Push another payload of a key. The older payload then need not be delivered."""
         data = self.payload()
-        policy = self.chance.choice(("buffer", "update", "reject"))
+        policy: Any = self.chance.choice(("buffer", "update", "reject"))
         self.keys[data] = key
         with contextlib.suppress(KeyInFlight):
             q.push(data, key=key, if_in_flight=policy)

@@ -165,7 +165,7 @@ def buffered_in(q: FemtoQueue) -> set[str]:
     found = set()
     for entry in q._files.entries("keys"):
         with contextlib.suppress(CorruptTask):
-            found.add(name_of(q._files.read(entry.path, entry.id)[0]))
+            found.add(name_of(q._files.read_path(entry.path)[0]))
     return found
 
 
