@@ -454,7 +454,7 @@ TASKS = {  # the names of tasks in each state, as in femtoqueue's docstring
     **dict.fromkeys(("pending", "done", "failed"), f"({STAMP}({BOOT}~)?)?{ID}"),
     "scheduled": STAMP + ID,
     "inflight": f"{STAMP}{BOOT}~{ID}",
-    "keys": f"({STAMP}|update~)?{KEYED_ID}",
+    "keys": f"({NUMBER}~0~|update~)?{KEYED_ID}",
 }
 COMPANIONS = {"creating": rf"{ID}(\.(clock|error|pending))?", "failed": rf"{ID}\.error"}
 COMPANIONS["keys"] = "[89a-f][0-9a-f]{15}"
