@@ -7794,6 +7794,22 @@ class Processing(QueueCase):
         with q.processing(leased(q)) as task:
             self.until_renewed(task)
 
+    def test_task_is_finished_while_another_thread_renews_its_lease(self) -> None:
+        """done() ends a delivery whose lease is renewed, and so has another path, just before."""
+        for key in (None, "k"):
+            q = self.new_queue()
+            task = leased(q, b"x", key)
+            thread = threading.Thread(target=q.done, args=(task,))
+
+            def begin(thread: threading.Thread = thread) -> None:
+                thread.start()
+                thread.join(0.1)  # it waits for the lock of the renewal
+
+            with hooked(at_call("move", "/inflight-", begin, times=1)):
+                q.extend(task)
+            thread.join(PATIENCE_S)
+            self.assertEqual(self.states(), {"done": 1})
+
     def test_dropped_object_gives_up_its_lease_directory_at_once_and_leaves_no_thread(self) -> None:
         # This also holds for an object that leased no task, and only renewed the lease of another
         # object through attach().
