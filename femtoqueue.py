@@ -84,7 +84,8 @@ that it uses stand in .ci/lint.py.
 
 A subject that concerns several parts has one comment, which tells the whole. To find it, search for
 "TOPIC:" and the words: a torn file, fork(), locks, syncs, a full disk, which clock, how a lease
-ends, close(), one pop(), the steps of a task with a key, what differs, what a signal.
+ends, close(), one pop(), what is on disk, the steps of a task with a key, what differs, what a
+signal.
 """
 
 from __future__ import annotations
@@ -125,6 +126,7 @@ if sys.version_info < (3, 10):  # noqa: UP036
 
 if TYPE_CHECKING:
     import logging
+    from types import TracebackType
 
 __all__ = [
     "STATES",
@@ -405,7 +407,8 @@ def _traceback_of(error: BaseException) -> str:
     import traceback
 
     try:
-        return "".join(traceback.format_exception(error))
+        frames = _handler_frames(error)
+        return "".join(traceback.format_exception(type(error), error, frames))
     except Exception:
         return f"{type(error).__name__} (its traceback can't be shown)"
 
@@ -672,15 +675,13 @@ class LeaseLost(FemtoQueueError):
     """The lease of the task is not held by this delivery. Nothing was changed.
 
     id:  the id of the task.
-    expired:  whether the deadline of the lease has passed. True: another worker may have the task
-        now, or the delivery had ended before the call. False: usually the delivery had ended before
-        the call, a person had moved the file, or close() had given up the lease. Also False if
-        the task never had a lease, or if attach() was given an id, because an id does not show the
+    expired:  True: the deadline of the lease has passed, so another worker may have the task.
+        False: the delivery had ended before, a person had moved the file, close() had given up the
+        lease, or the task never had one. Also False after attach(id): an id does not show the
         deadline.
     why:  the reason, as text.
 
-    A lease past its deadline stays valid until a worker takes the task back. Only then is the lease
-    lost.
+    A lease past its deadline stays valid until a worker takes the task back.
     """
 
     def __init__(self, id: str, expired: bool, why: str) -> None:
@@ -695,8 +696,8 @@ class KeyInFlight(FemtoQueueError):
     """The key already has a task.
 
     key:  the key.
-    id:  the id of the task that has the key. That task is in flight if push() or schedule() raised
-        the error. If retry() raised it, the task may also be waiting.
+    id:  the id of the task that has the key. If push() or schedule() raised the error, the task is
+        in flight. If retry() raised it, the task may also be waiting.
     """
 
     def __init__(self, key: str, id: str) -> None:
@@ -708,8 +709,7 @@ class KeyInFlight(FemtoQueueError):
 
 
 class TaskNotFound(FemtoQueueError):
-    """The task is not in the state that the call requires. Only retry() and the commands raise
-    this: for example, retry() requires a task in failed/."""
+    """The task is not in the state that the call requires: retry() requires a task in failed/."""
 
 
 class CorruptTask(FemtoQueueError):
@@ -730,59 +730,51 @@ class CorruptTask(FemtoQueueError):
 
 
 class _CommandFailed(Exception):
-    """A command that `work` ran has failed. The text of this error is the whole reason, so no
-    traceback is kept in failed/."""
+    """A command that `work` ran has failed. failed/ gets the text alone, without a traceback."""
+
+
+def _handler_frames(error: BaseException) -> TracebackType | None:
+    """Return the traceback of an exception without the first frames, those of this file."""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
+        frames = frames.tb_next
+    return frames or error.__traceback__
 
 
 class _Lease:
-    """The path of a task's file. If the caller got the task by a claim or by attach(), also the
-    facts of this delivery. If the caller only looked at the task (peek(), tasks()), length_ns is 0,
-    and the caller has no lease.
+    """The path of a task's file, which is the fence of a leased task, and the facts of one
+    delivery. If the caller has no lease, as after peek() and tasks(), length_ns is 0."""
 
-    path: the path of the file. For a leased task, the path is the fence. A renewal writes the new
-        path here.
-    name: the name of the file at its claim.
-    source: the path that the task was claimed from.
-    length_ns: the time from the claim to the deadline. After attach(), usually the lease length of
-        the object that called attach(). A renewal moves the deadline to at least length_ns from
-        now. Only after extend() with `ms`, less than length_ns may be left.
-    outcome: the field of WorkCounts that counts the delivery. "": the delivery still runs, the
-        lease was lost, or the end of the delivery could not be written to the disk.
-    has_checkpoint: True if the task may have a checkpoint.
-    """
-
+    # path: a renewal writes the new path here.
+    # name: the name of the file at its claim.
+    # source: the path that the task was claimed from.
+    # outcome: the field of WorkCounts that counts the delivery. "": the delivery still runs, the
+    # lease was lost, or the end of the delivery could not be written to the disk.
     path = name = source = outcome = ""
+    # The time from the claim to the deadline. Each renewal asks for as much. After attach(), it is
+    # the lease length of the object that called attach().
     length_ns = 0
-    has_checkpoint = False
+    has_checkpoint = False  # True: the task may have a checkpoint
 
 
 _NO_LEASE = _Lease()
 
 
 class FemtoTask:
-    """A task, as it was when its file was read.
+    """A task, as it was when its file was read. Assigning to an attribute changes nothing in the
+    queue; checkpoint() needs `data` as it was delivered.
 
-    id:  the id. The task keeps the id for life, through retries and delays.
-    data:  the payload as pushed. b"": the payload is empty, or was not read: attach(), and
-        tasks(data=False).
-    attempts:  the number of deliveries so far, including the current one. A delivery that was given
-        back uncounted is left out. An int for each leased task. None: unknown, because the names in
-        done/ and failed/ usually do not have the number.
-    key:  the key, or None for a task without a key, and for a task of attach().
-    checkpoint:  the last bytes that checkpoint() saved, in this delivery or before. Only methods
-        that take a lease, such as pop() and take(), read the saved bytes. None: nothing was saved,
-        or another method returned the task.
-    error:  the reason of a task in failed/. None: the task has no reason, or is not in failed/.
-    size_bytes:  the length of the payload in bytes. None: the file was not read (attach()), or its
-        header is invalid (tasks(data=False) only).
-    since:  when the task came to its state, in UTC: when it was pushed, given back, leased or
-        renewed, finished, or failed. It is st_ctime of the file. Only peek() and tasks() read it.
+    id:  the id, which stays the same through retries and delays.
+    data:  the payload. b"": empty, or not read: attach(), and tasks(data=False).
+    attempts:  the deliveries so far, with the current one, without those given back uncounted.
+        None: unknown, as in done/ and failed/.
+    key:  the key. None: the task has none, or comes from attach().
+    checkpoint:  the bytes that checkpoint() saved last. Only calls that lease a task read them.
+    error:  the reason of a task in failed/, or None.
+    size_bytes:  the length of the payload. None after attach(), and if the header is invalid.
+    since:  when the file came to its state (st_ctime), in UTC. Only peek() and tasks() set it.
 
-    Assigning to an attribute changes nothing in the queue, with one exception, `data`: checkpoint()
-    also saves a checksum of `data`. If other bytes were assigned to `data`, the checksum does not
-    match the task's payload, and the next delivery does not get the checkpoint. A renewal of the
-    lease updates `path`, and checkpoint() also updates `checkpoint`. Two tasks are equal if `id`,
-    `data`, `attempts` and `key` are equal.
+    Two tasks are equal if `id`, `data`, `attempts` and `key` are equal.
     """
 
     # _anchor_ns: the anchor of the queue clock, for `until`.
@@ -829,15 +821,14 @@ class FemtoTask:
 
     @property
     def path(self) -> str:
-        """The path of the task's file, relative to data_dir, when the file was read or the lease
-        was renewed. For a leased task, the path is the fence (a fencing token). Each renewal
-        changes the path."""
+        """The path of the task's file, relative to data_dir. For a leased task, the path is the
+        fence (a fencing token), and each renewal changes it."""
         return self._lease.path
 
     @property
     def state(self) -> str:
         """The state when the file was read: one of STATES, or "buffered" for a newer payload of a
-        key, which waits in keys/ behind the task of the key."""
+        key, which waits in keys/."""
         state = _state_of(self.path)
         return "buffered" if state == "keys" else state
 
@@ -849,15 +840,13 @@ class FemtoTask:
 
     @property
     def created(self) -> datetime:
-        """The time of the push, in UTC by the queue clock (see FemtoQueue). The time is part of the
-        id. So a later push that replaces the payload of the key does not change the time."""
+        """The time of the push, in UTC by the queue clock. The time is part of the id."""
         return _utc(_stamp_of(self.id))
 
     @property
     def until(self) -> datetime | None:
-        """The end of the lease of a task in flight, or the due time of a scheduled task; else None.
-        The time is in UTC. A deadline is converted from the queue clock to the wall clock at each
-        access."""
+        """The end of the lease of a task in flight, or the due time of a scheduled task, in UTC;
+        else None. A deadline is converted to the wall clock at each access."""
         if self.state == "inflight":
             left_ns = _stamp_of(self.path) - self._anchor_ns - _monotonic_ns()
             return _utc(_wall_ns() + left_ns)
@@ -881,12 +870,10 @@ class NodeStats(NamedTuple):
     node:  the node_id of the worker.
     inflight:  the number of its leases.
     expired:  how many of these leases are past their deadline.
-    liveness:  "alive": a process holds the lock of the worker's lease directory.
+    liveness:  "alive": a process holds the lock of the lease directory.
         "dead": no process holds the lock, and the directory has leases of this boot.
-        "unknown": the lock does not tell, for one of two reasons. First, no process holds the lock,
-            and no lease in the directory is of this boot: the directory is empty, or each lease is
-            detached, of another host, or of an earlier boot. Second, there is no flock(2) here. In
-            both cases, the death of the worker alone does not end a lease.
+        "unknown": no process holds the lock, and no lease is of this boot, for example because each
+            is detached or of another host. Or there is no flock(2) here.
     """
 
     node: str
@@ -900,11 +887,11 @@ class Stats(NamedTuple):
 
     pending, scheduled, inflight, done, failed:  the number of tasks in that state.
     buffered:  the number of newer payloads in keys/, each behind the task of its key.
-    oldest_pending_age_s:  the longest time, in seconds, for which a task has waited for its
-        turn. A task in pending/ has waited since the time in its name, a task in scheduled/ since
-        its due time. None: pending/ is empty, and no scheduled task is due.
+    oldest_pending_age_s:  the seconds for which the oldest task in pending/ has waited, or the
+        first task in scheduled/ since its due time, whichever is more. None: no task waits for its
+        turn.
     nodes:  the leases of each worker, sorted by node_id.
-    expired:  the number of leases past their deadline whose tasks no worker has taken back.
+    expired:  the number of leases past their deadline that are not taken back yet.
     """
 
     pending: int
@@ -924,8 +911,8 @@ class WorkCounts(NamedTuple):
     done:  the task was finished.
     failed:  the task is a dead letter in failed/.
     retried:  the handler raised an exception, and the task waits for another attempt.
-    released:  the handler gave the task back, or raised an exception that is not an Exception, such
-        as SystemExit. Or work() gave the task back, at the second SIGTERM or SIGINT.
+    released:  the task was given back, by the handler, after an exception that is not an Exception,
+        or at the second signal.
     lost:  the lease was lost, or the end of the delivery could not be written to the disk. The log
         says which of the two.
     """
@@ -940,10 +927,11 @@ class WorkCounts(NamedTuple):
 class Finding(NamedTuple):
     """One thing that check() found.
 
-    kind:  the kind of the finding, such as "corrupt" or "leftover".
+    kind:  "trust", "foreign", "corrupt", "twice", "unreadable", "dead worker", "expired", "key
+        without a task" or "leftover".
     path:  the file or directory, relative to data_dir.
     text:  what is wrong with it.
-    repaired:  True if check(repair=True) repaired it.
+    repaired:  True: a corrupt task that check(repair=True) has moved to failed/.
     """
 
     kind: str
@@ -1435,10 +1423,11 @@ class _Files:
         self.path = root.path
         self.is_durable = is_durable
         self.dirs = _OpenDirs(root)
-        status = root.status()
-        self.identity = status.st_dev, status.st_ino
+        self._kept_inode = 0  # of the large pending/ that shrink() has tried to replace
         # Nothing in the queue may be written by those who may not write to data_dir. The umask
         # takes away more.
+        status = root.status()
+        self.inode = status.st_dev, status.st_ino
         self.mode = stat.S_IMODE(status.st_mode)
         self._file_mode = 0o644 | self.mode & 0o022
 
@@ -1832,7 +1821,7 @@ class _Files:
         person has moved it, and the rename would make two tasks of one. So the look is the last
         step before the rename."""
         self.lstat(target)
-        self.move(source, target)
+        _Files.move(self, source, target)  # an override of move() would look at more files first
 
     def unlink(self, path: str) -> None:
         where, name = self.place(path)
@@ -1877,8 +1866,10 @@ class _Files:
         shrinks a directory, and each listing reads all of it. rename() refuses to replace a
         directory that is not empty, so no task is lost."""
         old = self.lstat("pending")
-        if old.st_size <= _SHRINK_BYTES or old.st_uid != os.geteuid():
+        is_kept = old.st_ino == self._kept_inode  # the last attempt has failed
+        if old.st_size <= _SHRINK_BYTES or is_kept or old.st_uid != os.geteuid():
             return
+        self._kept_inode = old.st_ino
         where, name = self.place(f"creating/{new_name}.pending")
         # RACE: another process renames a file into the directory first. Then our rename fails, and
         # the old directory stays. It also stays if it is a mount point, or if the disk is full.
@@ -2749,17 +2740,21 @@ class _Delivery:
                     self._lease_dir.ensure_open()
                 batch.correct_after_loss(f"pending/{name}")
 
-    def take_named(self, tag: str, ident: str, length_ns: int, until_s: float) -> FemtoTask | None:
+    def take_named(
+        self, tag: str, ident: str, length_ns: int, until_s: float, even_paused: bool = False
+    ) -> FemtoTask | None:
         """Run the maintenance that is due, lease the waiting task of a key or of an id, and return
         the task.
 
         tag: the hash of the key, or "" if `ident` is given. until_s: as in _Keys.lock(). Returns
         None if there is no such task, if it cannot be claimed now, if the lock of the key is not
-        free in time, or if the queue is paused."""
+        free in time, or (without even_paused) if the queue is paused."""
         if time.monotonic() >= self._maintenance.wake_s:
             self._maintenance.run_due()
         keys = self._worker.keys
-        if (tag and not keys.may_have_task(tag)) or self._files.exists("PAUSED"):
+        if tag and not keys.may_have_task(tag):
+            return None
+        if not even_paused and self._files.exists("PAUSED"):
             return None
         for number in range(_MAX_LISTINGS):
             if number:
@@ -3194,56 +3189,43 @@ class _Maintenance:
 #    each payload just before its push.
 # ==================================================================================================
 
+# TOPIC: what is on disk when a call returns. One rename or unlink commits each call. The rename is
+# atomic (POSIX), so no process sees half a task. If a lease is gone, the rename fails with ENOENT,
+# and the call raises LeaseLost.
+#
+# Each effect survives the death of any process. If the queue is durable (sync_after_write), the
+# calls marked with * also survive power loss. Then a claim or a renewal may be undone, and purged
+# tasks may be back. If the queue is not durable, power loss may undo any call, and tear files.
+#
+# *  push, push_many       the record is in pending/
+# *  push with a key       the same; or in keys/, or in the file of the key's task in scheduled/
+# *  schedule              the record is in scheduled/, under its due time; or as with a key
+#    pop, take, extend     the file is in inflight-<node>/, under its deadline
+# *  checkpoint            the new bytes are in checkpoints/<id>
+# *  done                  the file is in done/; or removed (keep_done, or done/ can't take it)
+# *  fail                  the file is in failed/, and a reason is in failed/<id>.error
+# *  release               the file is in pending/ or scheduled/
+# *  retry, retry_failed   the file is in pending/, and its reason is removed
+#    purge                 the files are removed
+#    pause, resume         the file PAUSED exists; is removed
+#    close                 the files of the leases are in pending/; an empty lease directory is
+#                          removed
+
 
 class FemtoQueue:
     """A queue in the directory `data_dir`. Each object is one worker of the queue.
 
-    data_dir:  the directory. It is made with mode 0700 if it is missing.
-    node_id:  the name of this worker: 1 to 100 of the characters A-Z a-z 0-9 . _ -, but not "." or
-        "..". None: a new name. If a worker restarts under an old name, its first pop() takes back
-        the tasks that the earlier process had leased, except detached leases. Where there is no
-        flock(2), or while another object of this name lives, a restart takes nothing back. Living
-        objects may share a name, and do not take each other's leases before the deadline. If a
-        process is killed while other objects of its name live, its leases end at their deadlines,
-        or earlier, when the last of these objects is closed or dies.
-    timeout_stale_ms:  the length of a lease (visibility timeout), in milliseconds. None: the lease
-        has no deadline, and lasts as long as its worker lives. But after a reboot, only a worker
-        that starts under the same node_id takes the lease back. Where there is no flock(2), no
-        other worker takes back a lease without a deadline. A person can always end the lease, by
-        the command `release` or by moving the file.
-    sync_after_write:  True: the effect of a call that returned survives power loss, by fsync(2).
-        This holds for push, push_many, schedule, done, fail, release, retry, retry_failed and
-        checkpoint. False: the effect survives the death of processes, but power loss may undo it.
-    max_attempts:  after this number of deliveries without done() or fail(), the task goes to
-        failed/ instead of being delivered again. From 1 to 999,999. None: no limit.
-    keep_done:  True: done() keeps the task in done/. False: done() deletes the task. A number:
-        done() keeps the task, and pop() deletes tasks from done/ after that many seconds, a few at
-        a time.
-    retry_delay_s:  the seconds for which a task waits in scheduled/ after its first attempt has
-        failed in processing() or work(). The pause doubles after each further attempt, up to an
-        hour. A random part of up to half is subtracted.
-    poll_interval_s:  the longest pause, in seconds, between two looks at the directories in a call
-        that waits. drain() and join() always look that often. Other calls do so only where
-        inotify(7) is missing or does not report all changes. This is so on systems other than
-        Linux, and on file systems that other hosts write to.
-    detached:  True: the leases outlive this object and its process, and attach() finds the tasks
-        again. Only done(), fail(), release() or its deadline ends such a lease. False: a lease also
-        ends with its worker.
+    If a worker dies, other workers of its host take its tasks back. On other hosts, after a reboot,
+    and where there is no flock(2), they wait for the deadlines. Objects may share a node_id. After
+    a restart under the same node_id, the first pop() takes back the leases of the earlier process.
+    But while another object of this name lives, these leases end by their deadlines only.
 
-    These settings are fixed: assigning to one changes nothing.
+    The order of tasks and the deadlines do not change when the date is set. Threads may
+    share an object. A forked child's copy is another worker. An unpickled object is made anew from
+    the settings. A signal handler may call push() and schedule(), without a key, and no other
+    method. For anything else, let it set a flag, or the Event of work(stop=...).
 
-    Raises TypeError or ValueError if an argument is invalid. Raises OSError if a directory of the
-    queue can't be made or read, or if the path of data_dir is too long.
-
-    The order of tasks and the deadlines of leases follow the queue clock. The queue clock is the
-    monotonic clock plus an anchor that usually all processes of one boot share. Setting the date
-    does not move the queue clock. On systems other than Linux, each process has its own anchor. Its
-    queue clock starts at the time of the wall clock, or of the newest task if that time is later.
-
-    Threads may share an object. A forked child's copy of the object is another worker. An unpickled
-    object is made anew from the settings. A signal handler may call push() and schedule(), without
-    a key, and no other method. For anything else, let the handler set a flag, or the Event that was
-    passed as work(stop=...).
+    Raises TypeError or ValueError if an argument is invalid, OSError if a directory can't be made.
     """
 
     node_id: str
@@ -3261,6 +3243,20 @@ class FemtoQueue:
         poll_interval_s: float = 0.05,
         detached: bool = False,
     ) -> None:
+        """Open the queue, and make data_dir (mode 0700) if it is missing.
+
+        node_id:  1 to 100 of A-Z a-z 0-9 . _ -, but not "." or "..". None: a new name.
+        timeout_stale_ms:  the milliseconds of a lease. None: no deadline. After a reboot, only a
+            restart under the same node_id or the command `release` ends such a lease.
+        sync_after_write:  True: what a call did survives power loss. False: only killed processes.
+        max_attempts:  1 to 999,999: a task that was delivered so often is failed. None: no limit.
+        keep_done:  False or 0: done() deletes the task. A number: pop() does after so many seconds.
+        retry_delay_s:  the seconds before a second attempt in processing() and work(). They double
+            with each attempt, up to an hour. A random part of up to half is subtracted.
+        poll_interval_s:  the longest pause, in seconds, of drain() and join(). Other waits need it
+            only where inotify(7) is missing, or where other hosts write.
+        detached:  True: leases outlive this process, until their deadlines, for attach().
+        """
         path = _check_dir("data_dir", data_dir)
         self._given_node_id = _check_node_id(node_id)
         self._length_ns = _lease_length_ns("timeout_stale_ms", timeout_stale_ms, _FOREVER_NS)
@@ -3308,42 +3304,20 @@ class FemtoQueue:
         key: str | None = None,
         if_in_flight: _IfInFlight = "buffer",
     ) -> str:
-        """Add a task to the back of the queue and return the id of the task.
-
-        With a key, other rules hold, because a key has at most one task that waits or is leased. If
-        the key has no task, push() adds one. If the task of the key waits, `data` replaces the
-        payload of this task, and push() returns the id of this task. The task keeps its place or
-        its due time. It counts as never attempted, and its checkpoint is removed. If the task of
-        the key is leased, `if_in_flight` says what happens.
+        """Add a task to the back of the queue, and return its id.
 
         data:  the payload: bytes, bytearray or memoryview.
-        delay_s:  the seconds, by the wall clock, for which the task waits in scheduled/ first.
-        key:  a text of 1 to 200 bytes in UTF-8. None: a task without a key.
-        if_in_flight:  what to do if the task of the key is leased. Only with a key.
-            "buffer": `data` waits in keys/ under an id of its own, and push() returns this id. A
-                later push replaces `data` there. When done() or fail() ends the leased task, `data`
-                becomes a task with this id. If the leased task comes back instead, its next
-                delivery carries `data`, as a first attempt.
-            "update": the next delivery of the leased task carries `data`, and push() returns the id
-                of this task. If done() or fail() ends the task before, `data` is never delivered.
-                But if a payload of "buffer" is behind the task already, `data` replaces it there.
-            "reject": raise KeyInFlight.
+        delay_s:  the seconds (wall clock) for which the task waits in scheduled/ first.
+        key:  1 to 200 bytes in UTF-8. A task of the key that waits gets `data` as its payload, for
+            a first attempt. The task keeps its id, and its place unless delay_s is given.
+        if_in_flight:  if the task is leased, "buffer" puts `data` behind it, in place of an earlier
+            one. When the task ends, `data` becomes a task, with the returned id. If it comes back,
+            `data` is its payload. "update" does the same, but returns the id of the task, and drops
+            `data` when it ends, unless "buffer" came first. "reject" raises KeyInFlight.
 
-        Raises TypeError if `data` is not bytes-like, if `key` is not a str, or if `if_in_flight` is
-        "update" or "reject" without a key. Raises ValueError if the key is too long or empty, if
-        `delay_s` is negative, or if `if_in_flight` is not one of the three. Raises KeyInFlight for
-        "reject". Raises the OSError of the system call if the disk did not take the task. With a
-        key, also raises OSError where there is no flock(2), and EDEADLK in a signal handler that
-        has interrupted a call for the same lock.
-
-        If push() raises, `data` is not in the queue, except in three cases. A worker has claimed
-        the task before its sync failed. The disk refused to undo the push. Or `data` has replaced
-        another payload of the key, and only the sync failed.
-
-        On disk: when push() returns, the file of the task is in pending/. With a key, `data` may
-        instead be in keys/, or in the file of the key's task in scheduled/. The file is written in
-        creating/, and then moved by rename(2). A rename is atomic (POSIX): no worker sees half a
-        task. With sync_after_write, push() also calls fsync(2) for the file and for the directory.
+        Raises TypeError or ValueError if an argument is invalid, and OSError. A key needs flock(2).
+        After an OSError, `data` may be in the queue only if a worker took it before the sync
+        failed, if it had replaced a payload, or if the disk refused to undo the push.
         """
         if delay_s != 0:
             return self._push_at(_due_after_ns(delay_s), data, key, if_in_flight)
@@ -3362,13 +3336,9 @@ class FemtoQueue:
 
         Raises TypeError if `iterable` is a single payload, or if one of the payloads is not
         bytes-like. Raises OSError if the disk did not take a task, and any exception that
-        `iterable` raises. The tasks before the error are in the queue. The attribute `pushed_ids`
-        of the exception has the ids of these tasks. If the sync at the end of the batch failed,
-        power loss may still undo them.
-
-        On disk: when push_many() returns, the files of the tasks are in pending/. With
-        sync_after_write, one syncfs(2) makes the whole batch durable on ext4, xfs, btrfs and f2fs.
-        On other file systems, and on systems other than Linux, each task is synced as by push().
+        `iterable` raises. The tasks before the error are in the queue, and the attribute
+        `pushed_ids` of the exception has their ids. If the sync at the end failed, power loss may
+        still undo them.
         """
         if isinstance(iterable, (_BytesLike, str)):
             raise TypeError("push_many takes an iterable of payloads; for one payload use push")
@@ -3395,32 +3365,22 @@ class FemtoQueue:
         key: str | None = None,
         if_in_flight: _IfInFlight = "buffer",
     ) -> str:
-        """Add a task that joins the queue at a given time, and return the id of the task.
+        """Add a task that joins the back of the queue at a given time, and return its id.
 
-        At that time the task goes to the back of the queue.
+        data, key, if_in_flight:  as in push(). A task of the key that waits gets the new time, too.
+        time_us:  the due time by the wall clock. Microseconds since the epoch, as in time.time() *
+            1e6, or a datetime with a time zone. 0 or a time in the past means at once.
 
-        data:  the payload, as in push().
-        time_us:  the due time by the wall clock. The time is a number of microseconds since the
-            epoch, as in time.time() * 1e6, or a datetime with a time zone. If the time is past, the
-            task is due at once. For a task that is due at once, pass 0.
-        key:  as in push(). If a task of the key waits, due or not, the task gets the new time
-            together with the new payload.
-        if_in_flight:  as in push(). A payload that is buffered waits for its time, too.
+        Raises ValueError if the time is not before the year 2255, or if a datetime has no time
+        zone. Also raises ValueError for a time from one second after the epoch to the end of 1972,
+        because such a number is most likely in seconds or milliseconds. Raises TypeError if
+        `time_us` is neither a number nor a datetime, and any error that push() raises.
 
-        Raises TypeError if `time_us` is neither a number nor a datetime. Raises ValueError if the
-        time is not before the year 2255, or if a datetime has no time zone. Raises ValueError for a
-        time from one second after the epoch to the end of 1972, because such a number is most
-        likely a time in seconds or milliseconds. Raises any error that push() raises.
-
-        On disk: when schedule() returns, the file of the task is in scheduled/, under a name that
-        begins with the due time. After that time, a pop() of any worker moves the task to pending/,
-        by rename(2). While some worker waits in pop(), or calls pop() again and again, this usually
-        happens within half a second. With a key, `data` may also be elsewhere, as after push().
+        The maintenance of pop() looks for due tasks every 0.4 s. A pop() that waits does at once.
         """
         return self._push_at(_due_time_ns(time_us), data, key, if_in_flight)
 
     def _push_at(self, due_ns: int, data: _BytesLike, key: str | None, if_in_flight: str) -> str:
-        """Add a task that is due at a time, as push() and schedule() do."""
         if key is not None or if_in_flight != "buffer":
             return self._push_keyed(data, key, if_in_flight, due_ns)
         ident = self._clock.new_id()
@@ -3450,42 +3410,20 @@ class FemtoQueue:
     # Consuming
 
     def pop(self, timeout: float | None = 0, *, lease_ms: float | None = None) -> FemtoTask | None:
-        """Lease the oldest task and return the task, or return None if there is no task to deliver.
+        """Lease the oldest task, and return it. Return None if there is no task to deliver.
 
-        done(), fail() or release() ends the lease. The lease may also end by its deadline, or by
-        the death or the close() of this worker. Then this or another worker may deliver the task
-        again. If a task is corrupt, pop() moves it to failed/, logs the reason, and takes the next
-        task.
+        done(), fail() or release() ends the lease. If it ends otherwise, the task is delivered
+        again. A corrupt task moves to failed/ and is logged, and pop() takes the next.
 
-        timeout:  the seconds to wait for a task. 0: do not wait. None: wait without a limit. During
-            the wait, signal handlers run at once.
-        lease_ms:  the length of this lease, in milliseconds. extend() and processing() renew the
-            lease for the same length. None: timeout_stale_ms.
+        timeout:  the seconds to wait. 0: do not wait. None: no limit.
+        lease_ms:  the milliseconds of the lease and of its renewals. None: timeout_stale_ms.
 
-        Returns None if no task came in time, if the queue stayed paused, or if close() in another
-        thread ended the call. With timeout=0, pop() also returns None if other workers won every
-        claim.
+        Also returns None if the queue stays paused, or if close() in another thread ended the call.
 
-        Raises ValueError or TypeError if an argument is invalid. Raises the OSError of the system
-        call if there is trouble with the disk. If only a housekeeping job met the trouble, for
-        example in scheduled/ or in the directory of another worker, the error is raised only when
-        no task waits.
-
-        If the trouble is with one task, the attribute `task_id` of the OSError or MemoryError has
-        the id of the task. For example, this user has no right to read or move the file, or the
-        payload does not fit into memory. A task that can't be read goes to the back of the queue,
-        and the next pop(), in this process or another, takes the next task. The delivery counts as
-        an attempt: after max_attempts deliveries, the task goes to failed/.
-
-        A call that waits looks for a task when inotify(7) reports a change, when a task comes due,
-        and when a lease ends. It usually finds the tasks of a worker at most half a second after
-        the worker died. Where inotify does not report all changes, the call also looks at least
-        every poll_interval_s.
-
-        On disk: when pop() returns a task, the file of the task is in inflight-<node>/. The name of
-        the file begins with the deadline. If several workers call rename(2) for the same file, one
-        succeeds and the others get ENOENT (POSIX). The rename is not synced: after power loss the
-        task may wait in its old place again.
+        Raises ValueError or TypeError if an argument is invalid, and OSError. An OSError of the
+        maintenance is raised only when no task waits. If the attribute `task_id` of an OSError or
+        MemoryError names a task, this task is at the back of the queue, and the attempt counts. A
+        task that this user may not move is passed over for a minute.
         """
         if os.getpid() != _process_id:  # inlined: a call would be 2 % of pop()
             _after_fork_in_child()
@@ -3499,14 +3437,12 @@ class FemtoQueue:
     async def pop_async(
         self, timeout: float | None = None, *, lease_ms: float | None = None
     ) -> FemtoTask | None:
-        """Do what pop() does, without blocking the event loop.
+        """Do what pop() does, without blocking the event loop: the call waits in a thread.
 
         timeout, lease_ms:  as in pop(), but the default timeout is None: wait without a limit.
 
-        While the call waits, it uses a thread.
-
-        Cancelling the call leaves no task leased. If the call has just taken a task, the task
-        returns to its place, and the delivery is not counted.
+        Cancelling the call leaves no task leased. A task that the call has just taken returns to
+        its place, uncounted.
         """
         length_ns = _lease_length_ns("lease_ms", lease_ms, self._length_ns)
         _notice_fork()
@@ -3521,31 +3457,25 @@ class FemtoQueue:
         *,
         id: str | None = None,
         lease_ms: float | None = None,
+        even_paused: bool = False,
     ) -> FemtoTask | None:
-        """Lease the task of a key, or the task with an id, out of turn, and return the task.
+        """Lease the task of a key, or the task with an id, out of turn, and return it.
 
-        key:  the key of the task. The task must be in pending/, or in scheduled/ and due. The cost
-            of the search does not depend on the number of waiting tasks, except on file systems
-            that other hosts write to. But take() also runs the housekeeping jobs of pop(), and
-            their cost does depend on this number.
+        key:  the key of a task in pending/, or in scheduled/ and due.
         timeout:  the seconds to wait for the task, as in pop().
-        id:  the id of the task. The task must be in pending/ or in scheduled/, due or not. To
-            cancel a waiting task, take it by its id and call done(). If the task is given back or
-            reclaimed instead, its old due time no longer counts.
-        lease_ms:  the length of the lease in milliseconds, as in pop().
+        id:  the id of a task in pending/ or scheduled/, due or not. If the task comes back, its old
+            due time no longer counts. To cancel a task, take it by its id and call done().
+        lease_ms:  the milliseconds of the lease, as in pop().
+        even_paused:  True: take the task even if the queue is paused.
 
-        Returns None if the task could not be leased in time: the task does not exist, is in flight,
-        or (by key) is not due yet. Also returns None if the queue stayed paused, or if close() in
-        another thread ended the call.
-
-        Raises TypeError unless exactly one of `key` and `id` is given. Raises ValueError if the key
-        or the id is invalid, and any error that pop() raises. For a task with a key, raises OSError
-        where there is no flock(2).
-
-        On disk: as after pop().
+        Returns None if the task could not be leased in time, and in the cases of pop(). Raises
+        TypeError unless exactly one of `key` and `id` is given, ValueError if the key or the id is
+        invalid, and any error that pop() raises. A task with a key needs flock(2).
         """
         end_s = _end_s(timeout)
-        look = self._finder_of(key, id, lease_ms, end_s)
+        # Without a timeout, a lock that is held for a moment must not hide the task.
+        until_s = end_s if timeout != 0 else time.monotonic() + _LONG_WAIT_S
+        look = self._finder_of(key, id, lease_ms, until_s, even_paused)
         return self._worker.waits.wait_for(look, end_s)
 
     async def take_async(
@@ -3559,16 +3489,19 @@ class FemtoQueue:
         """Do what take() does, without blocking the event loop.
 
         The parameters are as in take(), but the default timeout is None: wait without a limit.
-
-        Cancelling the call has the same effect as in pop_async(). take_async() never blocks on the
-        lock of the key. If another thread or process holds the lock, take_async() tries again a
-        little later, and so on until the timeout.
+        Cancelling works as in pop_async(). While another process holds the lock of the key, the
+        call tries again and again, until the timeout.
         """
         look = self._finder_of(key, id, lease_ms, 0)
         return await self._worker.waits.wait_for_async(look, _end_s(timeout), f"{key} {id}")
 
     def _finder_of(
-        self, key: str | None, id: str | None, lease_ms: float | None, until_s: float
+        self,
+        key: str | None,
+        id: str | None,
+        lease_ms: float | None,
+        until_s: float,
+        even_paused: bool = False,
     ) -> _Look[FemtoTask]:
         """Check the arguments of take(), and return the function that looks for the task once.
         until_s: as in _Keys.lock()."""
@@ -3578,22 +3511,20 @@ class FemtoQueue:
         ident = "" if id is None else _check_id(id)
         tag = "" if key is None else _key_tag(_encode_key(key))
         _notice_fork()
-        return functools.partial(self._delivery.take_named, tag, ident, length_ns, until_s)
+        look = self._delivery.take_named
+        return functools.partial(look, tag, ident, length_ns, until_s, even_paused)
 
     def drain(self, timeout: float | None = None) -> Iterator[FemtoTask]:
         """Iterate over tasks until no task is pending, scheduled or in flight.
 
-        Each task is leased as by pop(). Tasks of other workers count too: drain() waits for them to
-        end or to come back. End each task before asking for the next: drain() also waits for a task
-        that this worker still holds.
+        Each task is leased as by pop(). Tasks of other workers count, too: drain() waits for them.
+        End each task before asking for the next: drain() also waits for what this worker holds.
 
-        timeout:  the seconds to wait for each task. If no task comes in that time, the iteration
-            ends. None: no limit.
+        timeout:  the seconds to wait for each task. If none comes in that time, the iteration ends.
+            None: no limit.
 
         Raises ValueError or TypeError at once if `timeout` is invalid. The iteration raises the
-        errors of pop(). close() in another thread ends the iteration.
-
-        On disk: as after pop(), for each task.
+        errors of pop(). close() in another thread ends it.
         """
         _end_s(timeout)  # raise for an invalid timeout now, not at the first task
 
@@ -3608,10 +3539,8 @@ class FemtoQueue:
         return iter(wait, None)
 
     def join(self, timeout: float | None = None) -> bool:
-        """Wait until no task is pending, scheduled or in flight, and return True.
-
-        join() itself moves no task. Due tasks, and the tasks of dead workers, move only when some
-        worker calls pop() or take().
+        """Wait until no task is pending, scheduled or in flight, and return True. join() moves no
+        task. Due tasks, and the tasks of dead workers, need a worker that calls pop() or take().
 
         timeout:  the seconds to wait. None: no limit.
 
@@ -3629,24 +3558,13 @@ class FemtoQueue:
 
         task:  the task that pop() or another method leased.
 
+        The checkpoint of the task is removed. A payload behind the task (see push()) becomes a
+        task.
+
         Raises LeaseLost if this delivery no longer holds the lease; then nothing is changed. Raises
-        TypeError if `task` is not a FemtoTask, and the OSError of the system call if there is
-        trouble with the disk.
-
-        After an OSError, done() may be called again. If the rename(2) or unlink(2) failed, the task
-        is still leased, and the next call tries again. If only a later step failed, such as the
-        sync, the task has moved all the same, and the next call raises LeaseLost.
-
-        On disk: when done() returns, the file of the task is in done/. With keep_done=False, or if
-        a full disk has no room for the name in done/, the file is deleted. The rename(2) or
-        unlink(2) is the commit. The system call fails with ENOENT if the lease is gone (POSIX), and
-        then LeaseLost is raised. The checkpoint of the task is removed. A payload that is buffered
-        behind the task becomes a task.
-
-        With sync_after_write, done() also calls fsync(2) for the file and for done/. If the task is
-        to be deleted, power loss must not bring the task back to pending/. The rename of the claim
-        was not synced. So the file and its directory are synced before the unlink(2), and the
-        directory again after it.
+        TypeError if `task` is not a FemtoTask, and the OSError of the system call. After an
+        OSError, done() may be called again. It raises LeaseLost if the task had moved, and only a
+        later step, such as the sync, had failed.
         """
         self._worker.finish(task)
 
@@ -3656,14 +3574,8 @@ class FemtoQueue:
         task:  the task that pop() or another method leased.
         error:  the reason: a text, or an exception, whose traceback is kept. None: no reason.
 
-        Raises LeaseLost, TypeError and OSError as done() does. Also raises TypeError if `error` is
-        of another type.
-
-        On disk: when fail() returns, the file of the task is in failed/, and a given reason is in
-        failed/<id>.error. The rename(2) of the task comes first, because it fails if the lease is
-        gone. So a worker that lost its lease never writes a reason for another delivery. If the
-        process dies before the reason is in place, the task has no reason. The checkpoint, a
-        buffered payload and the syncs are treated as in done().
+        The checkpoint and a payload behind the task are treated as in done(). Raises LeaseLost,
+        TypeError and OSError as done() does. Also raises TypeError if `error` is of another type.
         """
         if not isinstance(error, (str, BaseException, type(None))):
             raise TypeError(f"error must be a text or an exception, not {error!r}")
@@ -3672,23 +3584,19 @@ class FemtoQueue:
     def release(
         self, task: FemtoTask, *, front: bool = False, delay_s: float = 0, counted: bool = True
     ) -> None:
-        """Give the task back, so that it is delivered again.
-
-        Without further arguments the task goes to the back of the queue.
+        """Give the task back, to the back of the queue, so that it is delivered again.
 
         task:  the task that pop() or another method leased.
-        front:  True: the task returns to the place of its push, usually the front of the queue.
+        front:  True: the task returns to the place of its push.
         delay_s:  the seconds, by the wall clock, for which the task waits in scheduled/.
         counted:  False: the attempts of the task do not count this delivery.
 
+        The next delivery gets the checkpoint. If a payload is behind the task (see push()), the
+        next delivery carries that payload instead, as a first attempt without the checkpoint. If
+        that payload is due later, the task waits until then, whatever `front` and `delay_s` say.
+
         Raises ValueError if `delay_s` is negative, or if both `front` and `delay_s` are given.
         Raises LeaseLost, TypeError and OSError as done() does.
-
-        On disk: when release() returns, the file of the task is in pending/ or scheduled/, moved by
-        rename(2). With sync_after_write, fsync(2) of the file and of the directory follows. The
-        checkpoint stays for the next delivery. If a newer payload of the key is buffered, the next
-        delivery carries that payload, as a first attempt and without the checkpoint. If that
-        payload is due later, the task waits until then, whatever `front` and `delay_s` say.
         """
         path = _lease_of(task).path
         ident, attempts = _id_of(path), _attempts_of(path) - (not counted)
@@ -3703,20 +3611,14 @@ class FemtoQueue:
         self._worker.requeue(task, target)
 
     def extend(self, task: FemtoTask, ms: float | None = None) -> None:
-        """Renew the lease of the task: give it a new deadline.
+        """Renew the lease of the task: give it a new deadline, and `task.path` the new path.
 
-        task:  the task that pop() or another method leased. `task.path` gets the new path of the
-            lease.
+        task:  the task that pop() or another method leased.
         ms:  the milliseconds from now until the lease ends. None: the length for which the lease
-            was taken. In a block of processing(), this length is also the minimum: a smaller `ms`
-            is raised to the length for which the lease was taken.
+            was taken. In a block of processing(), a smaller `ms` holds only until the next renewal.
 
         Raises ValueError if `ms` is not greater than 0. Raises LeaseLost, TypeError and OSError as
         done() does.
-
-        On disk: when extend() returns, the file of the task has a new name, with the new deadline,
-        in the same directory. The rename(2) fails with ENOENT if the lease is gone (POSIX), and
-        then LeaseLost is raised. The rename is not synced.
         """
         lease = _lease_of(task)
         self._worker.renew(task, _lease_length_ns("ms", ms, lease.length_ns))
@@ -3726,19 +3628,15 @@ class FemtoQueue:
 
         lease:  `task.path` in the other process, the last part of that path, or the id of the task.
 
-        The payload is not read: `data` is b"". `size_bytes`, `key` and `checkpoint` are None. A
-        saved checkpoint belongs to one payload. So the method checkpoint() reads the payload when
-        it is called. It raises CorruptTask if the file of the task is not a whole record.
+        The payload is not read: `data` is b"". `size_bytes`, `key` and `checkpoint` are None. The
+        method checkpoint() reads the payload, and raises CorruptTask if it is not whole.
+
+        A lease that is not detached still ends with the worker that took it. Without `ms`, extend()
+        renews the lease for timeout_stale_ms of this object. If timeout_stale_ms is None, a
+        detached lease is renewed for the time that was left at attach(), and for at least a second.
 
         Raises LeaseLost if no lease has this path or id: the lease has ended, or a renewal has
         changed the path. Raises TypeError if `lease` is not a str.
-
-        A lease that is not detached still ends with the worker that took the lease. Without `ms`,
-        extend() renews the lease for timeout_stale_ms of this object. If timeout_stale_ms is None,
-        extend() renews a detached lease for the time that was left when attach() was called, and
-        for at least a second.
-
-        On disk: nothing changes.
         """
         directory, _, name = _check_str("lease", lease).rpartition("/")
         is_path = _parse_node_dir(directory) and self._files.exists(lease)  # needs no listing
@@ -3764,52 +3662,34 @@ class FemtoQueue:
 
     def processing(self, task: FemtoTask) -> _Processing:
         """Return a context manager that renews the lease during its block, then ends the delivery.
+        The end of an `async with` runs in a thread, and does not block the event loop.
 
-        task:  the task that pop() or another method leased. The `as` clause of the `with` statement
-            gets the same object.
+        task:  the task that pop() or another method leased, and that the `as` clause gets.
 
-        `async with` takes the same object. Its end runs in a thread, and does not block the event
-        loop.
+        Without an exception, the task is finished, unless the block itself has ended the delivery.
+        An exception propagates, and the task waits for another attempt (see retry_delay_s). If it
+        has had max_attempts, it moves to failed/ instead, with the traceback. After an exception
+        that is not an Exception, such as KeyboardInterrupt or asyncio.CancelledError, the task
+        returns to the place of its push, uncounted.
 
-        A thread in the background renews the lease; each queue object has at most one such thread.
-        When the block ends without an exception, the task is finished, as by done(). If the block
-        itself ended the delivery by done(), fail() or release(), nothing more is done.
-
-        An exception propagates, and the task waits for another attempt (see retry_delay_s). If
-        task.attempts has reached max_attempts, the task moves to failed/ instead, as by fail(task,
-        exception). KeyboardInterrupt, SystemExit, asyncio.CancelledError and other exceptions that
-        are not an Exception return the task to the place of its push. The delivery is not counted
-        then.
-
-        Raises TypeError if `task` is not a FemtoTask. Raises LeaseLost at the beginning or the end
-        of the block if the lease is lost. Raises OSError if the lease can't be renewed at the
-        beginning, or if the end of the delivery can't be written to the disk. In the second case,
-        the task is delivered again soon, unless only a step after the rename(2) or unlink(2)
-        failed.
-
-        On disk: after the block, as after done(), release() or fail().
+        Raises TypeError if `task` is not a FemtoTask, and LeaseLost if the lease is lost at the
+        beginning or the end. Raises OSError if the lease can't be renewed at the beginning, or if
+        the end can't be written. The task is then delivered again, unless it has moved.
         """
         return _Processing(self, task, self._worker)
 
     def checkpoint(self, task: FemtoTask, data: _BytesLike) -> None:
         """Save how far the work on the task has come, and renew the lease.
 
-        The next delivery gets the bytes as `task.checkpoint`. This holds after release(), after an
-        exception in processing(), and after the lease was taken back, for example because this
-        worker died. A delivery with a newer payload of the key gets no checkpoint. done() and
-        fail() remove the checkpoint.
+        The next delivery gets the bytes as `task.checkpoint`, after release(), after an exception
+        in processing(), and after the lease was taken back. A delivery with a newer payload of the
+        key gets none. done() and fail() remove the checkpoint.
 
         task:  the task that pop() or another method leased.
         data:  the progress: bytes, bytearray or memoryview, of any meaning.
 
         Raises LeaseLost, and saves nothing, if this delivery no longer holds the lease. Raises
-        TypeError if `data` is not bytes-like, and the OSError of the system call if the disk did
-        not take the bytes.
-
-        On disk: when checkpoint() returns, checkpoints/<id> has the new bytes. One rename(2)
-        replaces the old file. If the process is killed, either the old or the new file is there,
-        and is whole. With sync_after_write, this also holds after power loss: fsync(2) of the file
-        comes before the rename, and fsync(2) of the directory comes after the rename.
+        TypeError if `data` is not bytes-like, and the OSError of the system call.
         """
         _save_checkpoint(self._worker, task, bytes(_as_bytes(data)))
 
@@ -3823,39 +3703,20 @@ class FemtoQueue:
         idle_timeout_s: float | None = None,
         time_limit_s: float | None = None,
     ) -> WorkCounts:
-        """Call handler(task) for each task, within processing(), until told to stop.
+        """Call handler(task) for each task, within processing(), and return WorkCounts.
 
-        handler:  the function that does the work: a plain function, neither async nor a generator.
-            If the handler raises an exception, the exception is logged (logger "femtoqueue"), and
-            the next task follows.
+        handler:  a plain function, neither async nor a generator. Its exceptions are logged.
         concurrency:  the number of tasks handled at a time. More than 1: in threads.
         drain:  True: return when no task is pending, scheduled or in flight.
-        stop:  a threading.Event. When the event is set, the running handlers finish, and work()
-            returns.
-        idle_timeout_s:  return when this worker has been idle for that many seconds. None: never.
-        time_limit_s:  take no more tasks when that many seconds have passed. None: no limit.
+        stop:  a threading.Event. When it is set, the running handlers finish, and work() returns.
+        idle_timeout_s:  return when this worker has been idle for so many seconds. None: never.
+        time_limit_s:  take no more tasks after so many seconds. None: no limit.
 
-        Returns the number of deliveries by outcome, as WorkCounts.
-
-        If work() runs in the main thread, SIGTERM and SIGINT stop the loop as `stop` does, and a
-        line on standard error says so. A second signal gives back the tasks that are running, and
-        work() returns at once. With concurrency=1, the second signal ends the handler by a
-        KeyboardInterrupt, which work() catches. With a higher concurrency, the handlers still run
-        in their threads, and get LeaseLost when they use their tasks. Two signals within 0.3
-        seconds count as one. close() in another thread stops the loop, too.
-
-        Raises TypeError or ValueError if an argument is invalid. If a handler raises SystemExit,
-        KeyboardInterrupt or another exception that is not an Exception, the loop ends, and the
-        exception propagates. The handler's task is given back, and the delivery is not counted. An
-        OSError of pop() or of the end of a delivery also ends the loop, and is raised when the
-        running handlers have finished. If a signal came, too, the OSError is only logged.
-
-        But if pop() met trouble with a single task (the error has a `task_id`, see pop()), the
-        error is only logged, and work() takes the next task. Such an error is raised only if every
-        attempt to take a task has failed in this way for more than 30 seconds, and no handler is
-        running.
-
-        On disk: each task is where done(), fail() or release() put it.
+        In the main thread, SIGTERM and SIGINT act as `stop`. A second one, at least 0.3 s later,
+        gives the running tasks back, and work() returns. It ends a handler in this thread by
+        KeyboardInterrupt; in other threads, the tasks raise LeaseLost. Raises the exception of a
+        handler that is not an Exception, and the OSError of pop() or of the end of a delivery. An
+        OSError with a `task_id` (see pop()) is logged, and raised after 30 s of such errors.
         """
         import inspect
 
@@ -3886,14 +3747,10 @@ class FemtoQueue:
         ).run()
 
     def pause(self) -> None:
-        """Stop handing out tasks, in all processes, until resume().
-
-        Tasks in flight are not affected, and push() still adds tasks. Other workers usually notice
-        the pause within a second, when they run the housekeeping jobs. Raises OSError if the file
-        can't be made.
-
-        On disk: when pause() returns, the file data_dir/PAUSED is there.
-        """
+        """Stop handing out tasks, in all processes, until resume(). Tasks in flight are not
+        affected, and push() still adds tasks. Other workers notice the pause at their next
+        maintenance, within about a second. Raises OSError if the file data_dir/PAUSED can't be
+        made."""
         files = self._files
         flags = _CREATE_FLAGS | _NO_FOLLOW_OR_BLOCK
         files.dirs.refresh()
@@ -3902,15 +3759,9 @@ class FemtoQueue:
         self._worker.maintenance.drop_batch()
 
     def resume(self) -> None:
-        """Hand out tasks again, no matter which process paused the queue.
-
-        Calls that wait look for tasks at once, or after poll_interval_s at most if inotify(7) does
-        not report all changes.
-
-        Raises OSError if the file can't be removed.
-
-        On disk: when resume() returns, the file data_dir/PAUSED is gone.
-        """
+        """Hand out tasks again, no matter which process paused the queue. Calls that wait look for
+        tasks at once, or after poll_interval_s. Raises OSError if data_dir/PAUSED can't be
+        removed."""
         self._files.dirs.refresh()
         self._files.unlink_if_exists("PAUSED")
 
@@ -3931,13 +3782,8 @@ class FemtoQueue:
 
         id:  the id of the task.
 
-        Raises TaskNotFound if the task is not in failed/. Raises KeyInFlight if its key has another
-        task now. Raises ValueError or TypeError if `id` is not a valid id, and the OSError of the
-        system call if there is trouble with the disk.
-
-        On disk: when retry() returns, the file of the task is in pending/, and the reason in
-        failed/ is removed. The file is moved by rename(2). With sync_after_write, fsync(2) of the
-        file and of the directory follows.
+        Raises TaskNotFound if the task is not in failed/, and KeyInFlight if its key has another
+        task. Raises ValueError or TypeError if `id` is invalid, and the OSError of the system call.
         """
         ident = _check_id(id)
         entry = self._files.find_id(ident, "failed")
@@ -3949,11 +3795,8 @@ class FemtoQueue:
     def retry_failed(self) -> int:
         """Put every failed task at the back of the queue, oldest first, and return their number.
 
-        If the key of a task has another task now, the task stays in failed/, and the returned
-        number does not include it. Raises the OSError of the system call if there is trouble with
-        the disk. The tasks that were put back before the error stay in pending/.
-
-        On disk: as after retry(), for each task.
+        A task whose key has another task now stays in failed/, and does not count. Raises the
+        OSError of the system call. The tasks that were put back before the error stay in pending/.
         """
         count = 0
         for entry in self._files.find("failed"):
@@ -3966,16 +3809,13 @@ class FemtoQueue:
     ) -> int:
         """Delete tasks that ended more than older_than_s seconds ago, and return their number.
 
-        older_than_s:  the least age in seconds, by the wall clock. The age is the time since
-            st_ctime of the file. Every common file system sets st_ctime on rename(2), so the age
-            counts from the move to done/ or failed/.
+        older_than_s:  the least age in seconds, by the wall clock, since the move to done/ or
+            failed/ (st_ctime).
         states:  "done" or "failed", or an iterable of them. With "failed", old reasons whose task
             is gone are deleted, too.
 
-        Raises ValueError or TypeError if an argument is invalid, and OSError if there is trouble
-        with the disk.
-
-        On disk: when purge() returns, the files are gone. The deletion is not synced.
+        Raises ValueError or TypeError if an argument is invalid, and the OSError of the system
+        call.
         """
         _not_negative("older_than_s", older_than_s)
         given = {states} if isinstance(states, str) else set(states)
@@ -3991,35 +3831,27 @@ class FemtoQueue:
         return count
 
     def check(self, repair: bool = False) -> list[Finding]:
-        """Return what is wrong in data_dir, as a list. With repair=True, also make safe repairs.
+        """Return what is wrong in data_dir, as a list of Finding. Every task is read. A task that
+        moves meanwhile may be reported wrongly.
 
-        Every task is read. A task that moves meanwhile may be reported wrongly.
+        repair:  True: make the repairs that are safe while workers run. The tasks of ended leases
+            and of dead workers return to pending/. Payloads in keys/ whose task is gone become
+            tasks. Links of keys without a task, and leftovers, are removed. These repairs are no
+            findings. Corrupt tasks that wait go to failed/. False: change nothing.
 
-        repair:  True: make the repairs that are safe while workers run. Corrupt tasks that wait go
-            to failed/. The tasks of dead workers, and of leases past their deadlines, return to
-            pending/. Payloads in keys/ whose task is gone become tasks. After that, key states
-            without a task are removed. Leftovers are removed, too. False: change nothing.
-
-        The findings are:
-        - a network file system, or a directory on another file system than data_dir
-        - a queue clock that is ahead of the wall clock
-        - foreign names
-        - records that are not whole, and files or directories that can't be read
-        - an id in two places
-        - dead workers and ended leases
-        - keys without a task
-        - leftovers in creating/ and checkpoints/ that are more than an hour old
+        The kinds: "trust": this is root, and others own data_dir or may write to it. "foreign": a
+        name that is not of the queue. "corrupt": a record that is not whole. "twice": an id in two
+        places. "unreadable": a file or directory. "dead worker", "expired": leases have ended. "key
+        without a task". "leftover": an old file in creating/ or checkpoints/ (an hour, 30 days).
         """
         return [*_Inspector(self._worker, repair).findings()]
 
     # Looking
 
     def stats(self) -> Stats:
-        """Count the tasks in each state, and return the numbers as Stats.
-
-        Only names are read: with 100,000 tasks in done/, that takes about 50 ms. A task that moves
-        meanwhile may be missed or counted twice.
-        """
+        """Count the tasks in each state, and return the numbers as Stats. Only names are read:
+        100,000 tasks in done/ take about 50 ms. A task that moves meanwhile may be missed or
+        counted twice."""
         files = self._files
         pending, scheduled = map(files.entries, _WAITING_DIRS)
         ages_ns = [max(0, self._clock.now_ns() - it.stamp_ns) for it in pending[:1]]
@@ -4039,36 +3871,28 @@ class FemtoQueue:
         )
 
     def tasks(self, state: _State, *, data: bool = True) -> Iterator[FemtoTask]:
-        """Iterate over the tasks in a state, in the order of their names, without leasing them.
-
-        The tasks in flight come worker by worker. A task that waits is shown with the newest
-        payload of its key.
+        """Iterate over the tasks in a state, in the order of their names, without leasing them. The
+        tasks in flight come worker by worker. A task that waits has the newest payload of its key.
 
         state:  one of STATES.
-        data:  False: read only the headers. The attribute `data` is then b"". If the header is
-            invalid, `size_bytes` is None.
+        data:  False: read only the headers. `data` is then b"", and a corrupt task is not noticed.
 
-        A task that moves meanwhile is left out. A task that this user may not read is left out and
-        logged. So is a corrupt task, unless data=False. peek() raises the error of such a task.
-
-        Raises ValueError if `state` is invalid.
+        Tasks that move meanwhile are left out. Corrupt tasks, and tasks that this user may not
+        read, are left out and logged. Raises ValueError if `state` is invalid.
         """
         return self._read_all(self._files.find(_check_state(state)), data)
 
     def peek(self, id: str | None = None, *, key: str | None = None) -> FemtoTask | None:
-        """Return the task with an id, or the task of a key, without leasing it.
+        """Return the task with an id, or the task of a key, without leasing it. A task that waits
+        has the newest payload of its key.
 
-        A task that waits is shown with the newest payload of its key.
-
-        id:  the id of the task, in any state. The id of a buffered payload is valid, too. In done/
-            and failed/, the file must have the id as its name, as the queue gives it.
+        id:  the id of a task in any state, or of a payload behind a task. In done/ and failed/, the
+            file must have the id as its name, as the queue gives it.
         key:  the key of a task that waits or is in flight.
 
-        Returns None if there is no such task, or if the task moved while peek() looked.
-
-        Raises CorruptTask if the file is not a whole record, and the OSError of the system call if
-        the file can't be read. Raises ValueError if the id or key is invalid, and TypeError unless
-        exactly one of the two is given.
+        Returns None if there is no such task, or if the task moved while peek() looked. Raises
+        CorruptTask if the file is not a whole record, and the OSError of the system call. Raises
+        ValueError if the id or key is invalid, and TypeError unless exactly one is given.
         """
         if (id is None) == (key is None):
             raise TypeError("peek needs either an id or a key")
@@ -4076,29 +3900,21 @@ class FemtoQueue:
             path = self._worker.keys.path_of(_key_tag(_encode_key(key)))
             entry = _parse(*path.split("/")) if path else None
         else:
-            # The states are searched in the order in which a task usually moves. So the search
-            # usually finds a task that moves meanwhile, in a state that is searched later.
-            # A push to the key of the task may have it in keys/ for a moment, so look there twice.
+            # The order is the one in which tasks move: see _LIVE. A push to the key of the task may
+            # have it in keys/ for a moment, so look there twice.
             entry = self._files.find_id(_check_id(id), "keys", *_LIVE, "keys", *_ENDED)
         return entry and self._read_entry(entry)
 
     def contains(self, key: str) -> bool:
-        """Return True if a task of the key waits or is in flight.
-
-        key:  the key, as in push().
-
-        Raises TypeError if the key is not a str, and ValueError if the key is too long or empty.
-        """
+        """Return True if a task of the key waits or is in flight. Raises TypeError if the key is
+        not a str, and ValueError if it is too long or empty."""
         return self._worker.keys.path_of(_key_tag(_encode_key(key))) != ""
 
     def keys(self, state: _State) -> Iterator[str]:
-        """Iterate over the keys of the tasks in a state.
+        """Iterate over the keys of the tasks in a state. Tasks without a key are left out, and so
+        are those that tasks() leaves out.
 
-        Tasks without a key are left out, and so are the tasks that tasks() leaves out.
-
-        state:  one of STATES, as in tasks().
-
-        Raises ValueError if `state` is invalid.
+        state:  one of STATES. Raises ValueError if it is invalid.
         """
         entries = self._files.find(_check_state(state))
         keyed = (entry for entry in entries if _is_keyed(entry.id))
@@ -4109,8 +3925,7 @@ class FemtoQueue:
         with the newest payload of its key. data=False: read only the header."""
         newest, payload = self._worker.keys.newest_path(entry), b""
         # RACE: another worker claims the task, and takes the newer payload out of keys/, before
-        # this read. Then the task's own path is tried. Usually the claim has moved the task away,
-        # and None is returned. If the task has come back to its path, its record is read.
+        # this read. Then the task's own path is tried, to which the task may have come back.
         for record in dict.fromkeys((newest, entry.path)):
             with suppress(FileNotFoundError):
                 if data:
@@ -4138,8 +3953,7 @@ class FemtoQueue:
         return task
 
     def _read_all(self, entries: Iterable[_Entry], data: bool) -> Iterator[FemtoTask]:
-        """Yield the tasks of the entries. Leave out tasks that moved. Leave out and log tasks that
-        are corrupt, or that this user may not read."""
+        """Yield the tasks of the entries, as tasks() does."""
         for entry in entries:
             try:
                 task = self._read_entry(entry, data)
@@ -4154,14 +3968,12 @@ class FemtoQueue:
     def close(self) -> None:
         """Give up the leases of this worker: their tasks return to pending/ at once.
 
-        The lease directory is removed if it is empty then. Some leases stay, and end at their
-        deadlines at the latest: detached leases, all leases where there is no flock(2), and all
-        leases while another object lives under the same node_id. If another process holds the lock
-        of a task's key, the task stays leased until a worker reclaims it.
+        Detached leases stay, and so do all leases where there is no flock(2), and while another
+        object lives under the same node_id. If another process holds the lock of a task's key, the
+        task stays leased until a worker reclaims it.
 
-        Calls of this object that wait in other threads and coroutines return at once. pop() and
-        take() return None, join() returns False, and drain() ends. work() takes no more tasks, and
-        returns when its handlers have finished.
+        In other threads and coroutines, pop() and take() return None, join() returns False, drain()
+        ends, and work() takes no more tasks.
 
         The object may be used again after close(). Dropping the last reference to the object, or
         leaving its `with` block, does what close() does.
@@ -4213,8 +4025,7 @@ def _warn_of_old_tasks(files: _Files) -> None:
                 _warn_once(f'{text}; the README, "Changes", has the program that moves them')
 
 
-# The names of the settings. The settings are fixed when an object is made. An unpickled object is
-# made anew from them.
+# The names of the settings, from which an unpickled object is made anew.
 _SETTINGS = FemtoQueue.__init__.__annotations__.keys() - {"return"}
 
 
@@ -4300,7 +4111,6 @@ class _Keys:
         self._worker = worker
         self._files = worker.files
         self._clock = worker.clock
-        self._place = worker.files.identity
 
     # Locks and links
 
@@ -4327,7 +4137,7 @@ class _Keys:
                 lock.close()
 
     def _holder(self, tag: str) -> tuple[object, ...]:
-        return threading.get_ident(), self._place, tag[-2:]
+        return threading.get_ident(), self._files.inode, tag[-2:]
 
     def _has_lock(self, tag: str) -> bool:
         held = _key_locks.get(self._holder(tag))
@@ -5078,9 +4888,7 @@ class _Waits:
 
 # ==================================================================================================
 # 16. Processing: the block of processing(), which keeps a lease and ends the delivery; checkpoints.
-#    A lease is renewed about every third of its length. After a round with a failed renewal, the
-#    next pause is a tenth of the usual one. If the deadline passes before a renewal succeeds, the
-#    lease stays valid until a worker reclaims the task.
+#    A lease is renewed about every third of its length, and ten times as often after a failure.
 #    Invariant: one thread per queue object renews the leases of all blocks that run. A thread that
 #    was replaced or stopped may still finish its round.
 # ==================================================================================================
@@ -5090,14 +4898,10 @@ _LONGEST_RETRY_S = 3600.0  # the longest delay before a retry, after an exceptio
 
 
 def _read_checkpoint(worker: _Worker, ident: str, data: bytes) -> bytes | None:
-    """Return the checkpoint that was saved for the payload `data` of a task. Return None if the
-    task has no checkpoint, or if the file is corrupt. If the checkpoint was saved for another
-    payload, remove the checkpoint's file, and return None. Usually the key of the task has got a
-    newer payload since the checkpoint was saved.
-
-    The file is a record. The payload of this record has two parts. The first part is the line that
-    _header() makes for the task's payload, called without a key. This line tells for which payload
-    the checkpoint was saved. The second part is the checkpoint as it was given."""
+    """Return the checkpoint that was saved for the payload `data` of a task, or None. Remove a
+    checkpoint that was saved for another payload."""
+    # The file is a record. Its payload begins with the header line of the task's payload, made
+    # without a key. The checkpoint as it was given follows.
     files, path = worker.files, f"checkpoints/{ident}"
     if not files.exists(path):
         return None
@@ -5105,7 +4909,7 @@ def _read_checkpoint(worker: _Worker, ident: str, data: bytes) -> bytes | None:
         saved, _ = files.read_path(path)
     except FileNotFoundError:
         return None  # RACE: a push to the task's key, or a person, removed the file after exists()
-    except CorruptTask as error:  # usually after power loss; the work starts from the beginning
+    except CorruptTask as error:
         _log().warning("checkpoints/%s: %s", ident, error.reason)
         return None
     of_data = _header(data)
@@ -5116,14 +4920,8 @@ def _read_checkpoint(worker: _Worker, ident: str, data: bytes) -> bytes | None:
 
 
 def _save_checkpoint(worker: _Worker, task: FemtoTask, payload: bytes) -> None:
-    """Save the checkpoint of a leased task, in place of an older one. Raises LeaseLost, and saves
-    nothing, if the lease is lost.
-
-    The checkpoint is written to a file in creating/. Then the lease is renewed, and the file is
-    renamed into checkpoints/. The renewal tests the fence: it raises LeaseLost if the lease is
-    lost.
-    CRASH: if the process dies before put_in_place(), the older checkpoint, if any, is still in
-    checkpoints/. The file in creating/ is then stale."""
+    """Save the checkpoint of a leased task, in place of an older one, and renew the lease. Raises
+    LeaseLost, and saves nothing, if the lease is lost."""
     lease, files, data = _lease_of(task), worker.files, task.data
     ident = _id_of(lease.path)
     if task.size_bytes is None:  # attach() made the task, and did not read the payload
@@ -5133,28 +4931,27 @@ def _save_checkpoint(worker: _Worker, task: FemtoTask, payload: bytes) -> None:
             files.lstat("pending")  # raises if data_dir is gone, which is disk trouble
             raise worker.lease_lost(lease) from None
     record = _header(data) + payload
-    # The worker of the next delivery may run under another user, so it gets the rights of data_dir
-    # to read the file. It is replaced by a rename, so only the owner may write to it.
+    # The worker of the next delivery may run under another user, so the file can be read by those
+    # who may read data_dir.
     mode = 0o600 | files.mode & 0o044
     with files.replacement(worker.clock.new_id(), _header(record), record, mode) as path:
         if not files.exists("checkpoints"):
             files.make_dir("checkpoints")
             files.sync_dir("")
         with worker.keys.lock_of(ident), worker.lock:
-            # No other thread of this queue object ends the delivery between renew() and
-            # put_in_place(), because both are under the worker's lock. No other worker reclaims the
-            # task between them, unless this process is stopped for longer than the renewed lease.
+            # The renewal comes first, because it tests the fence. No other thread of this queue
+            # object ends the delivery between the two renames. RACE: this process is stopped
+            # between them for longer than the renewed lease, and another worker takes the task.
             worker.renew(task)
+            # CRASH: the older checkpoint, if any, is still in place.
             files.move(path, f"checkpoints/{ident}")
     files.sync_dir("checkpoints")
     task.checkpoint, lease.has_checkpoint = payload, True
 
 
 class _LeaseRenewer:
-    """Renews the leases of all tasks in blocks of processing(), in one thread.
-
-    The renewer refers to the worker, not to the queue object. So a queue object that the program
-    drops is finalized at once, and gives up its lease directory."""
+    """Renews the leases of all tasks in blocks of processing(), in one thread. It does not refer to
+    the queue object: an object that the program drops is finalized at once."""
 
     def __init__(self, worker: _Worker) -> None:
         self._worker, self._lock = worker, worker.lock
@@ -5162,15 +4959,13 @@ class _LeaseRenewer:
         # `with` statement holds it.
         self.blocks: weakref.WeakValueDictionary[int, _Processing] = weakref.WeakValueDictionary()
         # The lock of the thread that was started last. Each thread has its own lock, which stop()
-        # releases to end the thread. None: no thread was started, or stop() was called. A thread
-        # that ends because no block runs does not change this attribute.
+        # releases to end the thread. None: no thread was started, or stop() was called.
         self._run_lock: threading.Lock | None = None
         self._pause_s = 0.0  # seconds between two rounds of the thread, unless a renewal failed
 
     def add(self, block: _Processing) -> None:
-        """Renew the lease of a block from now on. If the lease has a deadline and no thread runs,
-        start a thread. If the pauses of the current thread are too long for the lease, start a
-        thread with shorter pauses, and tell the current thread to end."""
+        """Renew the lease of a block from now on. Start a thread if none runs, or in place of one
+        whose pauses are too long for this lease."""
         lease = _lease_of(block.task)
         pause_s = lease.length_ns / 1e9 * _RENEWAL
         with self._lock:
@@ -5188,8 +4983,7 @@ class _LeaseRenewer:
             self.blocks.pop(id(task), None)
 
     def stop(self) -> None:
-        """Tell the thread to end, if there is one, but do not wait for its end. The caller holds
-        the worker's lock."""
+        """Tell the thread to end, without waiting. The caller holds the worker's lock."""
         runs, self._run_lock = self._run_lock, None
         if runs is not None:
             runs.release()
@@ -5207,28 +5001,23 @@ class _LeaseRenewer:
                     pause_s = self._pause_s / 10
 
     def _tasks(self, runs: threading.Lock) -> list[FemtoTask]:
-        """Return the tasks of all blocks that run, and set the pause before the next round. `runs`
-        is the lock of the calling thread.
-
-        An empty list ends the calling thread. The list is empty if no block runs. The list is also
-        empty if _run_lock is not `runs`, for one of three reasons: stop() was called, add() has
-        started another thread, or Ctrl-C interrupted add() just after the start of this thread."""
+        """Return the tasks of all blocks that run, and set the pause before the next round. An
+        empty list ends the thread, whose lock is `runs`."""
         with self._lock:
             tasks = [block.task for block in self.blocks.values()]
             length_ns = min((_lease_of(it).length_ns for it in tasks), default=_FOREVER_NS)
+            # stop() was called, add() has started another thread, or Ctrl-C has interrupted add()
+            # just after the start of this thread.
             if self._run_lock is not runs:
                 return []
-            # If no lease has a deadline, or no block is left, this pause is a third of _FOREVER_NS.
-            # A later lease with a deadline needs a shorter pause. So when add() gets such a lease,
-            # it starts a new thread.
+            # Without a lease that has a deadline, this pause is a third of _FOREVER_NS. So add()
+            # starts another thread for such a lease.
             self._pause_s = length_ns / 1e9 * _RENEWAL
             return tasks
 
     def _renew(self, task: FemtoTask) -> None:
-        """Renew the lease of a task if less than two thirds of the lease's length would be left at
-        the next round. Otherwise, leave the renewal to a later round. Do nothing if the block of
-        the task has ended. If the lease is lost, do not renew it in later rounds. Raises OSError if
-        the renewal failed. Then the caller makes the next round come sooner."""
+        """Renew the lease of a task if less than two thirds of its length would be left at the next
+        round. Raises OSError if the renewal failed."""
         lease = _lease_of(task)
         next_left_ns = self._worker.left_ns(task.path) - self._pause_s * 1e9
         if id(task) not in self.blocks or next_left_ns >= lease.length_ns * (1 - _RENEWAL):
@@ -5241,8 +5030,8 @@ class _LeaseRenewer:
                 self._worker.renew(task, until_s=end_s)
                 return
             except LeaseLost:
-                # Do not log this. Usually the end of the block will raise LeaseLost. Or RACE: the
-                # block itself has just ended the delivery, and nothing is wrong.
+                # The end of the block raises LeaseLost, so do not log this. RACE: the block itself
+                # has just ended the delivery, and nothing is wrong.
                 self.remove(task)
                 return
             except OSError as error:
@@ -5251,17 +5040,14 @@ class _LeaseRenewer:
 
 
 class _Processing:
-    """The context manager that FemtoQueue.processing() returns. It uses only public methods and
-    settings of the queue object."""
+    """The context manager that FemtoQueue.processing() returns."""
 
     def __init__(self, queue: Any, task: FemtoTask, worker: _Worker) -> None:
         self._queue, self.task = queue, task
         self._worker, self._lease, self._pid = worker, _lease_of(task), os.getpid()
 
     def __enter__(self) -> FemtoTask:
-        """Let the renewer renew the lease from now on, and return the task. If less than two thirds
-        of the lease's length are left, the lease is renewed at once. If more is left, the method
-        only checks that the file of the lease exists. Raises LeaseLost if the lease is lost."""
+        """Hand the lease to the renewer, and return the task. Raises LeaseLost."""
         task = self.task
         if self._worker.left_ns(task.path) < self._lease.length_ns * 2 / 3:
             self._worker.renew(task)
@@ -5273,12 +5059,8 @@ class _Processing:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: object
     ) -> None:
-        """End the delivery. Without an exception, the task is finished. After an exception, the
-        task is tried again, given back or failed: see _end(). The task stays as it is if the block
-        has ended the delivery itself, or has raised LeaseLost for this task.
-
-        Raises LeaseLost if the lease is lost. Another exception of _end(), such as an OSError,
-        propagates. If the task is still leased then, the reclaim job soon takes it back."""
+        """End the delivery, unless the block has ended it, or has raised LeaseLost for this task.
+        Raises LeaseLost. After another exception, a task that is still leased is reclaimed soon."""
         task = self.task
         # Do nothing in a child that was forked in the block: the child does not own the task.
         if os.getpid() != self._pid:
@@ -5292,7 +5074,7 @@ class _Processing:
             # than this block.
             if error is None or isinstance(error, Exception):
                 raise lost from error
-        except BaseException:  # trouble with the disk, or str() of `error` raises; or Ctrl-C
+        except BaseException:  # trouble with the disk; str() of `error` raises; Ctrl-C
             self.leave_to_reclaim()
             raise
         finally:
@@ -5323,13 +5105,8 @@ class _Processing:
             end()
 
     def _end(self, error: BaseException | None) -> None:
-        """Settle the task. Without an error, the task is finished. After an Exception, the task is
-        tried again; after max_attempts deliveries, it becomes a dead letter instead. After any
-        other error, such as KeyboardInterrupt, the task returns to the place of its push, and the
-        delivery is not counted.
-
-        If a worker is killed during the last attempt, this method is not called. At the next claim
-        of the task, _Worker._deliver() makes a dead letter of the task."""
+        """Finish the task. After an Exception, give it another attempt, or fail it after
+        max_attempts. After any other exception, return it to the place of its push, uncounted."""
         queue, task, attempts = self._queue, self.task, _attempts_of(self.task.path)
         if error is None:
             queue.done(task)
@@ -5344,24 +5121,20 @@ class _Processing:
             self._lease.outcome = "retried"
 
     def leave_to_reclaim(self) -> None:
-        """Make the reclaim job take the task back soon, because the delivery could not be ended."""
+        """Let the next reclaim take the task back, because the delivery could not be ended."""
         self._worker.lease_dir.orphans[self.task.path] = None
         self._worker.maintenance.sooner("reclaim", 0)
 
 
 # ==================================================================================================
 # 17. Worker pool: the loop behind work() and the command `work`.
-#    Invariant: each task that the pool takes is settled or taken back, unless its lease is lost. A
-#     reclaim job takes the task back if the task can't be settled because of trouble with the disk,
-#     or because the process ends first. This holds whatever step of the pool a signal interrupts.
+#    Invariant: each task that the pool takes is settled or reclaimed, unless its lease is lost,
+#    whatever step of the pool a signal interrupts.
 # ==================================================================================================
 
-# The pool ends with an error if it has taken no task for so many seconds, because of errors with a
-# task_id: see _take_untroubled().
-_TROUBLE_S = 30.0
-# Two signals within so many seconds count as one. If a signal has ended the command of a task or
-# the reader of the output, the same signal may still be on its way to this process. _CommandPool
-# (23) waits for that signal, also for so many seconds.
+_TROUBLE_S = 30.0  # the longest series of errors with a task_id: see _take_untroubled()
+# Two signals within so many seconds count as one. timeout(1) sends two, one to the process and one
+# to the process group. A terminal that is closed may send SIGHUP in the same way.
 _ONE_SIGNAL_S = 0.3
 _SIGNAL_POLL_S = 0.15  # the pause between two looks at `signals`, while handlers run in threads
 _AFTER_FAILURE = {
@@ -5382,17 +5155,8 @@ def _write_stop_line(begin: bytes) -> None:
 
 
 class _WorkerPool:
-    """The loop of work(): takes tasks and calls the handler for each.
-
-    The loop runs in `concurrency` threads. If `concurrency` is 1, work() runs the loop in the
-    calling thread instead, but the command `work` still uses a thread. One thread at a time takes a
-    task. Before a thread looks for a task, and again after a task was taken, is_stopped() is
-    called. A true result stops the pool. With drain, the pool also stops when no task is left.
-    drain() may yield nothing just because its timeout is over, so _take() then asks queue.join(0).
-
-    Invariant: a task is in `_running` from before its handler is called until its delivery is
-    counted. The thread that removes the task from `_running` counts the delivery. The lock of
-    `_changed` is held while `_running` or `counts` changes."""
+    """The loop of work(): takes tasks and calls the handler for each, in `concurrency` threads. If
+    `concurrency` is 1, work() runs the loop in the calling thread."""
 
     stops: tuple[str, ...] = ("SIGINT", "SIGTERM")  # the signals that stop the pool
 
@@ -5414,32 +5178,27 @@ class _WorkerPool:
         self._is_threaded = concurrency > 1
         self._idle_timeout_s = idle_timeout_s
         self._idle_end_s = _end_s(idle_timeout_s, "idle_timeout_s")
-        # The time when the pool stops taking tasks (monotonic clock). The time is set to 0 when the
-        # queue is drained, or when this worker has been idle for idle_timeout_s.
+        # The time when the pool stops taking tasks (monotonic clock). 0: the queue is drained, or
+        # this worker has been idle for idle_timeout_s.
         self._end_s = _end_s(time_limit_s, "time_limit_s")
         self.stop_numbers = [int(signal.Signals[name]) for name in self.stops]
         self.signals: list[int] = []  # the signals that _on_signal() did not ignore
         self._last_signal_s = 0.0
         self.counts: Counter[str] = Counter()  # by the fields of WorkCounts
-        self._running: dict[int, FemtoTask] = {}  # by the id() of the task
-        self._changed = threading.Condition()
+        # By the id() of the task. A task is here from before its handler is called until its
+        # delivery is counted. The thread that removes the task counts the delivery.
+        self._running: dict[int, FemtoTask] = {}
+        self._changed = threading.Condition()  # held while `_running` or `counts` changes
         self._take_lock = threading.Lock()  # held by the thread that takes a task
-        # The time of the first error in the current series of errors with a task_id (monotonic
-        # clock). inf: there is no series. _take_untroubled() says what ends a series.
+        # When the current series of errors with a task_id began (monotonic clock). inf: there is no
+        # series.
         self._trouble_s = float("inf")
         self._is_interruptible = False  # True: the second signal interrupts the handler
-        # The exception that ends the pool, for example of a handler, of pop(), or of the end of a
-        # delivery.
-        self._error: BaseException | None = None
+        self._error: BaseException | None = None  # the exception that ends the pool
 
     def run(self) -> WorkCounts:
-        """Work until the pool is told to stop, until idle_timeout_s or time_limit_s is over, or
-        (with drain) until no task is left. Return the counts.
-
-        Raises the exception with which a handler ended the pool, such as SystemExit. Also raises
-        the error of pop(), or of the end of a delivery, that ended the pool. But if a signal to
-        stop also came while the pool worked, an OSError is logged and not raised. After a second
-        signal, the tasks of the running handlers are given back, and nothing is raised."""
+        """Work until the pool is told to stop, or no work is left, and return the counts. Raises
+        the exception that ended the pool. But after a signal, an OSError is only logged."""
         with self._signals_handled():
             if self._is_threaded:
                 self._work_in_threads()
@@ -5454,8 +5213,7 @@ class _WorkerPool:
         return WorkCounts(**self.counts)
 
     def _work_in_threads(self) -> None:
-        """Run the loop in threads, until the threads end or the second signal comes. Raises
-        RuntimeError if not even one thread can be started."""
+        """Run the loop in threads, until they end or the second signal comes."""
         # Daemon threads, so that a handler that never returns does not keep the process alive.
         threads = [
             threading.Thread(target=self._work, daemon=True) for _ in range(self._concurrency)
@@ -5473,8 +5231,7 @@ class _WorkerPool:
                 thread.join(_SIGNAL_POLL_S)
 
     def _work(self) -> None:
-        """Take tasks and handle them until _is_stopping() returns True. An exception that reaches
-        this method stops all threads of the pool. The first such exception is kept in `_error`."""
+        """Take tasks and handle them. An exception that comes here stops all threads."""
         try:
             while True:
                 with self._take_lock:
@@ -5491,40 +5248,36 @@ class _WorkerPool:
         return bool(is_over or self._is_stopped())
 
     def _take_untroubled(self) -> FemtoTask | None:
-        """Take a task as _take() does. If an error concerns a single task, and so has a task_id,
-        log the error and return None, because the other tasks are not affected.
-
-        Raises an OSError or MemoryError without a task_id. Also raises an error with a task_id if
-        a series of such errors has lasted for more than _TROUBLE_S, and no handler runs. A series
-        ends when a task is taken. Without drain, a series also ends when a wait finds no task. With
-        drain, such a wait does not end the series, because the pool may be waiting for the tasks
-        that make trouble."""
+        """Take a task as _take() does. Log an error with a task_id, and return None: the other
+        tasks are not affected. Raises such an error when a series of them has lasted for
+        _TROUBLE_S, and no handler runs. Raises other errors of the disk."""
         try:
             task = self._take()
         except (OSError, MemoryError) as error:
             ident, now_s = getattr(error, "task_id", ""), time.monotonic()
             self._trouble_s = min(self._trouble_s, now_s)
+            if not ident and self._is_passing(error):
+                return None
             if not ident or (now_s - self._trouble_s > _TROUBLE_S and not self._running):
                 raise
             why = str(error) or type(error).__name__
             _log().error("task %s is passed over: %s", ident, why)
             time.sleep(_BASE_INTERVAL_S)  # it may be the only task
             return None
+        # With drain, a wait without a task does not end the series: the pool may be waiting for the
+        # tasks that make trouble.
         if task is not None or not self._drain:
             self._trouble_s = float("inf")
         return task
 
     def _take(self) -> FemtoTask | None:
-        """Take a task, put it into `_running`, and return it. Return None if no task comes within
-        _BASE_INTERVAL_S. The wait is short, because no event reports that the result of
-        is_stopped() has changed.
-
-        If the pool is stopping when a task comes, give the task back and return None. If the queue
-        is drained, or if this worker has been idle for idle_timeout_s, stop the pool (`_end_s`)."""
+        """Take a task, put it into `_running`, and return it. Return None if none comes within
+        _BASE_INTERVAL_S: the wait is short, because is_stopped() makes no event."""
         queue, wait_s = self._queue, _BASE_INTERVAL_S
         task: FemtoTask | None = (
             next(queue.drain(wait_s), None) if self._drain else queue.pop(wait_s)
         )
+        # drain() may have ended because its timeout is over, so ask join().
         is_drained = self._drain and task is None and queue.join(0)
         with self._changed:
             if task is None:
@@ -5540,8 +5293,7 @@ class _WorkerPool:
 
     def _process(self, task: FemtoTask) -> None:
         """Call the handler for a task, within processing(), and count how the delivery ended. Log
-        an Exception of the handler or of the end of the delivery. Any other exception, such as
-        SystemExit, propagates."""
+        an Exception."""
         processing, lease, has_begun = self._queue.processing(task), _lease_of(task), False
         try:
             with processing:
@@ -5550,35 +5302,42 @@ class _WorkerPool:
         except LeaseLost as error:
             _log().warning("%s", error)
         except Exception as error:
-            then = _AFTER_FAILURE.get(lease.outcome, lease.outcome)
-            cause = None if isinstance(error, _CommandFailed) else error
-            why = type(error).__name__
-            with suppress(Exception):  # str() of the handler's exception may raise
-                why = str(error).partition("\n")[0]
-            text = "%s: try %d failed, %s: %s"
-            _log().error(text, task.id, task.attempts, then, why, exc_info=cause)
-            # Without an outcome, the delivery has not ended. For example, the disk failed, or no
-            # thread could be started to renew the lease. So `error` ends the pool, like an
-            # error without a task_id that pop() raises.
+            cause = (type(error), error, _handler_frames(error))
+            tell = _log().warning if lease.outcome == "retried" else _log().error
+            text = self._failure_text(task, lease.outcome, error)
+            tell("%s", text, exc_info=None if isinstance(error, _CommandFailed) else cause)
+            # Without an outcome, the delivery has not ended: the disk failed, or no thread could be
+            # started to renew the lease. So `error` ends the pool.
             if not lease.outcome:
-                self._error = self._error or error
+                if has_begun or not self._is_passing(error):
+                    self._error = self._error or error
                 if not has_begun:
                     self._give_back(task)
         finally:
             self._count(task, lease.outcome or "lost")
 
+    def _failure_text(self, task: FemtoTask, outcome: str, error: Exception) -> str:
+        """Return the line of the log about a failed attempt."""
+        why = type(error).__name__
+        with suppress(Exception):  # str() of the handler's exception may raise
+            why = str(error).partition("\n")[0]
+        then = _AFTER_FAILURE.get(outcome, outcome)
+        return f"{task.id}: try {task.attempts} failed, {then}: {why}"
+
+    def _is_passing(self, error: BaseException) -> bool:
+        """Return True if the pool should go on after an error of its own. A subclass may wait
+        first."""
+        return False
+
     def _count(self, task: FemtoTask, outcome: str) -> None:
         with self._changed:
             self._idle_end_s = _end_s(self._idle_timeout_s)
-            # _process() and _abort() may call this method for the same task, in two threads. If the
-            # task is not in `_running`, the other caller has counted the delivery.
+            # RACE: _process() and _abort(), in two threads, end the same delivery.
             if self._running.pop(id(task), None) is not None:
                 self.counts[outcome] += 1
             self._changed.notify_all()
 
     def _handle(self, task: FemtoTask) -> None:
-        """Call the handler. If the handler runs in the calling thread of work(), the second signal
-        interrupts the handler."""
         try:
             self._is_interruptible = not self._is_threaded
             self._handler(task)
@@ -5586,16 +5345,14 @@ class _WorkerPool:
             self._is_interruptible = False
 
     def _abort(self) -> None:
-        """Give back the tasks that other threads handle. If the calling thread handled a task, the
-        delivery of that task has ended, and the task is not in `_running`."""
+        """Give back the tasks that other threads handle."""
         for task in [*self._running.values()]:
             if self._give_back(task):
                 self._count(task, "released")
 
     def _give_back(self, task: FemtoTask) -> bool:
-        """Release a task to the front of the queue, uncounted, and return True. Return False if the
-        delivery has just ended, or if the lease is lost. Also return False if release() raises
-        OSError. If the task is still leased then, the reclaim job soon takes it back."""
+        """Release a task to the place of its push, uncounted. Return whether this was done. After
+        an OSError, the next reclaim takes the task back."""
         try:
             self._queue.release(task, front=True, counted=False)
             return True
@@ -5608,8 +5365,8 @@ class _WorkerPool:
 
     @contextmanager
     def _signals_handled(self) -> Iterator[None]:
-        """While the block runs, pass the signals in `stops` to _on_signal(). Outside the main
-        thread, do nothing: Python sets signal handlers in the main thread only."""
+        """While the block runs, pass the signals in `stops` to _on_signal(). Python allows this in
+        the main thread only: elsewhere, do nothing."""
         import signal
 
         is_main = threading.current_thread() is threading.main_thread()
@@ -5635,16 +5392,12 @@ class _WorkerPool:
                 signal.signal(number, handler)
 
     def _tell_stop(self) -> None:
-        """Write a line about the first signal. The signal handler calls this method."""
+        """Write a line about the first signal. Runs in the signal handler."""
         _write_stop_line(b"\n")  # a terminal may show "^C" in front
 
     def _on_signal(self, number: int) -> None:
-        """Note a signal. The first signal stops the pool: no further task is taken. The second
-        signal gives back the tasks whose handlers still run. A handler in this thread is ended by
-        KeyboardInterrupt, and run() does not wait for handlers in other threads. A third signal is
-        only noted."""
-        # timeout(1) sends two signals, one to the process and one to the process group. A terminal
-        # that is closed may send SIGHUP in the same way. The second of the two is ignored here.
+        """Note a signal. The first one stops the pool. The second one ends a handler in this thread
+        by KeyboardInterrupt, and run() gives the running tasks back. A third one is only noted."""
         if self.signals and time.monotonic() < self._last_signal_s + _ONE_SIGNAL_S:
             return
         self._last_signal_s = time.monotonic()
@@ -5663,7 +5416,7 @@ class _WorkerPool:
 
 
 def _node_stats(worker: _Worker, directory: str) -> NodeStats:
-    """Count the leases of one worker, and find out whether the worker is alive."""
+    """Count the leases of one worker, and find out whether it is alive."""
     leases = worker.files.entries(directory)
     now_ns = worker.clock.now_ns()
     is_free = None
@@ -5686,8 +5439,8 @@ class _Inspector:
         self._worker, self._files, self._repair = worker, worker.files, repair
 
     def findings(self) -> Iterator[Finding]:
-        """Yield the findings. With `repair`, the maintenance runs first, and what it mends is no
-        finding. If a part raises OSError, the error is a finding, and the other parts still run."""
+        """Yield the findings. With `repair`, the maintenance runs first. If a part raises OSError,
+        the error is a finding, and the other parts still run."""
         maintenance = self._worker.maintenance
         if self._repair:
             for mend in (
@@ -5716,7 +5469,6 @@ class _Inspector:
             yield Finding("trust", ".", text)
 
     def _left(self) -> Iterator[Finding]:
-        """Yield a finding for each dead worker, ended lease, key without a task and leftover."""
         for directory in self._files.node_dirs():
             stats = _node_stats(self._worker, directory)
             if stats.liveness == "dead":
@@ -5754,9 +5506,7 @@ class _Inspector:
                     yield Finding("foreign", path, "does not belong to the queue")
 
     def _records(self) -> Iterator[Finding]:
-        """Read the record of each task and of each buffered payload. Yield a finding for each id
-        that is in two places, and for each record that is corrupt or can't be read. With `repair`,
-        a corrupt task that waits is moved to failed/."""
+        """Read each record. With `repair`, move a corrupt task that waits to failed/."""
         seen: dict[str, str] = {}
         for entry in self._files.find(*STATES, "keys"):
             other, seen[entry.id] = seen.get(entry.id, ""), entry.path
@@ -5771,7 +5521,7 @@ class _Inspector:
                 yield Finding("unreadable", entry.path, str(error))
             except CorruptTask as error:
                 if entry.directory == "failed" and self._files.exists(f"{entry.path}.error"):
-                    continue  # usually the reason says that this dead letter is corrupt
+                    continue  # a dead letter, whose reason tells why it failed
                 is_mended = False
                 if self._repair and entry.directory in _WAITING_DIRS:
                     with suppress(OSError):
@@ -5784,10 +5534,9 @@ class _Inspector:
 # 19. Tickets: first come, first served, between processes.
 #    A line is a directory. A member is a participant in the line; its ticket is a file, which the
 #    member keeps locked.
-#    Invariant: a ticket's file is locked before the file gets the name of a ticket. Files get these
-#    names in the order of their numbers: a member draws a number, and locks and renames its file,
-#    while it holds the lock of the file "last". After the lock of a ticket has ended, the member
-#    never locks it again. So any process may remove the ticket of a dead member.
+#    Invariant: a ticket's file is locked before the file gets the name of a ticket. A member draws
+#    its number, and locks and renames its file, while it holds the lock of the file "last". A lock
+#    that has ended is never taken again. So any process may remove the ticket of a dead member.
 # ==================================================================================================
 
 _MAX_REDRAWS = 8  # how often a member draws another number: see _join_with() and check()
@@ -5797,11 +5546,10 @@ _REDRAW_ERRNOS = (*_MISSING_ERRNOS, errno.EEXIST, errno.ENOTSUP)
 
 class _Numbers:
     """The numbers of the tickets in a line. The file "last" holds the number that was drawn last.
-    The caller of each method holds the lock of "last".
+    The caller of each method holds the lock of "last"."""
 
-    late_part: a part of stale_timeout. If a member has not touched its ticket for so long, another
-    host may be about to pass the ticket over. On a local file system, no host does."""
-
+    # The part of stale_timeout after which another host may be about to pass over a ticket that was
+    # not touched. On a local file system, no host does.
     late_part = _FOREVER_S
 
     def __init__(self, files: _Files) -> None:
@@ -5809,7 +5557,7 @@ class _Numbers:
 
     def draw(self, last: _FileLock, highest: int) -> int:
         """Return the next number, and write it to "last". highest: the highest number in line.
-        Raises the OSError of open() if this user may only read "last"."""
+        Raises OSError if this user may only read "last"."""
         if last.refused is not None:
             raise last.refused
         fd = last.fd or 0
@@ -5830,8 +5578,8 @@ class _Numbers:
 
 
 class _HeldTicket:
-    """A ticket that a TicketQueue object holds. `member`: the name of its file. `lock`: the locked
-    file. `touched_s`: the start of the last touch that came in time (wall clock)."""
+    """A ticket that a TicketQueue object holds: the name of its file, the locked file, and the
+    start of the last touch that came in time (wall clock)."""
 
     had_turn = False  # True: is_head() has found this ticket to be the first in line
 
@@ -5840,9 +5588,9 @@ class _HeldTicket:
 
 
 def _despite_cleanup(step: Callable[[], _Found], path: str) -> _Found:
-    """Call step(), and return the result. If step() raises FileNotFoundError, usually
-    because maybe_cleanup() in another process removed the directory, call step() again. Raises
-    FileNotFoundError after _MAX_REPLACED attempts: most likely the path is a broken link."""
+    """Call step() until it does not raise FileNotFoundError, because maybe_cleanup() in another
+    process removed the directory. Raises FileNotFoundError after _MAX_REPLACED calls: the path is
+    most likely a broken link."""
     for _ in range(_MAX_REPLACED):
         with suppress(FileNotFoundError):
             return step()
@@ -5850,39 +5598,20 @@ def _despite_cleanup(step: Callable[[], _Found], path: str) -> _Found:
 
 
 class TicketQueue:
-    """Let processes take turns, first come, first served: a line of tickets in a directory.
+    """A line of tickets in a directory, in which processes take turns: first come, first served.
 
         with TicketQueue("line").turn():
-            ...                         # one process at a time, first come, first served
+            ...  # one process at a time
 
-    queue_dir:  the directory of the line, which is made if it is missing.
-    stale_timeout:  seconds (wall clock). A ticket of another host, or of an earlier boot, is passed
-        over when it was not touched for so long. None: such a ticket is never passed over. Hosts
-        that share a line need the same value, of more than 10 seconds. On a file system that is
-        certainly local, the value has no effect (see below).
+    queue_dir:  the directory of the line. It is made if it is missing.
+    stale_timeout:  the seconds (wall clock, more than 10) after which an untouched ticket of
+        another host or an earlier boot is passed over. None: never. Hosts need the same value. On
+        Linux, it has no effect on a local file system.
 
-    A member is a participant in the line. Its ticket is a file, <number>~<boot>~<random>, which the
-    member keeps locked. The lock ends with the process. So processes on the same host pass a dead
-    member over at once, and never pass over a living one.
-
-    Other hosts do not rely on that lock, and neither does the same host after a reboot. They pass a
-    ticket over when its file was not touched for stale_timeout seconds. But if the file system is
-    certainly local (on Linux), the host still relies on the lock after a reboot. Where the system
-    shows no boot id, the reboot may go unnoticed. Then, too, the host still relies on the lock.
-
-    Each call of is_head(ticket) on the object that holds the ticket touches the file. With a
-    stale_timeout, turn() touches the file regularly, from the start of the wait to the end of the
-    block.
-
-    On a file system that other hosts write to, a member may be cut off from the network. If a
-    waiting member could not touch its ticket for three quarters of stale_timeout, another host may
-    be about to pass the ticket over. So is_head() and turn() give the ticket up. A member that is
-    cut off for so long during its turn may be passed over, too. Then is_head() returns False, but
-    turn() does not interrupt the block.
-
-    Threads may share an object. A forked child, a copy and an unpickled object hold no ticket.
-    Raises OSError if queue_dir can't be made, and ValueError or TypeError for an invalid argument.
-    Where flock is not available, register(), turn() and maybe_cleanup() raise OSError.
+    A member keeps the file of its ticket locked. So processes of one host pass over a dead member
+    at once, and never a living one. is_head() and turn() touch the file. Threads may share an
+    object. A forked child, a copy and an unpickled object hold no ticket. Raises OSError,
+    ValueError or TypeError. register(), turn() and maybe_cleanup() need flock(2).
     """
 
     def __init__(
@@ -5907,11 +5636,8 @@ class TicketQueue:
     def register(self) -> tuple[int, str]:
         """Take the next ticket, and return its number, and the name of its file in queue_dir. The
         number is 1 or more. The name stands for the member: pass it to remove(). The call blocks
-        only while another process or thread takes a ticket, or runs maybe_cleanup().
-
-        Raises OSError for trouble with the disk. Also raises OSError if each of several attempts
-        failed because this host was cut off from the network and another host registered meanwhile.
-        """
+        only while another process or thread takes a ticket, or runs maybe_cleanup(). Raises
+        OSError, also if this host was cut off from the network again and again."""
         held = self._join_line(_FOREVER_S)
         # If Ctrl-C comes before this line, the lock ends with the last reference to `held`.
         self._held_tickets[held.member] = held
@@ -5933,43 +5659,37 @@ class TicketQueue:
             time.sleep(_REDRAW_PAUSE_S)
 
     def _join_with(self, last: _FileLock) -> _HeldTicket:
-        """Take the next ticket. The caller holds the lock of "last".
-
-        RACE: this host is cut off from the network, and loses that lock without notice. Another
-        host draws a number, or removes this member's file as a leftover. Then OSError is raised
-        with one of _REDRAW_ERRNOS, and the caller tries again. ENOTSUP is among them: flock()
-        raises EBADF for a removed file (NFS), which acquire_exclusive() turns into ENOTSUP."""
+        """Take the next ticket. The caller holds the lock of "last"."""
+        # RACE: this host is cut off from the network, and loses the lock of "last" without notice.
+        # Another host draws a number, or removes the new file as a leftover. Then OSError is raised
+        # with one of _REDRAW_ERRNOS, and the caller tries again. ENOTSUP is among them: flock()
+        # raises EBADF for a removed file (NFS), which acquire_exclusive() turns into ENOTSUP.
         number = self._numbers.draw(last, max(map(_stamp_of, self._tickets()), default=0))
         began_s = time.time()
         name = f"{number:020d}~{self._boot}~{os.urandom(8).hex()}"
-        # A name that begins with "." is no ticket. The file gets the name of a ticket after it was
-        # locked.
         lock = self._files.open_lock(f".{name}")
         try:
             lock.acquire_exclusive()
             self._files.move(f".{name}", name)
             self._numbers.check(number)
         except BaseException:
-            # Remove the ticket if the file was renamed. If not, the name still begins with ".", and
-            # the next _locked(), in any process, removes the file.
+            # If the file was not renamed, its name still begins with ".", and the next _locked(),
+            # in any process, removes it.
             self._files.remove(name)
             lock.close()
             raise
         return _HeldTicket(name, lock, began_s)
 
     def is_head(self, ticket: int) -> bool:
-        """Return True if a ticket is the first one in line whose member lives.
+        """Return True if a ticket is the first one in line whose member lives. Tickets of dead
+        members in front are removed.
 
-        ticket:  a number that register() returned, in this process or another.
+        ticket:  a number that register() returned, in this process or another. If this object holds
+            the ticket, the call touches its file.
 
-        If this object holds the ticket, the call touches its file. Tickets of dead members at the
-        front of the line are removed.
-
-        Also returns False if this object holds the ticket and could not touch its file in time:
-        another host may have passed the ticket over. In this case, the ticket is removed if
-        is_head() of this object has never returned True for the ticket. Otherwise the ticket is
-        kept, but another member may have the turn now: the caller must stop the work, and call
-        remove().
+        Where other hosts write, also returns False if the file was not touched for three quarters
+        of stale_timeout, because another host may have passed the ticket over. If the ticket had
+        its turn, the caller must stop the work, and call remove(). Else the ticket is removed.
         """
         _notice_fork()
         first = next(filter(self._lives, self._tickets()), "")
@@ -5992,9 +5712,8 @@ class TicketQueue:
     def remove(self, member: str) -> bool:
         """Remove the ticket of a member, and return whether the member had one.
 
-        member:  a name that register() returned, in this process or another.
-
-        Raises ValueError if the name is not of that form.
+        member:  a name that register() returned, in this process or another. Raises ValueError if
+            it is not of that form.
         """
         if not isinstance(member, str) or not _parse_ticket(member):
             raise ValueError(f"member must be a name that register() returned, not {member!r}")
@@ -6007,8 +5726,7 @@ class TicketQueue:
                 held.lock.close()
 
     def cleanup_stale(self) -> int:
-        """Remove the tickets of dead members, and return how many were removed. A member counts as
-        dead when its ticket is to be passed over: see TicketQueue. The number includes tickets that
+        """Remove the tickets of dead members, and return their number. It includes tickets that
         other calls removed meanwhile."""
         return sum(not self._lives(member) for member in self._tickets())
 
@@ -6018,15 +5736,12 @@ class TicketQueue:
         return not any(map(self._lives, self._tickets()))
 
     def maybe_cleanup(self) -> bool:
-        """Remove queue_dir if no living member is in line, and return whether it was removed.
+        """Remove queue_dir if no living member is in line, and return whether it was removed. After
+        a removal, the numbers start at 1 again.
 
-        Returns False if queue_dir does not exist, or if queue_dir has other files. A register()
-        that comes during this call waits until queue_dir is removed, and then makes queue_dir
-        again. So this call may return False, though it has removed queue_dir. After a removal, the
-        numbers start at 1 again.
-
-        On a file system that other hosts write to, queue_dir is never removed. Another host might
-        lock the removed file "last", and take the removed file for the new one.
+        Returns False if queue_dir does not exist, has other files, or is on a file system that
+        other hosts write to. Also returns False if a register() that waited has made queue_dir
+        again.
         """
         if not os.path.isdir(self._files.path):
             return False
@@ -6037,16 +5752,15 @@ class TicketQueue:
 
     @contextmanager
     def turn(self, timeout: float | None = None) -> Iterator[int]:
-        """Take a ticket, wait for its turn, and hold the turn for the block of `with`.
+        """Take a ticket, wait for its turn, and hold the turn for the block of `with`. Yield the
+        number of the ticket. The ticket is given up at the end.
 
-        timeout:  seconds to wait for the turn. None: no limit.
+        timeout:  the seconds to wait for the turn. None: no limit.
 
-        Yields the number of the ticket. The ticket is given up at the end of the block, and also if
-        the wait ends with an exception.
-
-        Raises TimeoutError if the turn did not come within `timeout`. Raises FemtoQueueError if the
-        ticket was removed during the wait, or if another host may have passed the ticket over.
-        Raises OSError as register() does, and ValueError or TypeError for an invalid timeout.
+        Raises TimeoutError if the turn did not come in time. Raises FemtoQueueError if the ticket
+        was removed during the wait, or if another host may have passed it over. In the block,
+        is_head() tells this: turn() does not interrupt the block. Raises OSError as register()
+        does, and ValueError or TypeError for an invalid timeout.
         """
         end_s = float("inf") if timeout is None else time.monotonic() + _finite("timeout", timeout)
         late = TimeoutError(f"no turn within {timeout} s")
@@ -6073,13 +5787,10 @@ class TicketQueue:
         finally:
             try:
                 over.set()
-                # The member is not in `_held_tickets` in a forked child, or if is_head() or a call
-                # of remove() has removed the ticket.
-                if member in self._held_tickets:
+                if member in self._held_tickets:  # not in a forked child
                     self.remove(member)
             finally:
-                # Do this even if Ctrl-C ends remove(): the lock ends with the last reference to
-                # `held`.
+                # Even if Ctrl-C ends remove(): the lock ends with the last reference to `held`.
                 self._held_tickets.pop(member, None)
 
     def __del__(self) -> None:
@@ -6094,23 +5805,17 @@ class TicketQueue:
     def _touch_until(self, member: str, over: threading.Event) -> None:
         pause_s = min(self._stale_s / 4, threading.TIMEOUT_MAX)
         while not over.wait(pause_s) and (held := self._held_tickets.get(member)):
-            # An OSError is ignored: after trouble with the disk, the next round tries again. If the
-            # ticket was given up meanwhile, the next round does not find the ticket in
-            # `_held_tickets`, and this thread ends.
-            with suppress(OSError):
+            with suppress(OSError):  # the next round tries again
                 self._touch(held)
 
     def _touch(self, held: _HeldTicket) -> bool:
-        """Touch the file of a ticket, and return True. Return False if the touch came too late: in
-        that case, another host may have passed the ticket over. Also return False if the ticket was
-        given up.
-
-        The time is read again after the touch, because the touch itself may have taken long."""
+        """Touch the file of a ticket. Return False if the touch came too late, so that another host
+        may have passed the ticket over, or if the ticket was given up."""
         began_s = time.time()
         # RACE: another thread gives the ticket up, and closes its file. Then os.utime() raises
         # EBADF or EINVAL.
         with _ignore_missing(errno.EBADF, errno.EINVAL):
-            os.utime(held.lock.fd or 0)
+            os.utime(held.lock.fd or 0)  # this may take long, so the time is read again
             if time.time() - held.touched_s <= self._numbers.late_part * self._stale_s:
                 held.touched_s = began_s
                 return True
@@ -6125,9 +5830,9 @@ class TicketQueue:
         """Hold the lock of the file "last", and yield that lock. until_s: as in _join_line()."""
         lock = _despite_cleanup(lambda: self._lock_last(until_s), self._files.path)
         try:
-            # CRASH: a process that dies in _join_with(), after open_lock() and before the rename,
-            # leaves a file whose name begins with ".". A process needs such a file only while it
-            # holds the lock of "last", so each of them is a leftover here.
+            # CRASH: a process dies in _join_with(), after open_lock() and before the rename, and
+            # leaves a file whose name begins with ".". Such a file is needed only under the lock of
+            # "last", so each of them is a leftover here.
             for name in self._files.names(""):
                 if name[0] == "." and _parse_ticket(name[1:]):
                     self._files.unlink_if_exists(name)
@@ -6152,17 +5857,14 @@ class TicketQueue:
         return sorted(filter(_parse_ticket, self._files.names("")))
 
     def _lives(self, member: str) -> bool:
-        """Return whether a member lives. If not, remove its ticket. A member of this boot counts as
-        dead when the lock of its ticket is free. A member of another host, or of an earlier boot,
-        counts as dead when its ticket was not touched for stale_timeout. But if only processes of
-        this kernel use the line, the lock decides for every member."""
+        """Return whether a member lives. If not, remove its ticket. For a member of this boot, or
+        if only this kernel uses the line, the lock decides, else the last touch."""
         with _ignore_missing():  # RACE: the member or another process removed the ticket
             with closing(self._files.open_lock(member, os.O_RDWR)) as lock:
                 if member.split("~")[1] == self._boot or self._files.is_local:
                     is_dead = lock.try_exclusive()
                 else:
-                    # Ask by the descriptor for the time of the last touch. If asked by the path, a
-                    # network file system may return a time that is a minute old.
+                    # Not by the path: a network file system may return a time of a minute ago.
                     is_dead = time.time() - lock.status().st_mtime > self._stale_s
             if not is_dead:
                 return True
@@ -6171,9 +5873,8 @@ class TicketQueue:
 
 
 # ==================================================================================================
-# 20. Other file systems: those that other hosts may write to, and systems without flock. When a
-#    queue object or a TicketQueue is made, _open_files() chooses the classes for its files, lease
-#    directory, keys and ticket numbers.
+# 20. Other file systems: those that other hosts may write to, and systems without flock.
+#    _open_files() chooses the classes.
 #
 #    TOPIC: what differs on other file systems. Five facts about NFS and GlusterFS have names. The
 #    comments in this part give these names in parentheses.
@@ -6200,8 +5901,7 @@ class TicketQueue:
 #      flock     A host that is cut off from the network may lose its locks, and is not told (both).
 #
 #    The overrides, the facts that make them necessary, and the file systems ("both": NFS and
-#    GlusterFS). With a *, the override does on FUSE what the row says for GlusterFS, elsewhere what
-#    it says for NFS.
+#    GlusterFS). With a *, the override does nothing more on FUSE.
 #
 #      _SharedLock.reading_is_enough         flock (NFS)
 #      _SharedFiles.syncs_after_rename       a torn file would be visible to other hosts (both)
@@ -6209,7 +5909,8 @@ class TicketQueue:
 #      _SharedFiles.sync_file, open_lock     replaced (GlusterFS)
 #      _SharedFiles.exists, has_work, names  stale (NFS)
 #      _SharedFiles.read                     stale (both), replaced (GlusterFS)
-#      _SharedFiles.move, unlink *           replies (NFS)
+#      _SharedFiles.move, move_onto *        replies (NFS)
+#      _SharedFiles.unlink *                 replies (NFS)
 #      _SharedFiles.shrink                   stale (both)
 #      _SharedLeaseDir.claim *               replies (NFS)
 #      _SharedKeys._linked                   stale, flock (both), healed (GlusterFS)
@@ -6222,8 +5923,8 @@ class TicketQueue:
 #      _SharedNumbers.late_part              a host may be cut off or stopped for long (both)
 #      _SharedNumbers.remove_dir             stale (both)
 #
-#    On systems without flock (Python has no module fcntl), the leases of a worker that died or was
-#    closed end at their deadlines only. Tasks with a key and tickets are not available.
+#    Without flock (Python has no module fcntl), the leases of a worker that died or was closed end
+#    at their deadlines only. Tasks with a key and tickets are not available.
 # ==================================================================================================
 
 _FUSE_TYPE = 0x65735546  # f_type of every FUSE mount, not of GlusterFS alone
@@ -6239,10 +5940,8 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 def _open_files(data_dir: str, is_durable: bool) -> _Files:
     """Make data_dir if it is missing, open it, and return the _Files object for its file system.
-
-    A file system whose type is not in _LOCAL_TYPES counts as one that other hosts write to. Where
-    statfs(2) does not exist (not Linux), every file system counts as a local one. Raises OSError if
-    data_dir can't be made or opened, or if statfs(2) fails."""
+    Other hosts may write to a file system whose type is not in _LOCAL_TYPES. Where statfs(2) does
+    not exist (not Linux), every file system counts as local."""
     data_dir = data_dir.rstrip(os.sep) or os.sep
     _make_dir(data_dir, 0o700, is_durable)
     root = _OpenFile(None, data_dir, _ROOT_FLAGS)
@@ -6302,9 +6001,8 @@ class _UnlockedLeaseDir(_LeaseDir):
 
 
 def _afresh(look: _Method) -> _Method:
-    """Return a method that calls `look`, and repeats the call at once after ENOENT or ESTALE,
-    up to _LOOKS times in all (replaced). Each call looks the name up again, so no listing is needed
-    between the calls. If the last call raises ENOENT or ESTALE, too, the method raises
+    """Return a method that calls `look`, and again after ENOENT or ESTALE, up to _LOOKS times
+    (replaced). Each call looks the name up again. The last ENOENT or ESTALE is raised as
     FileNotFoundError."""
 
     @functools.wraps(look)
@@ -6328,10 +6026,8 @@ class _SharedLock(_FileLock):
 
 
 class _SharedFiles(_Files):
-    """The steps on files that other hosts read and write at the same time.
-
-    is_fuse: the file system is a FUSE mount. It is treated as GlusterFS, which heals names and
-    loses no replies."""
+    """The steps on files that other hosts read and write at the same time. is_fuse: the file system
+    is treated as GlusterFS, which heals names and loses no replies."""
 
     # A file is synced before its rename. Otherwise another host could read a torn file between the
     # rename and the sync.
@@ -6350,8 +6046,8 @@ class _SharedFiles(_Files):
     sync_file = _afresh(_Files.sync_file)
 
     def _refresh(self, directory: str) -> None:
-        """Open a directory, so that the names in it are looked up anew. nfs(5) calls this
-        close-to-open consistency."""
+        """Open a directory, so that the names in it are looked up anew (close-to-open, see
+        nfs(5))."""
         with suppress(OSError):  # the look that follows meets the same trouble, and raises OSError
             _OpenFile(self.root, directory or ".").close()
 
@@ -6371,16 +6067,13 @@ class _SharedFiles(_Files):
         return super().has_work()
 
     def read(self, directory: str, name: str, ident: str) -> _Record:
-        """Read a record. For a checkpoint, and for the lease of a task with a key, list the
-        directory first. Another host may have replaced the file before this host claimed the task.
-        A read that follows a listing is not stale. If the read finds no file, read again as long as
-        the listing shows the name: another file may have been renamed over it (replaced).
-
-        The limit is a number of looks, not a time: while a mount hangs, time passes without an
-        answer from the server."""
+        """Read a record. If another host may have replaced the file before, list the directory
+        first: then the read is not stale. Read again while the listing shows the name
+        (replaced)."""
         state = _state_of(directory)
         if not (state == "checkpoints" or (state == "inflight" and _is_keyed(ident))):
             return self._read_once(directory, name, ident)
+        # A number of looks, not a time: while a mount hangs, time passes without an answer.
         for pause_s in itertools.islice(_backoff_s(0.001, _STALE_S / 24), _LISTED_LOOKS):
             is_listed = name in self.names(directory)
             try:
@@ -6399,10 +6092,8 @@ class _SharedFiles(_Files):
         return target
 
     def move_onto(self, source: str, target: str) -> None:
-        # The look at the target comes after that at the source.
         with self._found_moved(source, target):
-            self.lstat(target)
-            super().move(source, target)
+            super().move_onto(source, target)
 
     def unlink(self, path: str) -> None:
         with self._found_moved(path, ""):
@@ -6410,15 +6101,13 @@ class _SharedFiles(_Files):
 
     @contextmanager
     def _found_moved(self, source: str, target: str) -> Iterator[None]:
-        """Wrap a block that renames source to target, or removes it (target ""). Suppress a
-        FileNotFoundError of the block if the rename was carried out in spite of the error
-        (replies).
-
-        If the source is a lease whose deadline has passed, the error is not suppressed: another
-        worker may have reclaimed the task and ended it in the same way."""
+        """For a block that renames source to target, or removes it (target ""): suppress a
+        FileNotFoundError if the rename was carried out in spite of it (replies)."""
         before = None
         began_ns = _wall_ns()
         is_lease = _state_of(source) == "inflight"
+        # RACE: the deadline of a lease has passed, and another worker has reclaimed the task and
+        # ended it in the same way. Then the error is not suppressed.
         if not (self.is_fuse or (is_lease and _stamp_of(source) <= self.clock.now_ns())):
             before = super().lstat(source)
         try:
@@ -6428,14 +6117,13 @@ class _SharedFiles(_Files):
                 raise
 
     def _was_moved(self, before: os.stat_result, began_ns: int, source: str, target: str) -> bool:
-        """Return whether this call has moved a file from source to target. `before`: what lstat()
-        returned for the file before the call, which began at began_ns (wall clock)."""
+        """Return whether this call has moved a file from source to target. before: the result of
+        lstat() before the call, which began at began_ns (wall clock)."""
         if self.exists(source):
             return False
         is_ours = _state_of(source) == "creating"
-        # If the file comes from creating/ and is younger than half an hour, the missing source is
-        # enough: others remove a file there only after an hour. Another worker may have moved the
-        # file on from the target.
+        # Others remove a file in creating/ only after an hour. So if a file is gone within half an
+        # hour, this call has moved it. RACE: another worker moves the file on from the target.
         if not target or (is_ours and _wall_ns() < before.st_mtime_ns + _LEFTOVER_NS // 2):
             return True
         if not self.exists(target):
@@ -6459,8 +6147,7 @@ class _SharedLeaseDir(_LeaseDir):
         return super().claim(directory, name, lease) or self._was_claimed(lease.path)
 
     def _was_claimed(self, lease: str) -> bool:
-        """Return whether the rename of a claim was carried out, although super().claim() returned
-        False (replies)."""
+        """Return whether a claim that returned False was carried out (replies)."""
         files: Any = self._files
         if files.is_fuse or self._held is None:
             return False
@@ -6482,14 +6169,13 @@ class _SharedKeys(_Keys):
 
     def _linked(self, tag: str, but: str = "") -> tuple[str, str]:
         """Return the paths of a key's task and of the payload behind it, as the listings show them,
-        without the file at `but`. If this thread has the lock, remove an older payload.
-
-        RACE: a host is cut off while it pushes a payload behind a task, and loses the lock (flock).
-        Another host takes the lock, and also pushes a payload. Then both payloads are in keys/."""
+        without the file at `but`. If this thread has the lock, remove an older payload."""
         path = behind = ""
         for entry in self._files.find("keys", *_LIVE):
             if _tag_of(entry.id) != tag or entry.path == but:
                 continue
+            # RACE: a host is cut off while it pushes a payload, and loses the lock (flock). Another
+            # host pushes a payload, too. Then both are in keys/.
             if entry.directory == "keys":
                 older, behind = sorted((behind, entry.path), key=_id_of)
                 if older and _id_of(older) != _id_of(behind) and self._has_lock(tag):
@@ -6519,24 +6205,19 @@ class _SharedKeys(_Keys):
         return False
 
     def _link_or_give_way(self, tag: str, lease: str) -> str | None:
-        """Return the path of the payload behind a claimed task, or "". But if the key has another
-        task, one of the two gives way. Return None if it is the claimed one.
-
-        - The other task is younger: the claimed task is quarantined.
-        - The other task is older, and waits or has a lease whose deadline has passed: the other
-          task is quarantined.
-        - The other task is older, and the deadline of its lease has not passed: a worker may be
-          running it, or that lease may only have come back (healed). So the claimed task waits in
-          scheduled/ until that deadline, but for at most _STALE_S, uncounted.
-
-        RACE: two workers claim the two tasks at once. Each lists the directories after its own
-        claim. The worker of the older task finds the younger one, and quarantines the older one. So
-        at most one of the tasks runs."""
+        """Return the path of the payload behind a claimed task, or "". If the key has another task,
+        one of the two gives way: return None if it is the claimed one."""
+        # RACE: two workers claim the two tasks of a key at once. Each lists the directories after
+        # its own claim. The worker of the older task finds the younger one, and quarantines the
+        # older one. So at most one of the two runs.
         directory, ident = os.path.dirname(lease), _id_of(lease)
         if os.path.basename(lease) not in self._files.names(directory):
             raise _os_error(errno.ENOENT, lease)
         path, behind = self._linked(tag, but=lease)
         other = _id_of(path)
+        # The younger task counts. But a leased older task may run, or only its lease may have come
+        # back (healed). So the claimed task waits until that deadline, uncounted, for at most
+        # _STALE_S.
         if other > ident:
             self._quarantine_second(path, lease)
             return None
@@ -6553,16 +6234,13 @@ class _SharedKeys(_Keys):
 
 class _SharedNumbers(_Numbers):
     """The numbers of the tickets, on a file system that other hosts write to. The last number is in
-    the name of an empty file, last~<number>, because a listing is correct even while contents are
-    stale. If a host has lost the lock of "last" (flock), two hosts may rename last~<number> at the
-    same time. Then one of the renames fails."""
+    the name of an empty file, last~<number>, because contents may be stale, but a listing is not.
+    If two hosts hold the lock of "last" (flock), one of their renames fails."""
 
     # RACE: another host finds this member's ticket stale, and is about to remove the ticket and to
-    # take the turn. Meanwhile the member touches the ticket. This touch comes too late: the other
-    # host removes the ticket all the same. Until the removal, the ticket may still be the first in
-    # line, but the member must not take the turn. So the member gives the ticket up if it was not
-    # touched for three quarters of stale_timeout. No host finds the ticket stale as early as that:
-    # the last quarter is for clocks that differ.
+    # take the turn. Then the member touches the ticket, too late, and finds it first in line. So
+    # the member gives up a ticket that was not touched for three quarters of stale_timeout. The
+    # last quarter is for clocks that differ.
     late_part = 0.75
     _parse = re.compile(r"last~[0-9]{20}").fullmatch
 
@@ -6581,18 +6259,16 @@ class _SharedNumbers(_Numbers):
 
     def check(self, number: int) -> None:
         """Raise FileExistsError if another host drew a higher number before this ticket was in
-        line.
-
-        RACE: this host lost the lock of "last" between draw() and the rename of the ticket (flock).
-        Another host drew a higher number, was the first in line, and may have its turn now. The
-        lower number of this ticket would give this member a turn at the same time."""
+        line."""
+        # RACE: this host lost the lock of "last" between draw() and the rename of the ticket
+        # (flock). Another host drew a higher number, was the first in line, and may have its turn
+        # now. The lower number of this ticket would give this member a turn at the same time.
         if self._last_name() > f"last~{number:020d}":
             raise FileExistsError(errno.EEXIST, "another host was faster", self._files.path)
 
     def remove_dir(self) -> None:
-        """Do nothing. If "last" were removed, another host could still open and lock the removed
-        file, and take it for the current one (stale). Then two hosts would hold the lock of one
-        line."""
+        """Do nothing: another host could open and lock a removed "last" (stale), and two hosts
+        would hold the lock of one line."""
 
 
 # ==================================================================================================
@@ -6601,126 +6277,135 @@ class _SharedNumbers(_Numbers):
 # ==================================================================================================
 
 _REDRAW_S = 0.5  # the shortest pause between two drawings of the progress line on a terminal
-_OPEN_LINE_S = 10.0  # the longest time that an unfinished line keeps others from writing
 _OUTCOMES = ("done", "failed", "retried", "released", "lost")  # the fields of WorkCounts
 
 
-# Output and progress: standard streams, which may be non-blocking
-
-
-def _writable(fd: int) -> None:
-    """Wait until a descriptor can be written to, for at most 50 ms."""
-    import select
-
-    # If select.poll() is missing (see _readable()), select.select() is used. If that raises
-    # ValueError, for a descriptor of 1024 or more, the caller tries again at once.
-    with suppress(ValueError):
-        if hasattr(select, "poll"):
-            poll = select.poll()
-            poll.register(fd, select.POLLOUT)
-            poll.poll(50)
-        else:
-            select.select([], [fd], [], 0.05)
-
-
 def _write_all(fd: int, data: bytes) -> None:
-    """Write all of the data to a descriptor.
-
-    write(2) may take only a part of the data, for example if the process is stopped and continued.
-    The descriptor may be non-blocking: any process that shares a pipe can set O_NONBLOCK.
-    """
+    """Write all of the data to a descriptor. If another process has set O_NONBLOCK, clear it."""
     left = memoryview(data)
     while left:
         try:
             left = left[os.write(fd, left) :]
         except BlockingIOError:
-            _writable(fd)
+            os.set_blocking(fd, True)
 
 
 def _read_some(fd: int) -> bytes:
-    """Wait until bytes come from a descriptor, and return the bytes. Return b"" at the end of the
-    file or pipe. The descriptor may be non-blocking."""
+    """Wait for bytes, and return them; b"" at the end. If another process has set O_NONBLOCK, clear
+    it."""
     while True:
         try:
             return os.read(fd, 1 << 16)
         except BlockingIOError:
-            _readable([fd], 1.0)
+            os.set_blocking(fd, True)
+
+
+_Error = TypeVar("_Error", bound=BaseException)
+
+
+def _named(error: _Error, name: Any) -> _Error:
+    """Give an OSError of the system a file name, if it has none, and return it."""
+    if isinstance(error, OSError) and error.errno is not None and error.filename is None:
+        error.filename = name
+    return error
+
+
+def _printable(text: str) -> str:
+    """Escape the characters that are not printable: they may move the cursor."""
+    return "".join(it if it.isprintable() else ascii(it)[1:-1] for it in text)
+
+
+def _preview(data: bytes) -> str:
+    """Return the beginning of a payload as one line of printable text."""
+    return _printable(" ".join(data[:_PREVIEW_BYTES].decode("utf-8", "replace").split()))
+
+
+_PREVIEW_BYTES = 200
 
 
 class _Progress:
-    """The progress of a queue: how many tasks are left, the rate, and the time until none is left.
+    """The progress of a queue: the tasks left, the rate, and the time until none is left.
 
-    A task is left if it waits or is leased. All workers lower the number of tasks left, and all
-    producers raise it. The rate is the decrease of this number per second. But the rate is never
-    less than the number of tasks per second that this worker ends. Without this minimum, the rate
-    would be 0 if producers push tasks as fast as workers end tasks.
+    A task is left if it waits or is leased. The rate is the decrease of this number per second, or
+    the tasks that this worker ends per second if these are more.
     """
 
-    # The rate is measured over at least _SPAN_S seconds and at least _SPAN_TASKS tasks, or over all
-    # samples if they do not reach back so far.
+    # The rate is measured over at least _SPAN_S seconds and _SPAN_TASKS tasks, or over all samples.
     _SPAN_S, _SPAN_TASKS = 10.0, 20
+    # Without an end for the time of _STALL_TASKS tasks, and for _STALL_S, no rate is shown.
+    _STALL_S, _STALL_TASKS = 2.0, 5
     _NOISE_TASKS = 2  # a queue counts as growing if it became longer by more tasks than this
     _MAX_SAMPLES = 120
 
-    def __init__(self, data_dir: str) -> None:
-        self._root = data_dir
+    def __init__(self, files: _Files) -> None:
+        self._files = files
         # Each sample has the time, the number of tasks left, and how many this worker has ended.
         self._samples: list[tuple[float, int, int]] = []
         self._next_s = 0.0
+        self._ended_s = 0.0  # the time of the last sample with an end
+        self._patience_s = self._STALL_S
+        self._later, self._last_due_ns = 0, 0  # the tasks that are not due, and when the last is
         self.waiting, self.running, self.is_paused = 0, 0, False
 
-    def names(self, directory: str) -> set[str]:
+    def tasks_in(self, directory: str) -> set[str]:
         """Return the names of the tasks in a directory."""
-        path = os.path.join(self._root, directory)
-        return {*filter(_FORMS[_state_of(directory)], os.listdir(path))}
+        return {*filter(_FORMS[_state_of(directory)], self._files.names(directory))}
 
     def latest_dead_letters(self, count: int = 5) -> list[str]:
-        """Return the ids of the `count` tasks that came to failed/ most recently, the latest first.
-        To save time, only the thousand names that sort last in failed/ are looked at. Usually these
-        are the tasks that were pushed last. So an older task that failed just now may be missed."""
+        """Return the ids of the tasks that came to failed/ last, the latest first. Only the
+        thousand names that sort last are looked at, to save time."""
 
         def moved_s(name: str) -> float:
             with suppress(OSError):  # RACE: another process has retried or removed the task
-                return os.stat(os.path.join(self._root, "failed", name)).st_ctime
+                return self._files.lstat(f"failed/{name}").st_ctime
             return 0.0
 
-        youngest = sorted(self.names("failed"))[-1000:]
+        youngest = sorted(self.tasks_in("failed"))[-1000:]
         # Each id once: a person may have given a task a second name in failed/.
         return [*dict.fromkeys(map(_id_of, sorted(youngest, key=moved_s)[::-1]))][:count]
 
     def count_left(self, ended: int, now: bool = False) -> None:
         """Count the tasks that are left, and keep a sample. `ended`: how many tasks this worker has
-        ended. Raises OSError if a directory can't be listed.
-
-        Counting must not take more than 1 % of the time. So do nothing until 100 times the duration
-        of the last count has passed. With `now`, count in any case."""
+        ended. Without `now`, counting takes at most 1 % of the time. Raises OSError."""
         began_s = time.monotonic()
         if began_s < self._next_s and not now:
             return
-        self.waiting = sum(len(self.names(it)) for it in _WAITING_DIRS)
-        self.running, names = 0, os.listdir(self._root)
-        self.is_paused = "PAUSED" in names
-        for directory in filter(_parse_node_dir, names):
-            # RACE: the worker ended, and its directory was removed after the listing.
-            # NotADirectoryError: the name is that of a foreign file.
-            with suppress(FileNotFoundError, NotADirectoryError):
-                self.running += len(self.names(directory))
+        self.waiting = len(self.tasks_in("pending")) + self.count_scheduled()
+        self.running = sum(len(self.tasks_in(it)) for it in self._files.node_dirs())
+        self.is_paused = self._files.exists("PAUSED")
         now_s = time.monotonic()
         self._next_s = now_s + 100 * (now_s - began_s)
         self.add_sample(now_s, self.waiting + self.running, ended)
 
+    def count_scheduled(self) -> int:
+        """Return the number of scheduled tasks, and note those that are not due."""
+        names = sorted(self.tasks_in("scheduled"))
+        self._later = len(names) - bisect.bisect(names, f"{_wall_ns():020d}")
+        self._last_due_ns = _stamp_of(names[-1]) if names else 0
+        return len(names)
+
     def add_sample(self, now_s: float, left: int, ended: int = 0) -> None:
         """Keep a sample. If there are too many samples, drop every second one of the older half."""
+        *_, last = self._samples or [(now_s, left, ended)]
+        has_ended = left < last[1] or ended > last[2]
+        if has_ended and self._is_stalled(last[0]):
+            self._samples = [last]  # the pause must not lower the rate
         self._samples.append((now_s, left, ended))
+        if has_ended:
+            self._ended_s = now_s
+            rate = self.estimate()[0]
+            self._patience_s = max(self._STALL_S, self._STALL_TASKS / rate if rate else 0.0)
         if len(self._samples) > self._MAX_SAMPLES:
             del self._samples[1 : self._MAX_SAMPLES // 2 : 2]
+
+    def _is_stalled(self, now_s: float) -> bool:
+        return self.is_paused or now_s - self._ended_s > self._patience_s
 
     def estimate(self) -> tuple[float, float | None, bool]:
         """Return the rate, the time until no task is left, and whether the queue grows.
 
-        The rate is in tasks per second. It is 0 if the number of tasks left does not fall and this
-        worker ends no task. The time is in seconds. It is None if the number does not fall. Until
-        the samples span a second, the rate is 0 and the time is None."""
+        The rate is in tasks per second, the time in seconds. The time is None if the number of
+        tasks left does not fall. Until the samples span a second, the rate is 0."""
         rate, shrinks, span_s = 0.0, 0.0, 0.0
         now_s, left, ended = self._samples[-1] if self._samples else (0.0, 0, 0)
         for since_s, before, ended_before in reversed(self._samples[:-1]):
@@ -6735,9 +6420,12 @@ class _Progress:
         return rate, left / shrinks if shrinks > 0 else None, grows
 
     def pace_text(self) -> str:
-        """Return a text: the rate, and then "growing" if the queue grows, or else the time until no
-        task is left. A rate or time of 0 is left out, and so is a time that is not known."""
+        """Return the rate, the time left or "growing", and when the scheduled tasks are due. What
+        is not known is left out."""
         rate, left_s, grows = self.estimate()
+        if self._samples and self._is_stalled(self._samples[-1][0]):
+            rate, left_s = 0.0, None
+        due_s = (self._last_due_ns - _wall_ns()) / 1e9
         texts = []
         if rate > 0:
             unit, per_unit = next(it for it in _RATE_UNITS if rate * it[1] >= 1 or it[0] == "d")
@@ -6746,12 +6434,13 @@ class _Progress:
         if grows:
             texts.append("growing")
         elif left_s is not None and left_s > 0:
-            texts.append(f"about {_rough_time(left_s)} left")
+            texts.append(f"about {_rough_time(max(left_s, due_s))} left")
+        if self._later and due_s > 0:
+            texts.append(f"{self._later} due in {_rough_time(due_s)}")
         return "  ".join(texts)
 
     def text(self, counts: Mapping[str, int]) -> str:
-        """Return the line of progress. `counts` has the numbers of this worker's deliveries, by the
-        fields of WorkCounts."""
+        """Return the line of progress. counts: this worker's deliveries, by field of WorkCounts."""
         ended = [f"{counts.get(it, 0)} {it}" for it in _OUTCOMES if counts.get(it)]
         parts = ["  ".join(ended or ["0 done"])]
         paused = "  paused" if self.is_paused else ""
@@ -6772,92 +6461,98 @@ def _rough_time(seconds: float) -> str:
 
 
 def _terminal_size(fd: int) -> tuple[int, int]:
-    """Return the columns and rows of the terminal `fd`. A number that is not known is 0. If `fd` is
-    not a terminal, both are 0. $COLUMNS is not used, because it does not follow a change of the
-    size."""
+    """Return the columns and rows of a terminal; 0: not known. $COLUMNS would not follow a change
+    of the size."""
     with suppress(OSError):
         return os.get_terminal_size(fd)
     return 0, 0
 
 
-class _Output:
-    """The standard output and standard error of `femtoqueue work`, which all its threads write to.
-    Other long commands use an object of this class only to show their progress (_showing).
+class _Stalled(Exception):
+    """Nobody reads the output."""
 
-    If jobs run side by side, and one of them has an unfinished line on a stream, the other jobs and
-    the worker wait for the end of the line, but for at most _OPEN_LINE_S. If standard error is a
-    terminal, the line at the bottom shows the progress. This progress line is cleared before other
-    output is written to the terminal. The progress line is drawn again after the output, unless the
-    output ends within a line.
+
+class _Output:
+    """The standard output and standard error of a long command, which all its threads write to.
+
+    If standard error is a terminal, a progress line stands at the bottom. It is cleared before
+    other output, and drawn again after it, unless the output ends within a line. It is drawn only
+    while this process group is in the terminal's foreground.
     """
 
     def __init__(self) -> None:
-        # A thread holds the turn of a stream while it writes to the stream. Usually each stream has
-        # a turn of its own. Then a write to standard output that waits for a reader does not delay
-        # the log on standard error. But streams that lead to the same file share a turn.
-        self._turns = {fd: threading.Condition() for fd in (1, 2)}
+        # A write to standard output that waits for a reader must not delay the log. But streams
+        # that lead to the same file share a lock.
+        self._locks = {fd: threading.Lock() for fd in (1, 2)}
         with suppress(OSError):
             if os.path.sameopenfile(1, 2):
-                self._turns[1] = self._turns[2]
-        # The owner (see put()) of the unfinished line on the stream, by the turn of the stream.
-        # None: nobody has to wait for the end of a line.
-        self._owners: dict[threading.Condition, object] = {}
+                self._locks[1] = self._locks[2]
+        self.is_one = self._locks[1] is self._locks[2]
+        self._unfinished = set[threading.Lock]()  # the locks of streams whose line has not ended
         self.has_terminal = os.isatty(2)
         self._is_dumb = os.environ.get("TERM", "dumb") == "dumb"
         self._has_colours = not (self._is_dumb or os.environ.get("NO_COLOR"))
         self._line: str | None = ""  # to show at the bottom of the terminal; None: show no more
+        self._passed_s = dict.fromkeys(self._locks.values(), 0.0)  # when bytes were last written
         self._shown = 0  # the length of the progress line that is on the terminal now
-        self._unfinished = set[threading.Condition]()  # turns of streams whose line has not ended
 
     def put(
         self,
         fd: int,
         data: bytes,
-        owner: object = None,
-        is_whole: bool = True,
         begins_line: bool = False,
+        gives_up: Callable[[float], object] = _no_op,
     ) -> None:
-        """Write bytes to a stream. While another owner has an unfinished line there, wait first,
-        but for at most _OPEN_LINE_S. Raises OSError if the write fails.
+        """Write bytes to a stream. begins_line: if its last line has not ended, end it first.
 
-        owner: for output of a job, the _Relay (room 22) that reads it from a pipe. None: the bytes
-        are from the worker, or no jobs run side by side.
-        is_whole: True: others may write after these bytes. False: the bytes end within a line, and
-        others wait for the end of the line.
-        begins_line: if the last line of the stream has not ended, end it first."""
+        While nobody reads, gives_up() gets the time since when (monotonic clock). A true result
+        raises _Stalled. Raises OSError."""
         if not data:
             return
-        turn = self._turns[fd]
-        with turn:
-            turn.wait_for(lambda: self._owners.get(turn) in (None, owner), _OPEN_LINE_S)
-            self._owners[turn] = None if is_whole else owner
-            turn.notify_all()
-            has_line = turn is self._turns[2] and self.has_terminal
+        lock, began_s = self._locks[fd], time.monotonic()
+        while not lock.acquire(timeout=0.1):
+            if gives_up(max(began_s, self._passed_s[lock])):
+                raise _Stalled
+        try:
+            has_line = lock is self._locks[2] and self.has_terminal
             if has_line:
                 _write_all(2, self._clearing())
                 self._shown = 0
-            if begins_line and turn in self._unfinished:  # a job has not ended its last line
+            if begins_line and lock in self._unfinished:
                 data = b"\n" + data
-            if data.endswith(b"\n"):
-                self._unfinished.discard(turn)
-            else:
-                self._unfinished.add(turn)
-            _write_all(fd, data)
+            self._unfinished.discard(lock)
+            if not data.endswith(b"\n"):
+                self._unfinished.add(lock)
+            self._write(fd, data, gives_up)
             if has_line:
                 self._draw()
+        finally:
+            lock.release()
+
+    def _write(self, fd: int, data: bytes, gives_up: Callable[[float], object]) -> None:
+        import select
+
+        lock, left = self._locks[fd], memoryview(data)
+        self._passed_s[lock] = time.monotonic()
+        while left:
+            # A pipe that select() finds writable takes 4096 bytes without blocking.
+            if select.select([], [fd], [], 0.1)[1]:
+                with suppress(BlockingIOError):  # another process has set O_NONBLOCK
+                    left = left[os.write(fd, left[:4096]) :]
+                    self._passed_s[lock] = time.monotonic()
+            elif gives_up(self._passed_s[lock]):
+                raise _Stalled
 
     def show(self, line: str | None) -> None:
-        """Show a progress line at the bottom of the terminal, in place of the previous one. While
-        other output has an unfinished line there, the progress line is only stored: put() draws it
-        later. None: show no progress line from now on."""
-        with self._turns[2]:
+        """Show a progress line in place of the previous one. None: show none from now on."""
+        with self._locks[2]:
             if self._line is not None:
                 self._line = line
                 self._draw()
 
     def _draw(self) -> None:
-        is_at_start = self._turns[2] not in self._unfinished
-        if not (self.has_terminal and is_at_start and (self._line or self._shown)):
+        is_at_start = self._locks[2] not in self._unfinished
+        if not (self._is_foreground() and is_at_start and (self._line or self._shown)):
             return
         line = (self._line or "")[: self._columns()]
         shown = line
@@ -6866,21 +6561,23 @@ class _Output:
         _write_all(2, self._clearing() + shown.encode("ascii", "backslashreplace"))
         self._shown = len(line)
 
+    def _is_foreground(self) -> bool:
+        with suppress(OSError):  # the terminal is not the one of this session
+            return self.has_terminal and os.tcgetpgrp(2) == os.getpgrp()
+        return True
+
     def clearing_for_signal(self) -> bytes:
-        """Return the bytes that make room for a message on the terminal: they clear the progress
-        line, or begin a new line if no progress line is shown. A signal handler uses this method
-        instead of put(), because a signal handler must not wait for a lock."""
-        return self._clearing() if self._shown else b"\n"
+        """Return the bytes that make room for a message on the terminal. A signal handler must not
+        wait for a lock, and so can't use put()."""
+        return self._clearing() or b"\n"
 
     def _columns(self) -> int:
         return _terminal_size(2)[0] or 80
 
     def _clearing(self) -> bytes:
-        """Return the bytes that clear the progress line, or b"" if none is shown. If the terminal
-        has become narrower than the line, the line takes several rows, and all of these are
-        cleared. But on a terminal without escape sequences (TERM=dumb), only the last row is
-        cleared, by spaces."""
-        if not self._shown:
+        """Return the bytes that clear the progress line. If the terminal has become narrower, the
+        line takes several rows, which are all cleared, unless the terminal is dumb."""
+        if not (self._shown and self._is_foreground()):
             return b""
         if self._is_dumb:
             return b"\r" + b" " * self._shown + b"\r"
@@ -6890,445 +6587,339 @@ class _Output:
 
 # ==================================================================================================
 # 22. Jobs: the processes of a command, CMD, that `femtoqueue work` runs for a task.
-#     The leader of a job is CMD's process, which also leads a session. The job consists of the
-#     processes in this session, their descendants, and daemons (_job_processes). A daemon has left
-#     the session, and its parent has ended. While the leader runs, the variables in the daemon's
-#     environment show its job. After the end of the leader, a daemon is known only if an earlier
-#     call of _job_processes() found it. Where _is_proc_ours() is false, for example on macOS,
-#     the job is only the leader's process group. _terminate() ends a job at --task-timeout
-#     (_CommandPool._follow), at the second signal (_CommandPool._abort), or after an error.
-#     Invariant: the watchdog knows each job from before CMD is executed until end_job(). If this
-#     worker dies, the watchdog kills the jobs that it knows.
+#     A job is the session that CMD leads. The launcher, a process without threads, starts each CMD.
+#     It keeps the ended CMD as a zombie until the job is over. So no other session, and no other
+#     process group, can get the number of the job.
+#     Invariant: the launcher knows each job from its start until the job is over. Each job has a
+#     link, a pair of sockets. If the worker dies, the links end, and the launcher kills the jobs.
+#     If the launcher dies, the links end, and the worker kills the jobs.
 # ==================================================================================================
 
 _GRACE_S = 5.0  # the time between a signal to a job and SIGKILL
-# How long a relay (a thread that passes on output) still reads what background programs write,
-# after it has passed on CMD's last byte.
-_RELAY_LINGER_S = 1.0
-_REASON_BYTES = 4096  # a reason gets at most this many of the last bytes of CMD's standard error
-# The error messages of sh begin with this name and a colon. From such a message, _judge() sees that
-# sh could not execute CMD. The name is not "femtoqueue", because CMD may itself be a `femtoqueue`,
-# whose error messages begin with "femtoqueue: ".
-_SH_NAME = "femtoqueue work"
-# The script that sh runs in the process that becomes CMD. The script writes its pid to the
-# watchdog's pipe, closes the pipe and executes CMD. CMD then has descriptors 0, 1 and 2 only.
-# CRASH: the worker dies after the fork() and before the script writes. The new process still holds
-# the pipe, so the watchdog waits, reads the pid, and kills the process.
-# A preexec_fn (see Popen) could write the pid, too. But it would run Python code in a fork of a
-# process with threads. This code may wait for ever for a lock that another thread held at the fork.
-_START = 'echo $$ >&{0}; exec "$@" {0}>&-'
+_FORGET = 255  # a request to the launcher; the others are numbers of signals, and 0
+_LAUNCHER_ENDED = "the launcher of this worker has ended; its jobs are killed"
+_FAULTS = ("SIGKILL", "SIGSTOP", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT", "SIGTRAP")
 
 
-def _shell_words(names: Iterable[str]) -> list[str]:
-    """Return the words that start a shell. The shell should pass all variables of the environment
-    on to CMD. `names` are the names of these variables.
-
-    /bin/sh may be dash, which drops a variable whose name has other characters than ASCII letters,
-    digits and "_". Examples are "a.b", and "BASH_FUNC_f%%", in which bash exports a function
-    f. For such names, use bash, which passes the variables on. With -p, bash neither runs $BASH_ENV
-    nor defines the exported functions. If bash is not installed, use /bin/sh all the same."""
-    import shutil
-
-    bash = None
-    if not all(re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", it) for it in names):
-        bash = shutil.which("bash")
-    return [bash, "-p"] if bash else ["/bin/sh"]
-
-
-class _Relay(threading.Thread):
-    """A thread that passes on what a job writes to one pipe.
-
-    The thread ends when no process of the job holds the pipe. Background programs that outlive CMD
-    may hold the pipe for ever. Therefore the thread also ends _RELAY_LINGER_S after both of these
-    have happened: CMD's last byte has been passed on, and the job is over (_Process.is_over).
-
-    tail: the last bytes that came, at most _REASON_BYTES.
-    error: the exception that ended the thread, or None.
-    passed: how many bytes have been read and handled: passed on, or kept until their line ends.
-    is_through: set when everything that CMD wrote before its end has been passed on, or when the
-        thread ends, also by an exception.
-    """
-
-    def __init__(self, pipe: Any, fd: int, process: Any, pool: Any) -> None:
-        super().__init__(daemon=True)  # a thread stuck in a write must not keep the worker alive
-        self._pipe, self._fd, self._process, self._pool = pipe, fd, process, pool
-        self.tail, self._rest = b"", b""  # _rest: the bytes of an unfinished line, not passed on
-        self._is_open = False  # True: the beginning of an unfinished line has been passed on
-        self.error: Exception | None = None
-        self.passed = 0
-        self.is_through = threading.Event()
-
-    def run(self) -> None:
-        try:
-            with self._pipe:
-                self._pass_on_all(self._pipe.fileno())
-        except Exception as error:
-            self.error = error
-        finally:
-            self.is_through.set()
-            self._process.woken.set()
-
-    def _pass_on_all(self, pipe: int) -> None:
-        """Read the pipe, and pass on what comes. Return when no process of the job holds the pipe.
-        Also return _RELAY_LINGER_S after CMD's last byte has been passed on and the job is over,
-        whichever of the two comes later.
-
-        RACE: a background program of the job writes to the pipe all the time, also after the end of
-        CMD. The pipe may then never be empty, so an empty pipe can't be the sign that CMD's output
-        has been read. Therefore the bytes in the pipe are counted once, when CMD has ended. CMD's
-        output is complete when that many bytes have been read and passed on."""
-        left, end_s = None, float("inf")
-        while time.monotonic() < end_s:
-            if left is None and self._process.status is not None:
-                left = _bytes_in(pipe)
-            if left is not None and left <= 0 and not self.is_through.is_set():
-                self._end_line()
-                self.is_through.set()
-            # _RELAY_LINGER_S does not begin at the end of CMD, but when the job is over: in a stop,
-            # a program of the job may outlive CMD, save its state, and still write.
-            if self._process.is_over and self.is_through.is_set():
-                end_s = min(end_s, time.monotonic() + _RELAY_LINGER_S)
-            if _readable([pipe], 0.1):
-                data = os.read(pipe, 1 << 16)
-                if not data:
-                    break
-                if left is not None:
-                    left -= len(data)
-                self._receive(data)
-                self.passed += len(data)
-        self._end_line()
-
-    def _receive(self, data: bytes) -> None:
-        """Pass on the data. If jobs run side by side (-j 2 or more), pass on only whole lines. Keep
-        the bytes of an unfinished line until the line ends, or until they are more than 64 KiB."""
-        self.tail = (self.tail + data)[-_REASON_BYTES:]
-        if self._pool.jobs == 1:
-            self._pool.pass_on(self._fd, data)
-            return
-        self._rest += data
-        end = self._rest.rfind(b"\n") + 1
-        if end:
-            self._pool.pass_on(self._fd, self._rest[:end], self)
-            self._rest, self._is_open = self._rest[end:], False
-        if len(self._rest) > 1 << 16:
-            self._pool.pass_on(self._fd, self._rest, self, is_whole=False)
-            self._rest, self._is_open = b"", True
-
-    def _end_line(self) -> None:
-        """If an unfinished line is left, pass on its kept bytes, and end the line. With -j 1, do
-        nothing, because _receive() keeps nothing back."""
-        if self._rest or self._is_open:
-            self._pool.pass_on(self._fd, self._rest + b"\n", self)
-        self._rest, self._is_open = b"", False
-
-
-def _await_output(relays: list[_Relay], end_s: float) -> bool:
-    """Wait until each relay has passed on everything that its CMD wrote, or has ended with an
-    error. Return True.
-
-    Return False if the time `end_s` has passed, and the reader of the output has stalled: the
-    relays have passed on nothing for _GRACE_S."""
-    passed, since_s = -1, 0.0
-    while waiting := [it for it in relays if not it.is_through.is_set()]:
-        before, passed, now_s = passed, sum(it.passed for it in relays), time.monotonic()
-        if passed != before:
-            since_s = now_s
-        elif now_s >= max(end_s, since_s + _GRACE_S):
-            return False
-        waiting[0].is_through.wait(_GRACE_S)
-    return True
-
-
-def _bytes_in(pipe: int) -> int:
-    """Return how many bytes a pipe holds."""
-    import termios
-
-    return int.from_bytes(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)), sys.byteorder)
-
-
-class _Process:
-    """CMD's process.
-
-    status: None while the process runs. Later, the exit status, or -N if signal N ended the
-        process.
-    is_over: True when the job is over, see end_job(). Usually it is over when CMD has ended, even
-        if background programs of the job still run. But if CMD failed and this worker was told
-        to stop, or if this worker had to terminate the job (_end_now), the job is over only when
-        its last process has ended (_CommandPool._follow).
-    woken: set when either the process or a relay of its output has ended.
-    """
-
-    def __init__(self, popen: Any) -> None:
-        self.pid, self._popen = popen.pid, popen
-        self.status: int | None = None
-        self.is_over = False
-        self.is_watched = True  # False: the watchdog is dead, and was not told of the job's end
-        self.woken = threading.Event()
-
-    def end(self, status: int) -> None:
-        self.status = self._popen.returncode = status
-        self.woken.set()
-
-
-class _Processes:
-    """The running processes of CMD, and the thread that reaps all children of the worker.
-
-    On Linux the worker is a child subreaper, see prctl(2): a descendant whose parent ends becomes
-    the worker's child. The thread therefore also reaps this descendant when it ends. So no zombie
-    is left, even if PID 1 of a container does not reap.
-    """
-
-    def __init__(self, watchdog: int) -> None:
-        self._watchdog, self._shell_words = watchdog, _shell_words(os.environ)
-        self._lock = threading.Lock()  # held from before a process starts until it is in `_running`
-        self._running: dict[int, _Process] = {}  # by pid
-        self.jobs = set[_Process]()  # the jobs that the watchdog knows
-        with suppress(OSError):
-            _call_libc("prctl", "", 36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
-        threading.Thread(target=self._reap_all, daemon=True).start()
-
-    def start(self, words: list[Any], **settings: Any) -> tuple[_Process, Any]:
-        """Start CMD as the leader of a session. Return its process, and its Popen object.
-        `settings` are for Popen. Raises OSError if the process can't be started, for example
-        because the words are too long (E2BIG). Raises ValueError if a word has a zero byte."""
-        import subprocess
-
-        with self._lock:
-            popen = subprocess.Popen(
-                [*self._shell_words, "-c", _START.format(self._watchdog), _SH_NAME, *words],
-                bufsize=0,
-                pass_fds=[self._watchdog],
-                start_new_session=True,  # Ctrl-C reaches only the worker, which lets CMD finish
-                **settings,
-            )
-            process = self._running[popen.pid] = _Process(popen)
-            self.jobs.add(process)
-        return process, popen
-
-    def _reap_all(self) -> None:
-        while True:
-            for pid in self._ended():
-                with self._lock:  # wait until start() has put the process into `_running`
-                    self._reap(pid)
-
-    def _ended(self) -> list[int]:
-        """Wait until a child has ended, and return its pid. If there is no waitid(), or no child,
-        wait for a moment instead, and return the pids in `_running`: any of these processes may
-        have ended. No child is reaped."""
-        # AttributeError: macOS before Python 3.13. ChildProcessError: there is no child.
-        with suppress(AttributeError, ChildProcessError):
-            ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
-            return [ended.si_pid] if ended else []
-        time.sleep(0.05)
-        return [*self._running]
-
-    def _reap(self, pid: int) -> None:
-        process = self._running.get(pid)
-        # ChildProcessError: Popen has reaped the child, because the shell could not be executed.
-        with suppress(ChildProcessError):
-            ended, status = os.waitpid(pid, os.WNOHANG)
-            if ended and process is not None:
-                del self._running[pid]
-                process.end(os.waitstatus_to_exitcode(status))
-
-    def end_job(self, process: _Process) -> None:
-        """Tell the watchdog that a job is over (_Process.is_over). Do nothing if CMD still runs.
-
-        CRASH: if the worker dies before this call, the watchdog kills the whole job. This includes
-        programs that CMD has started and that outlive CMD. After this call, they live on.
-
-        Call this method soon after the job is over. When the session has no process left, the
-        system may give CMD's pid to another process. If the worker died before this call, the
-        watchdog would kill that process."""
-        if process.status is not None:
-            process.is_over = True
-            self.jobs.discard(process)
-            with self._lock:
-                if process.pid in self._running:  # the system has given the pid to a newer job
-                    return
-                try:
-                    os.write(self._watchdog, b"-%d\n" % process.pid)
-                except BrokenPipeError:
-                    process.is_watched = False
-
-
-class _JobProcess(NamedTuple):
-    """A process of a job. The pid alone does not identify a process, because the system may give
-    the pid of an ended process to another process. So the time of the start is kept, too."""
-
-    started: int  # proc(5): starttime
-    pid: int
-    group: int
-
-
-def _is_proc_ours() -> bool:
-    """Return whether /proc shows this process under its own pid.
-
-    A container may have a PID namespace of its own, but the /proc of the host. In this /proc, the
-    same pids belong to processes of the host. On systems other than Linux, /proc/self/stat is
-    usually missing."""
+def _has_own_proc() -> bool:
+    """Return whether /proc shows this process under its own pid. A container may see the /proc of
+    its host."""
     with suppress(OSError), open("/proc/self/stat", "rb") as file:
         return int(file.read().split()[0]) == os.getpid()
     return False
 
 
-def _task_variables(pid: int) -> frozenset[bytes]:
-    """Return the variables FEMTOQUEUE_ID and FEMTOQUEUE_ATTEMPT of a process, each as
-    b"NAME=value", from the environment that its program was started with. The result is empty if
-    the variables are missing, if the process has ended, or if it belongs to another user."""
-    with suppress(OSError), open(f"/proc/{pid}/environ", "rb") as file:
-        names = b"FEMTOQUEUE_ID=", b"FEMTOQUEUE_ATTEMPT="
-        return frozenset(it for it in file.read().split(b"\0") if it.startswith(names))
-    return frozenset()
-
-
-def _job_processes(leaders: Iterable[int], known: Iterable[_JobProcess] = ()) -> set[_JobProcess]:
-    """Return the running processes of some jobs.
-
-    leaders: the pids of the jobs' leaders.
-    known: processes of the jobs that an earlier call found.
-
-    A process belongs to a job if it is in the leader's session, or is in `known`, or descends from
-    a process of the job. A daemon has a session of its own, and its parent has ended. A daemon
-    belongs to the job if its environment and the leader's environment name the same task and the
-    same attempt. Daemons are looked for only if `known` is empty. They are found only while the
-    leader runs, because the environment of an ended leader can't be read. Zombies are left out: a
-    zombie no longer runs, and may never be reaped.
-
-    Where _is_proc_ours() is false, the result has one process for each leader whose process group
-    still exists, with the pid of the leader.
-    """
-    leaders, known = {*leaders}, {*known}
-    if not _is_proc_ours():
-        return _signal([_JobProcess(0, pid, pid) for pid in leaders], 0)
-    found, zombies = set[_JobProcess](), set[_JobProcess]()
-    children = defaultdict[int, list[_JobProcess]](list)
+def _groups_of(leaders: set[int]) -> list[int]:
+    """Return the process groups with running processes in the sessions of these leaders. Without a
+    /proc, only the groups of the leaders are known."""
+    groups = set[int]()
+    if not _has_own_proc():
+        for leader in leaders:
+            with suppress(OSError):
+                os.killpg(leader, 0)
+                groups.add(leader)
+        return [*groups]
     for name in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            with open(f"/proc/{name}/stat", "rb") as file:
-                state, *fields = file.read().rpartition(b")")[2].split()
-        except OSError:  # RACE: the process has just ended
-            continue
-        parent, group, session = map(int, fields[:3])
-        member = _JobProcess(int(fields[18]), int(name), group)
-        children[parent].append(member)
-        # If the first thread of a process has ended, the process has the state Z even while its
-        # other threads run. Such a process is not a zombie.
-        if state in (b"Z", b"X") and int(fields[16]) < 2:  # num_threads
-            zombies.add(member)
-        if member.pid in leaders or session in leaders or member in known:
-            found.add(member)
-    # This worker may itself be a process of another worker's job, and have the variables of that
-    # job. A leader that this worker started may have the same variables, for example if this
-    # worker works on a copy of the other worker's queue. This worker must not count as a daemon of
-    # that leader's job, so the variables of this worker are subtracted.
-    tries = {*map(_task_variables, leaders)} - {frozenset(), _task_variables(os.getpid())}
-    if tries and not known:
-        every = itertools.chain.from_iterable(children.values())
-        found.update(it for it in every if it not in zombies and _task_variables(it.pid) in tries)
-    descendants = [*found]
-    for it in descendants:
-        new = [child for child in children[it.pid] if child not in found]
-        found.update(new)
-        descendants += new
-    return found - zombies
+        with suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:  # RACE: it has just ended
+            state, _, group, session, *more = file.read().rpartition(b")")[2].split()
+            # A process whose first thread has ended has the state Z, too: more[13] is num_threads.
+            if int(session) in leaders and (state not in (b"Z", b"X") or int(more[13]) > 1):
+                groups.add(int(group))
+    # RACE: if the child of a shell, in a group of its own, got a signal first, the shell could go
+    # on, and end with status 0. So the groups of the leaders come first.
+    return sorted(groups, key=lambda it: it not in leaders)
 
 
-def _signal(members: Iterable[_JobProcess], *numbers: int) -> set[_JobProcess]:
-    """Send signals to the process groups of some processes. Return the processes whose group got
-    the signals. The number 0 sends nothing: the result is the processes whose group still exists.
-
-    Each group is signalled as a whole, and the group of the oldest process first. RACE: without
-    this order, the child of a shell, in a group of its own, could get the signal first and end. The
-    shell could continue before it gets the signal, and end with status 0, as if the child had done
-    its work."""
-    members, reached = sorted(members), dict[int, bool]()
-    for it in members:
-        if it.group not in reached:
-            reached[it.group] = False
-            with suppress(OSError):  # the group has just ended, or belongs to another user
-                for number in numbers:
-                    os.killpg(it.group, number)
-                reached[it.group] = True
-    return {it for it in members if reached[it.group]}
+def _signal(leaders: set[int], *numbers: int) -> bool:
+    """Send signals to all processes of some sessions. Return whether any process could be
+    signalled: after sudo, for example, it belongs to another user."""
+    is_sent = False
+    for group in _groups_of(leaders):
+        with suppress(OSError):
+            for number in numbers:
+                os.killpg(group, number)
+            is_sent = True
+    return is_sent
 
 
-def _terminate(leaders: Iterable[int], number: int = 15) -> None:  # SIGTERM
-    """End the jobs with these leaders, and wait until no process of the jobs runs.
-
-    Each process group of the jobs gets the signal `number`, and then SIGCONT, because a stopped
-    process could not handle the signal. Processes that still run after _GRACE_S are killed. If this
-    worker may not signal a process, because the process belongs to another user, the process is not
-    waited for."""
+def _kill(leaders: set[int]) -> None:
+    """Kill all processes of some sessions, and wait until they have ended."""
     import signal
 
-    leaders, end_s = [*leaders], time.monotonic() + _GRACE_S
-    members = _signal(_job_processes(leaders), number, signal.SIGCONT)
-    while members and time.monotonic() < end_s:
-        time.sleep(0.02)
-        members = _signal(_job_processes(leaders, members), 0)
-    while members := _signal(_job_processes(leaders, members), signal.SIGKILL):
-        time.sleep(0.02)  # RACE: a process may have forked just before the signal, so look again
+    while _signal(leaders, signal.SIGKILL):
+        time.sleep(0.01)  # RACE: a process may have forked just before the signal, so look again
 
 
-def _start_watchdog() -> int:
-    """Fork the watchdog, and return a descriptor for writing to the pipe that the watchdog reads.
+# Jobs: in the launcher
 
-    If the worker is killed, the watchdog kills the worker's jobs. Without the watchdog, these jobs
-    would go on, while other workers reclaim the tasks and work on them, too. But other workers do
-    not wait for the watchdog. So another worker may reclaim a task, and start on it, some
-    milliseconds before the watchdog kills the job of this task. A process survives if it runs as
-    another user, or if _job_processes() does not find it. All jobs survive if the watchdog is
-    killed, too.
 
-    Each new process writes its pid to the pipe before it executes CMD (see _START). The worker
-    writes the negative pid when the job is over (see end_job). The watchdog comes to the end of the
-    pipe when the worker has ended and each new process has closed the pipe or has ended. By this
-    time, each new process has written its pid or has died, so the watchdog knows all jobs.
+class _Session:
+    """A job, as the launcher knows it.
+
+    wake_s: when is_over() is to be called next, if nothing happens before.
+    keeps_zombie: False: CMD is reaped when it ends. macOS before Python 3.13 has no waitid().
+        Without a /proc, a group counts as running even if only the zombie is left.
     """
+
+    keeps_zombie = True
+
+    def __init__(self, popen: Any, link: Any, limit_s: float) -> None:
+        self._popen, self.link = popen, link
+        self.pid: int = popen.pid
+        self._limit_s = self.wake_s = time.monotonic() + limit_s
+        self._status: int | None = None
+        self._number: int | None = None  # the signal that ends the job; 0: only wait for its end
+        self._asked_s = 0.0  # when the end was asked for
+        self._is_sent = False
+
+    def is_forgotten(self) -> bool:
+        """Obey a request of the worker. Return True if the launcher no longer cares for the job."""
+        number = _FORGET
+        try:
+            number = self.link.recv(1)[0]
+        except (IndexError, ConnectionResetError):  # the worker has ended, or its thread has
+            _kill({self.pid})
+        if number != _FORGET:
+            self._end(number)
+        return number == _FORGET
+
+    def _end(self, number: int) -> None:
+        if not self._number:
+            self._number = number
+            self._asked_s = self.wake_s = time.monotonic()
+
+    def is_over(self) -> bool:
+        """Report what has happened to CMD, and do what is due. Return True if an end was asked for,
+        and no process is left."""
+        import signal
+
+        # CMD that has ended before its limit is not late, so look at CMD first.
+        if self._status is None and (status := self._ended()) is not None:
+            self._status = status
+            self.wake_s = float("inf") if self._number is None else self.wake_s
+            _report(self.link, "status", status)
+        now_s = time.monotonic()
+        if now_s < self.wake_s:
+            return False
+        if now_s >= self._limit_s and not self._number:
+            _report(self.link, "is_late", 1)
+            self._end(signal.SIGTERM)
+        if self._number and now_s >= self._asked_s + _GRACE_S:
+            _signal({self.pid}, signal.SIGKILL)
+        elif self._number and not self._is_sent:
+            # A stopped process can't handle the signal, so continue it.
+            self._is_sent = _signal({self.pid}, self._number, signal.SIGCONT)
+        self.wake_s = now_s + min(0.5, 0.01 + (now_s - self._asked_s) / 10)
+        if self._status is None or _groups_of({self.pid}):
+            return False
+        _report(self.link, "is_over", 1)
+        return True
+
+    def _ended(self) -> int | None:
+        """Return CMD's exit status, or -N if signal N has ended it; None while it runs."""
+        if not self.keeps_zombie:
+            status: int | None = self._popen.poll()
+            return status
+        it = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+        if it is None:
+            return None
+        return it.si_status if it.si_code == os.CLD_EXITED else -it.si_status
+
+    def drop(self) -> None:
+        self._popen.poll()  # reap CMD
+        self.link.close()
+
+
+def _report(link: Any, name: str, value: int) -> None:
+    """Tell the worker a value of a job. A link gets so few reports that the call never blocks, even
+    if the worker is stopped."""
+    with suppress(OSError):  # the worker has ended; is_forgotten() sees it, too
+        link.send(f"{name:8}{value:8}".encode())
+
+
+def _receive(requests: Any) -> tuple[Any, list[int]]:
+    """Return a request and its descriptors. Raises EOFError if the worker has ended."""
+    import marshal
+    import socket
+
+    head, fds, _, _ = socket.recv_fds(requests, 8, 4)
+    body, size = bytearray(), int.from_bytes(head, "big")
+    while len(body) < size and (part := requests.recv(size - len(body))):
+        body += part
+    if not head or len(body) < size:
+        raise EOFError
+    return marshal.loads(body), fds
+
+
+def _start_session(requests: Any, env: dict[str, Any]) -> _Session | None:
+    """Read a request, and start CMD. Return None if CMD can't be started; the worker gets the
+    errno."""
+    import socket
+    import subprocess
+
+    (words, variables, limit_s), fds = _receive(requests)
+    link = socket.socket(fileno=fds.pop())
+    try:
+        env.update(variables)
+        stdin, stdout, stderr = fds
+        popen: Any = subprocess.Popen(
+            words, 0, None, stdin, stdout, stderr, env=env, start_new_session=True
+        )
+    except OSError as error:
+        _report(link, "errno", error.errno or errno.EIO)
+        _report(link, "is_over", 1)
+        link.close()
+        return None
+    finally:
+        for fd in fds:
+            os.close(fd)
+    _report(link, "pid", popen.pid)
+    return _Session(popen, link, limit_s)
+
+
+def _handle_signals() -> int:
+    """Let no signal end the launcher. Return a descriptor that can be read after each signal."""
     import signal
 
-    # The parent of this worker may have started it with SIGCHLD ignored. The system would then reap
-    # each CMD itself. CMD's status would be lost, and this worker would never see that CMD has
-    # ended.
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    reading, writing = os.pipe()
-    # The watchdog blocks all signals. A signal to a whole process group, or to all processes that
-    # a scheduler has started, must not end the watchdog.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-    if os.fork():
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        os.close(reading)
-        watchdog: int = fcntl.fcntl(writing, fcntl.F_DUPFD_CLOEXEC, 3)
-        os.close(writing)
-        if watchdog > 9:  # in a redirection, sh knows only descriptors of one digit
-            raise OSError(errno.EMFILE, "descriptors 3 to 9 are in use; work needs one of them")
-        return watchdog
+    # A scheduler may signal all processes that it has started. CMD gets the default action, because
+    # a handler, unlike SIG_IGN, does not survive exec().
+    for number in signal.valid_signals() - {getattr(signal, it, 0) for it in _FAULTS}:
+        if signal.getsignal(number) not in (signal.SIG_IGN, None) or number == signal.SIGCHLD:
+            signal.signal(number, _no_op)
+    waking, wake = os.pipe()
+    os.set_blocking(wake, False)
+    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    return waking
+
+
+def _launch(requests: Any) -> None:
+    """Start jobs, and end them, until the worker has ended. Then kill the jobs that are left."""
+    waking, env = _handle_signals(), {**os.environ}
+    _Session.keeps_zombie = hasattr(os, "waitid") and _has_own_proc()
+    sessions: dict[int, _Session] = {}  # by the descriptor of the link
+    ready: list[int] = []
     try:
-        os.close(writing)
-        os.setsid()
-        leaders: set[int] = set()
-        for report in map(int, os.fdopen(reading, closefd=False)):
-            if report > 0:
-                leaders.add(report)
-            else:
-                leaders.discard(-report)
-        while members := _signal(_job_processes(leaders), signal.SIGKILL):
-            # SIGKILL also ends the leaders and parents by which this call has found the members.
-            # With the members' pids as leaders, the next call of _job_processes() still finds the
-            # members, and the sessions that they lead.
-            leaders.update(it.pid for it in members)
-            time.sleep(0.001)
+        while True:
+            for fd, it in [*sessions.items()]:
+                if (fd in ready and it.is_forgotten()) or it.is_over():
+                    sessions.pop(fd).drop()
+            wake_s = min((it.wake_s for it in sessions.values()), default=float("inf"))
+            pause_s = min(max(0.0, wake_s - time.monotonic()), 3600.0)
+            ready = _readable([requests.fileno(), waking, *sessions], pause_s)
+            if waking in ready:  # a child has ended
+                os.read(waking, 1 << 16)
+            if requests.fileno() in ready and (session := _start_session(requests, env)):
+                sessions[session.link.fileno()] = session
+    except EOFError:
+        pass
     finally:
-        os._exit(0)
+        _kill({it.pid for it in sessions.values()})
+
+
+# Jobs: in the worker
+
+
+class _CommandJob:
+    """A job, as the worker knows it. note() reads a report of the launcher into an attribute.
+
+    errno: why CMD could not be started, or 0.
+    status: CMD's exit status, or -N if signal N has ended it; None: not known.
+    is_late: true: the time limit was over before CMD had ended.
+    is_over: true: nothing is left of the job, or the launcher no longer cares for it.
+    """
+
+    pid = errno = is_late = is_over = 0
+    status: int | None = None
+
+    def __init__(self, link: Any, stdin: int) -> None:
+        self.link, self._stdin = link, os.fstat(stdin)
+
+    def note(self) -> None:
+        """Wait for a report, and read it. If the launcher has ended, kill the job."""
+        import socket
+
+        with suppress(ConnectionResetError):
+            if report := self.link.recv(16, socket.MSG_WAITALL):
+                name, value = report.split()
+                setattr(self, name.decode(), int(value))
+                return
+        # CRASH: at the end of the link, the launcher is dead, and each process that it forked has
+        # executed CMD or has ended. If the launcher died before it reported the pid, CMD is known
+        # by its standard input, a file that only this job has.
+        _kill({self.pid} if self.pid else self._sessions_of_stdin())
+        self.is_over = 1
+
+    def end(self, number: int = 0) -> None:
+        """Let the launcher end the job by a signal, and wait until no process is left. Without a
+        number, it only waits."""
+        with suppress(OSError):  # the launcher has ended; note() sees it, too
+            self.link.send(bytes([number]))
+
+    def forget(self) -> None:
+        """Let the processes live on that CMD, which has ended, has left.
+
+        CRASH: if the worker dies before this call, the launcher kills these processes, too."""
+        self.end(_FORGET)
+        self.is_over = 1
+
+    def _sessions_of_stdin(self) -> set[int]:
+        found = set[int]()
+        for name in filter(str.isdigit, os.listdir("/proc") if _has_own_proc() else ()):
+            with suppress(OSError):  # RACE: it has just ended; or it belongs to another user
+                if os.path.samestat(os.stat(f"/proc/{name}/fd/0"), self._stdin):
+                    found.add(os.getsid(int(name)))
+        return found
+
+
+class _Launcher:
+    """The launcher, as the worker knows it. It is forked before any thread starts, and before the
+    queue is opened: so it has no lock, and no descriptor of the queue."""
+
+    def __init__(self) -> None:
+        import socket
+
+        self._requests, requests = socket.socketpair()
+        self._lock = threading.Lock()  # held during a request
+        self._pid = os.fork()
+        if self._pid == 0:
+            try:
+                self._requests.close()
+                os.setsid()  # SIGKILL to the worker's process group must not reach the launcher
+                _launch(requests)
+            finally:
+                os._exit(0)
+        requests.close()
+
+    def start(
+        self, words: list[bytes], variables: dict[str, Any], limit_s: float, streams: list[int]
+    ) -> _CommandJob:
+        """Start CMD with these descriptors as its streams. The launcher ends the job at the time
+        limit. If the launcher has ended, the first note() of the job tells it. Raises OSError."""
+        import marshal
+        import socket
+
+        body = marshal.dumps((words, variables, limit_s))
+        message = len(body).to_bytes(8, "big") + body
+        link, theirs = socket.socketpair()
+        # CRASH: the launcher may be killed after it has started CMD. So an error of the socket does
+        # not tell that there is no job.
+        with theirs, self._lock, suppress(BrokenPipeError, ConnectionResetError):
+            fds = [*streams, theirs.fileno()]
+            sent = socket.send_fds(self._requests, [message], fds)
+            self._requests.sendall(message[sent:])
+        return _CommandJob(link, streams[0])
+
+    def stop(self) -> None:
+        """Let the launcher end, and reap it."""
+        self._requests.close()
+        with suppress(ChildProcessError):  # PID 1 may have reaped it
+            os.waitpid(self._pid, 0)
 
 
 # ==================================================================================================
 # 23. Command runner: the pool of `femtoqueue work`, which runs CMD for each task.
-#     The pool has several threads. Each job has a thread that ends the job at --task-timeout and
-#     judges how CMD ended. Each pipe of a job has a relay (22). One thread reaps children (22), and
-#     one thread reports the progress. No other thread than a relay writes the output of a job. So
-#     --task-timeout works even if nobody reads the output.
+#     The pool has several threads. Each runs a job at a time: it passes on the output, and judges
+#     how CMD ended. The launcher ends a job at --task-timeout, even if nobody reads the output.
 #     Invariant: the pool uses only public methods of the queue.
 # ==================================================================================================
 
@@ -7336,50 +6927,103 @@ def _start_watchdog() -> int:
 #
 # The first signal:
 #
-#   1. _WorkerPool._on_signal() (17) notes the signal. _tell_stop() writes a message.
-#   2. The threads take no further task: _is_stopping() (17). CMD leads a session of its own, gets
-#      no signal from the worker, and runs on. The lease of the task is still renewed.
-#   3. If CMD exits with 0, its task is done. If CMD fails, the task is given back to the front,
-#      uncounted, when all processes of the job have ended: _ended_by_stop(), _follow(),
-#      _run_command(). But if --task-timeout has ended CMD, the attempt has failed as usual.
-#   4. run_reported() waits for the output, writes the last line of progress, and returns the exit
-#      status 0. With --drain, the status is 1 if a task has become a dead letter or is left.
+#   1. The threads take no further task. CMD leads a session of its own, and runs on.
+#   2. If CMD exits with 0, its task is done. If CMD fails, the task is given back to the front,
+#      uncounted, when all processes of the job have ended. But if --task-timeout has ended CMD, the
+#      attempt has failed as usual.
+#   3. run_reported() writes the last line of progress, and returns the exit status.
 #
 # Another signal within 0.3 s of the first is ignored. The second signal:
 #
-#   1. _on_signal() notes the signal. The main thread stops waiting for the other threads, and calls
-#      _CommandPool._abort().
-#   2. _terminate() (22) passes the signal, and then SIGCONT, to the process groups of all jobs. It
-#      kills the processes that still run after 5 s.
-#   3. The thread of each job settles the task as after the first signal: if CMD exits with 0, the
-#      task is done, and if CMD fails, the task is given back. At most 1 s after step 2,
-#      _WorkerPool._abort() gives back the tasks that are left.
-#   4. The queue is closed. _work_command() (24) ends the process with the status 128 + N, where N
-#      is the number of the last signal.
+#   1. The launcher passes the signal, and then SIGCONT, to all jobs. It kills the processes that
+#      still run after 5 s.
+#   2. The thread of each job settles the task as after the first signal. At most 1 s later,
+#      _abort() gives back the tasks that are left.
+#   3. The process ends with the status 128 + N, where N is the last signal.
 #
-# If the worker is killed, the watchdog (22) kills all jobs. Other workers find the worker dead, and
-# reclaim the tasks (11).
+# If the worker is killed, the launcher kills all jobs. Other workers do not wait for the launcher,
+# so a task may start again some milliseconds before its old job is killed. If the launcher is
+# killed, the worker kills all jobs, gives the tasks back, and ends with status 2.
+#
+# TOPIC: whose trouble an error is (_verdict).
+#
+#   step                errno or event                           what follows
+#   any                 EAGAIN, EMFILE, ENFILE, ENOMEM,          the worker waits, and tries again
+#                       ETXTBSY, no thread
+#   payload, output     ENOSPC, EDQUOT, EFBIG                    this try fails, and is counted
+#   output              OUT/ID.out is there, but can't be used   this try fails, and is counted
+#   output              OUT was removed                          OUT is made again
+#   command             E2BIG, or a zero byte, by the payload    the task is a dead letter
+#   any                 all others, such as ENOENT of CMD        the worker ends; the task goes back
 
 _REPORT_S = 10.0  # the pause between two lines of progress
+_REASON_BYTES = 4096  # a reason gets at most this many of the last bytes of CMD's standard error
+_LINE_BYTES = 1 << 24  # with -j 2 or more, a line is kept until its end, but not if it is longer
+_PIPE_BYTES = 1 << 20  # a pipe holds at most so many bytes (Linux: pipe-max-size)
+_SHORT_ERRNOS = (errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ETXTBSY)
+
+
+class _Shortage(Exception):
+    """The system is short of something, such as processes. Try again later."""
+
+
+def _is_shortage(error: BaseException) -> bool:
+    is_no_thread = isinstance(error, RuntimeError) and str(error) == "can't start new thread"
+    is_errno = isinstance(error, OSError) and error.errno in _SHORT_ERRNOS
+    return is_no_thread or is_errno or isinstance(error, MemoryError)
+
+
+def _verdict(step: str, error: OSError) -> BaseException:
+    """Return what an error becomes, by the table above: _Shortage, _CommandFailed or SystemExit."""
+    text = f"{step}: {error}"
+    if _is_shortage(error):
+        return _Shortage(text)
+    is_full = error.errno in (*_OUT_OF_SPACE_ERRNOS, errno.EFBIG)
+    is_bad_output = step == _OUTPUT and os.path.lexists(error.filename)
+    if is_bad_output or (is_full and step in (_OUTPUT, _PAYLOAD)):
+        return _CommandFailed(text)
+    return SystemExit(text)
+
+
+_PAYLOAD, _OUTPUT = "its payload can't be written", "its output can't be written"
+
+
+class _Relay:
+    """What passes on the bytes of a pipe to the stream `fd`. tail: the last bytes that came."""
+
+    def __init__(self, fd: int, is_by_lines: bool) -> None:
+        self.fd, self._is_by_lines = fd, is_by_lines
+        self.tail, self._rest = b"", bytearray()  # _rest: an unfinished line
+
+    def due(self, data: bytes) -> bytes:
+        """Return what is to be passed on when `data` has come; b"" stands for the end."""
+        self.tail = (self.tail + data)[-_REASON_BYTES:]
+        if not self._is_by_lines:
+            return data
+        self._rest += data or (b"\n" if self._rest else b"")
+        is_long = len(self._rest) > _LINE_BYTES
+        end = len(self._rest) if is_long else self._rest.rfind(b"\n") + 1
+        lines = bytes(self._rest[:end])
+        del self._rest[:end]
+        return lines
 
 
 class _CommandPool(_WorkerPool):
-    """The pool of the command `work`. The handler runs CMD for a task. The comment above tells what
-    signals do."""
+    """The pool of the command `work`. The handler runs CMD for a task."""
 
     # The system sends HUP when the terminal is gone. Schedulers send USR1 and USR2 as a warning.
     stops = (*_WorkerPool.stops, "SIGHUP", "SIGUSR1", "SIGUSR2")
 
-    def __init__(self, queue: FemtoQueue, watchdog: int, options: Any) -> None:
+    def __init__(self, queue: FemtoQueue, launcher: _Launcher, options: Any) -> None:
         limits = {"idle_timeout_s": options.idle_timeout, "time_limit_s": options.time_limit}
         super().__init__(queue, self._run_command, options.jobs, options.drain, **limits)
         # Use a thread even for a single job. In the main thread, the second signal would raise
-        # KeyboardInterrupt, perhaps after CMD has started and before `_processes` knows its pid.
+        # KeyboardInterrupt at any instant of the start of CMD.
         self._is_threaded = True
-        self._options, self.jobs = options, options.jobs
-        self._processes = _Processes(watchdog)
-        self._output, self._progress = _Output(), _Progress(queue._files.path)
-        self._relays: list[_Relay] = []  # the relays that may still run
+        self._options, self._launcher = options, launcher
+        self._output = _Output()
+        self._progress = _Progress(_open_files(os.fspath(queue.data_dir), False))
+        self._jobs = set[_CommandJob]()
         self._is_told = threading.Event()  # set when the first signal has come
         self._is_over = threading.Event()  # set when no more progress is to be reported
         self._output_dir = options.output_dir and os.path.abspath(options.output_dir)
@@ -7387,41 +7031,40 @@ class _CommandPool(_WorkerPool):
     def run_reported(self) -> int:
         """Run the pool, report what was done, and return the exit status."""
         before = self._dead_letters()
-        reporter = threading.Thread(target=self._report_all, daemon=True)
-        if not self._options.quiet:
-            reporter.start()
         try:
+            if os.getpid() == 1:
+                threading.Thread(target=_reap_inherited, daemon=True).start()
+            if not self._options.quiet:
+                threading.Thread(target=self._report_all, daemon=True).start()
             self.run()
-        # SystemExit: trouble that _run_command() met. RuntimeError: the system allows no more
-        # threads. OSError, MemoryError: trouble with the queue.
+        # SystemExit: trouble of this worker. RuntimeError: the system allows no more threads.
+        # OSError, MemoryError: trouble with the queue.
         except (SystemExit, RuntimeError, OSError, MemoryError) as error:
-            self._end_report(f"femtoqueue: {str(error) or type(error).__name__}\n")
+            text = str(_named(error, self._queue.data_dir)) or type(error).__name__
+            self._end_report(f"femtoqueue: {text}\n")
             return 2
-        # After the second signal, report nothing: the report would wait for the turn of the stream
-        # (see _Output), and a thread that is stuck in a write may hold the turn.
+        # After the second signal, report nothing: a thread that is stuck in a write may hold the
+        # lock of the stream.
         if len(self.signals) > 1:
             return 128 + self.signals[-1]
-        is_lost = not _await_output(self._relays, 0.0)
-        for relay in self._relays:  # a background program may write for another moment
-            if relay.is_through.is_set():
-                relay.join(_GRACE_S)
-        self._end_report("femtoqueue: output is lost: nobody reads it\n" if is_lost else "")
+        self._end_report()
         has_failed = bool(self.counts["failed"] or self._dead_letters() - before)
         return int(self._drain and (has_failed or not self._queue.join(0)))
 
     # Progress, and what is written
 
     def _report_all(self) -> None:
-        """Report the progress until `_is_over` is set. On a terminal, redraw the line at the bottom
-        every _REDRAW_S. Elsewhere, write a line every _REPORT_S."""
-        pause_s = _REDRAW_S if self._output.has_terminal else _REPORT_S
+        """Report the progress until `_is_over` is set: on a terminal, at its bottom; elsewhere as a
+        line, unless it is the same again."""
+        last, pause_s = "", _REDRAW_S if self._output.has_terminal else _REPORT_S
         while not self._is_over.wait(pause_s):
             text = self._progress_text()
             with suppress(OSError):  # if the terminal is gone, the running jobs must still finish
                 if self._output.has_terminal:
                     self._output.show(text)
-                elif text and not self._is_over.is_set():
+                elif text not in ("", last) and not self._is_over.is_set():
                     self.write(f"{text}\n")
+                    last = text
 
     def _progress_text(self, now: bool = False) -> str:
         with suppress(OSError):  # pop() meets the same trouble, and raises the error
@@ -7430,8 +7073,7 @@ class _CommandPool(_WorkerPool):
         return ""
 
     def _end_report(self, text: str = "") -> None:
-        """Write a text, and without --quiet the last line of progress. From now on, no line is
-        shown at the bottom of the terminal."""
+        """Write a text and the last line of progress, and show no other line from now on."""
         self._is_over.set()
         with suppress(OSError):
             self._output.show(None)
@@ -7439,34 +7081,20 @@ class _CommandPool(_WorkerPool):
         self.write(text + (report and f"{report}\n"))
 
     def _dead_letters(self) -> set[str]:
-        """With --drain, return the names in failed/: the exit status depends on new dead letters.
-        Without --drain, or if this user may not list failed/, return no names."""
+        """With --drain, return the names in failed/, if this user may list them."""
         if self._drain:
             with suppress(PermissionError):
-                return self._progress.names("failed")
+                return self._progress.tasks_in("failed")
         return set()
 
     def write(self, text: str) -> None:
-        """Write a text to standard error, as lines of its own. The log writes through this method,
-        too."""
+        """Write a text to standard error, as lines of its own. The log uses this method, too."""
         with suppress(OSError):  # if the terminal is gone, the running jobs must still finish
             self._output.put(2, text.encode("utf-8", "backslashreplace"), begins_line=True)
 
-    def pass_on(self, fd: int, data: bytes, owner: object = None, is_whole: bool = True) -> None:
-        """Write output of a job. Raises OSError if the write fails.
-
-        But if the reader of the output is gone and this worker was told to stop, drop the output:
-        the running jobs must still finish. For example, Ctrl-C ends `tee` in
-        `femtoqueue work ... | tee log`, too, and SIGHUP means that the terminal is gone.
-
-        RACE: Ctrl-C ends `tee`, and the write fails, before the signal has come to this worker. So
-        wait up to _ONE_SIGNAL_S for the signal."""
-        try:
-            self._output.put(fd, data, owner, is_whole)
-        except OSError as error:
-            is_gone = error.errno in (errno.EPIPE, errno.EIO)
-            if not (is_gone and self._is_told.wait(_ONE_SIGNAL_S)):
-                raise
+    def _failure_text(self, task: FemtoTask, outcome: str, error: Exception) -> str:
+        text = super()._failure_text(task, outcome, error).removesuffix(_try_text(task))
+        return f"{text}; data: {_preview(task.data)}"
 
     # Signals
 
@@ -7476,201 +7104,242 @@ class _CommandPool(_WorkerPool):
         _write_stop_line(self._output.clearing_for_signal())
 
     def _abort(self) -> None:
-        """Pass the second signal to all jobs that run, and wait until the jobs have ended. Then
-        wait for the threads of the jobs, which settle the tasks, for up to a second. Give back the
-        tasks that are left."""
+        """Pass the second signal to all jobs, and wait until they are over. Then wait up to a
+        second for the threads to settle the tasks, and give back the tasks that are left."""
         self._is_over.set()
-        _terminate([it.pid for it in self._processes.jobs.copy()], self.signals[-1])
+        jobs, end_s = [*self._jobs], time.monotonic() + _GRACE_S + 1
+        for job in jobs:
+            job.end(self.signals[-1])
+        while not all(it.is_over for it in jobs) and time.monotonic() < end_s:
+            time.sleep(0.02)
         with self._changed:
             self._changed.wait_for(lambda: not self._running, 1.0)
         super()._abort()
+
+    def _is_passing(self, error: BaseException) -> bool:
+        """Wait for a moment, and return True, if the system is only short of something."""
+        if not _is_shortage(error):
+            return False
+        _log().warning("%s; trying again", error)
+        self._is_told.wait(_BASE_INTERVAL_S)
+        return True
 
     # A task
 
     def _run_command(self, task: FemtoTask) -> None:
         """Run CMD for a task. If CMD fails and this worker was told to stop, give the task back,
-        uncounted. Raises _CommandFailed for any other failure of CMD. Raises SystemExit for trouble
-        of this worker: the worker ends, and the block of processing() gives the task back,
-        uncounted."""
-        try:
-            with ExitStack() as files:
-                payload = files.enter_context(self._payload_file(task))
-                outputs = self._open_outputs(task, files)
-                sizes = [os.fstat(it.fileno()).st_size for it in outputs]
-                process, relays = self._start(task, payload, outputs)
-                status, is_stopped = self._follow(task, process, relays)
-                tail = relays[-1].tail if relays else _end_of_file(outputs[-1], sizes[-1])
-            text = tail.decode("utf-8", "replace")
-            if is_stopped and process.is_watched:
-                self._queue.release(task, front=True, counted=False)
-            else:
-                self._judge(task, process, status, text)
-        except (_CommandFailed, LeaseLost):
-            raise
-        except Exception as error:  # a full TMPDIR, a missing module, no reader of the output, ...
-            raise SystemExit(str(error) or type(error).__name__) from error
+        uncounted. Raises _CommandFailed if the try fails. Raises SystemExit for trouble of this
+        worker: the block of processing() gives the task back, uncounted."""
+        has_logged = False
+        while True:
+            try:
+                with ExitStack() as files:
+                    self._try(task, files)
+                return
+            except _Shortage as error:
+                if not has_logged:
+                    _log().warning("task %s waits: %s", task.id, error)
+                has_logged = True
+                if self._is_told.wait(_BASE_INTERVAL_S):
+                    self._queue.release(task, front=True, counted=False)
+                    return
+            except (_CommandFailed, LeaseLost):
+                raise
+            except Exception as error:  # a missing module, no reader of the output, ...
+                raise SystemExit(str(error) or type(error).__name__) from error
 
-    def _payload_file(self, task: FemtoTask) -> Any:
-        """Return a file without a name that holds the payload, for CMD to read. Raises OSError."""
+    def _try(self, task: FemtoTask, files: ExitStack) -> None:
+        payload = self._payload_file(task, files)
+        outputs = self._open_outputs(task, files)
+        begins = [os.fstat(it).st_size for it in outputs]
+        job, relays = self._start(task, payload, outputs, files)
+        self._jobs.add(job)
+        try:
+            is_stopped = self._follow(task, job, {**relays})
+        finally:
+            self._jobs.discard(job)
+        if is_stopped:
+            self._queue.release(task, front=True, counted=False)
+        elif job.is_late or job.status:
+            tails = [it.tail for it in relays.values()]
+            tail = tails[-1] if tails else _end_of_file(outputs[-1], begins[-1])
+            raise _CommandFailed(self._reason(task, job, tail.decode("utf-8", "replace")))
+        elif job.status is None:
+            self._refuse(task, job.errno)
+
+    def _payload_file(self, task: FemtoTask, files: ExitStack) -> int:
+        """Return the descriptor of a file without a name that holds the payload."""
         import tempfile
 
-        file = tempfile.TemporaryFile()  # noqa: SIM115
         try:
-            file.write(task.data)
-            file.seek(0)  # this also flushes the payload
-        except OSError:
-            # This error ends the worker. Perhaps only this payload is too large. So put the task at
-            # the back of the queue: the next worker takes other tasks first.
-            self._queue.release(task, counted=False)
-            with suppress(OSError):
-                file.close()
-            raise
-        return file
-
-    def _open_outputs(self, task: FemtoTask, files: ExitStack) -> list[Any]:
-        """Open ID.out and ID.err in --output-dir, and return the files. Without --output-dir,
-        return an empty list.
-
-        Raises _CommandFailed if the disk or the quota is full. Also raises _CommandFailed if one of
-        the files exists and this user may not write to it, for example because another user made
-        the file in an earlier attempt. In both cases, the attempt fails. Raises OSError for other
-        trouble."""
-        if self._output_dir is None:
-            return []
-        paths = [f"{self._output_dir}/{task.id}.{it}" for it in ("out", "err")]
-        try:
-            return [files.enter_context(open(path, "ab+")) for path in paths]
+            file = files.enter_context(tempfile.TemporaryFile(buffering=0))  # noqa: SIM115
+            _write_all(file.fileno(), task.data)
+            os.lseek(file.fileno(), 0, os.SEEK_SET)
         except OSError as error:
-            is_full = error.errno in (*_OUT_OF_SPACE_ERRNOS, errno.EFBIG)
-            is_refused = error.errno in (errno.EACCES, errno.EPERM, errno.EISDIR)
-            if is_full or (is_refused and os.path.lexists(error.filename)):
-                raise _CommandFailed(f"its output can't be written: {error}") from None
-            raise
+            raise _verdict(_PAYLOAD, _named(error, tempfile.gettempdir())) from None
+        return file.fileno()
+
+    def _open_outputs(self, task: FemtoTask, files: ExitStack) -> list[int]:
+        """Open ID.out and ID.err in --output-dir, and return the descriptors. Without --output-dir,
+        return an empty list."""
+        opened: list[int] = []
+        try:
+            for suffix in ("out", "err") if self._output_dir else ():
+                path = f"{self._output_dir}/{task.id}.{suffix}"
+                if not os.path.isdir(self._output_dir):
+                    os.makedirs(self._output_dir, 0o700, exist_ok=True)
+                opened.append(_open_output(path))
+                files.callback(os.close, opened[-1])
+        except OSError as error:
+            raise _verdict(_OUTPUT, error) from None
+        return opened
 
     def _start(
-        self, task: FemtoTask, payload: Any, outputs: list[Any]
-    ) -> tuple[_Process, list[_Relay]]:
-        """Start CMD, and a relay for each of its pipes. Return the process and the relays. If the
-        output goes to files, there are no relays."""
-        import subprocess
-
+        self, task: FemtoTask, payload: int, outputs: list[int], files: ExitStack
+    ) -> tuple[_CommandJob, dict[int, _Relay]]:
+        """Start CMD. Return the job, and a relay for each pipe. If the output goes to files, there
+        are no pipes."""
         words = [os.fsencode(it).replace(b"{}", task.data) for it in self._options.after_dashes]
-        env = {**os.environ, "FEMTOQUEUE_ID": task.id, "FEMTOQUEUE_ATTEMPT": str(task.attempts)}
+        if any(b"\0" in it for it in words):
+            self._fail_for_good(task, "embedded null byte")
+        variables: dict[str, Any] = {"FEMTOQUEUE_ID": task.id}
+        variables["FEMTOQUEUE_ATTEMPT"] = str(task.attempts)
         # The key is passed in UTF-8, whatever the locale is.
-        env["FEMTOQUEUE_KEY"] = os.fsdecode((task.key or "").replace("\0", "%00").encode())
-        out, err = outputs or [subprocess.PIPE] * 2
+        variables["FEMTOQUEUE_KEY"] = (task.key or "").replace("\0", "%00").encode()
+        jobs, relays = self._options.jobs, dict[int, _Relay]()
+        # With one pipe for both streams, their lines stay in order.
+        fds = () if outputs else (1,) if jobs == 1 and self._output.is_one else (1, 2)
         try:
-            process, popen = self._processes.start(
-                words, env=env, stdin=payload, stdout=out, stderr=err
-            )
-        except (OSError, ValueError) as error:  # ValueError: an argument has a zero byte
-            if getattr(error, "errno", errno.E2BIG) != errno.E2BIG:
-                raise
-            self._refuse(task, str(error))
-        pipes = [] if outputs else [(popen.stdout, 1), (popen.stderr, 2)]
-        relays = [_Relay(pipe, fd, process, self) for pipe, fd in pipes]
-        self._relays = [*filter(threading.Thread.is_alive, self._relays), *relays]
-        try:
-            for relay in relays:
-                relay.start()
-        except BaseException:  # the system allows no more threads
-            self._end_now(task, process)
-            self._processes.end_job(process)
-            raise
-        return process, relays
+            with ExitStack() as ends:
+                for fd in fds:
+                    reading, writing = os.pipe()
+                    files.callback(os.close, reading)
+                    ends.callback(os.close, writing)
+                    relays[reading] = _Relay(fd, jobs > 1)
+                    outputs = [*outputs, writing]
+                streams = [payload, outputs[0], outputs[-1]]
+                limit_s = self._options.task_timeout or float("inf")
+                job = self._launcher.start(words, variables, limit_s, streams)
+        except OSError as error:
+            raise _verdict(f"{self._options.after_dashes[0]} can't be run", error) from None
+        files.callback(job.link.close)
+        return job, relays
 
-    def _refuse(self, task: FemtoTask, why: str) -> NoReturn:
-        """Make a dead letter of a task whose payload can't be an argument of CMD, and raise
-        _CommandFailed. Another attempt would fail in the same way.
+    def _follow(self, task: FemtoTask, job: _CommandJob, pipes: dict[int, _Relay]) -> bool:
+        """Pass on the output of a job until the job is over. Return the result of _ended_by_stop().
+        Raises the error of a write; the job is ended first."""
+        import signal
 
-        But if CMD has no {}, the payload is not an argument, and is not the cause. The environment
-        of this worker and the arguments of CMD are too large together. So raise SystemExit."""
-        if not any("{}" in it for it in self._options.after_dashes):
-            raise SystemExit(f"{self._options.after_dashes[0]} can't be run: {why}")
-        text = f"the payload can't be an argument of the command, in place of {{}}: {why}"
-        self._queue.fail(task, text)
-        raise _CommandFailed(text)
+        begin_s, warn_s, link = time.monotonic(), float("inf"), job.link.fileno()
+        end_s = begin_s + (self._options.task_timeout or float("inf"))
+        is_stopped, error = False, None
+        if len(self.signals) > 1:  # RACE: the main thread ran _abort() before it knew the job
+            job.end(self.signals[-1])
+        while not job.is_over:
+            ready = _readable([link, *pipes], 1.0)
+            try:
+                self._relay(pipes, ready, end_s)
+            except (OSError, _Stalled) as trouble:
+                error = trouble
+                pipes.clear()
+                job.end(signal.SIGTERM)
+            if link in ready:
+                is_stopped |= self._note(task, job, error is not None)
+            if job.is_late or error is not None:
+                warn_s = min(warn_s, time.monotonic() + _GRACE_S + 1)
+            if 0 <= warn_s <= time.monotonic():
+                _log().warning("task %s: its command can't be killed; waiting for its end", task.id)
+                warn_s = -1.0
+        if isinstance(error, OSError):
+            raise error
+        self._relay_rest(task, pipes, end_s)
+        return is_stopped
 
-    def _follow(
-        self, task: FemtoTask, process: _Process, relays: list[_Relay]
-    ) -> tuple[int | None, bool]:
-        """Wait until CMD has ended, and until its output is passed on. If CMD runs longer than the
-        time limit (--task-timeout), end the job.
-
-        Returns two values. The first is the status of CMD's process (_Process.status), or None if
-        CMD still ran at the time limit. The second is the result of _ended_by_stop(). Raises the
-        error of a relay. Raises SystemExit if the second signal came before this call. If CMD still
-        runs when an error is raised, the job is ended first."""
-        # Event.wait() refuses a time of more than TIMEOUT_MAX. Half of TIMEOUT_MAX leaves room for
-        # the rounding of `end_s`.
-        time_limit_s = min(self._options.task_timeout or 0.0, threading.TIMEOUT_MAX / 2) or None
-        end_s = _end_s(time_limit_s)
-        status: int | None = None
-        try:
-            # RACE: the main thread ran _abort() while this thread started CMD. So _terminate() may
-            # not have got the pid of CMD.
-            if len(self.signals) > 1:
-                raise SystemExit
-            while process.status is None and time.monotonic() < end_s:
-                process.woken.wait(time_limit_s and max(0.0, end_s - time.monotonic()))
-                if process.status is None:
-                    process.woken.clear()
-                    _raise_first(relays)
-            status = process.status
-            is_stopped = self._ended_by_stop(status, task)
+    def _note(self, task: FemtoTask, job: _CommandJob, is_ending: bool) -> bool:
+        """Read a report of a job. If CMD has ended, return the result of _ended_by_stop()."""
+        had_ended, is_stopped = job.status is not None, False
+        job.note()
+        if job.status is not None and not had_ended and not job.is_late:
             # A signal may have ended only a shell, while the program that the shell started still
             # saves its state. The task must not run again meanwhile: wait for the whole job.
-            while is_stopped and _job_processes([process.pid]):
-                if time.monotonic() >= end_s:
-                    _terminate([process.pid])
-                time.sleep(0.05)
-        finally:
-            # If `status` is None, the time limit or an error ends the whole job. Don't test
-            # process.status instead: CMD itself may have ended just now, and have left another
-            # program of the job running.
-            if status is None:
-                self._end_now(task, process)
-            self._processes.end_job(process)
-        # Wait until the output is passed on. If the reader of this worker's output has stalled, the
-        # wait ends at the time limit. Without a time limit, the wait goes on.
-        _await_output(relays, end_s)
-        _raise_first(relays)
-        return status, is_stopped
+            is_stopped = self._ended_by_stop(job.status, task)
+            if is_stopped or len(self.signals) > 1:
+                job.end()
+            elif not is_ending:
+                job.forget()
+        return is_stopped
 
-    def _end_now(self, task: FemtoTask, process: _Process) -> None:
-        """End a job, and wait until it has ended, or until the second signal.
+    def _relay(self, pipes: dict[int, _Relay], ready: Iterable[int], end_s: float) -> int:
+        """Pass on what has come through pipes, and return the number of bytes. Remove a pipe that
+        has ended. Raises OSError, and _Stalled if nobody reads the output."""
+        count = 0
+        for pipe in pipes.keys() & ready:
+            relay, data = pipes[pipe], os.read(pipe, 1 << 16)
+            if not data:
+                del pipes[pipe]
+            self._pass_on(relay.fd, relay.due(data), end_s)
+            count += len(data)
+        return count
 
-        A process of the job may run as another user, for example after sudo. This worker can't kill
-        such a process. The task must not be tried again while the process runs."""
-        _terminate([process.pid])
-        told_s = time.monotonic() + 1.0
-        while (process.status is None or _job_processes([process.pid])) and len(self.signals) < 2:
-            if time.monotonic() >= told_s:
-                told_s = float("inf")
-                _log().warning("task %s: its command can't be killed; waiting for its end", task.id)
-            time.sleep(0.02)
+    def _relay_rest(self, task: FemtoTask, pipes: dict[int, _Relay], end_s: float) -> None:
+        """Pass on what is left in the pipes of a job that is over. A program that the job has left
+        may hold a pipe for ever, and write to it all the time."""
+        left = _PIPE_BYTES * len(pipes)
+        try:
+            while left > 0 and (ready := _readable(pipes, 0.0)):
+                left -= self._relay(pipes, ready, end_s)
+            for relay in pipes.values():
+                self._pass_on(relay.fd, relay.due(b""), end_s)
+        except _Stalled:
+            _log().warning("task %s: output is lost: nobody reads it", task.id)
 
-    def _judge(self, task: FemtoTask, process: _Process, status: int | None, tail: str) -> None:
-        """Raise _CommandFailed if CMD failed. But if the watchdog was killed, too, raise
-        SystemExit. Also raise SystemExit if sh could not execute CMD. But if sh could not execute
-        CMD because the arguments are too long for the system, call _refuse()."""
-        if status and not process.is_watched:
-            raise SystemExit("the watchdog of this worker was killed")
-        if status in (126, 127) and tail.startswith(f"{_SH_NAME}: "):  # the error is from sh
-            if os.strerror(errno.E2BIG) in tail:
-                self._refuse(task, os.strerror(errno.E2BIG))
-            raise SystemExit(f"{self._options.after_dashes[0]} can't be run")
-        if status != 0:
-            if status is None:
-                what = f"killed after {self._options.task_timeout:.9g}s"
-            else:
-                what = f"exit status {status}" if status > 0 else f"killed by signal {-status}"
-            raise _CommandFailed(f"{what}\n{tail}".rstrip())
+    def _pass_on(self, fd: int, data: bytes, end_s: float) -> None:
+        """Write output of a job. Raises OSError. But if the reader of the output is gone and this
+        worker was told to stop, drop the output: the running jobs must still finish. Raises
+        _Stalled if nobody reads for _GRACE_S, and the time end_s is over.
+
+        RACE: Ctrl-C ends `tee` in `femtoqueue work ... | tee log`, and the write fails, before the
+        signal has come to this worker. So wait up to _ONE_SIGNAL_S for the signal."""
+
+        def gives_up(since_s: float) -> bool:
+            is_aborted = len(self.signals) > 1
+            return time.monotonic() >= (
+                since_s + 1 if is_aborted else max(end_s, since_s + _GRACE_S)
+            )
+
+        try:
+            self._output.put(fd, data, gives_up=gives_up)
+        except OSError as error:
+            is_gone = error.errno in (errno.EPIPE, errno.EIO)
+            if not (is_gone and self._is_told.wait(_ONE_SIGNAL_S)):
+                raise _named(error, f"standard {'output' if fd == 1 else 'error'}") from None
+
+    def _refuse(self, task: FemtoTask, code: int) -> NoReturn:
+        """Raise what follows if CMD could not be started, or if the launcher has ended."""
+        if not code:
+            raise SystemExit(_LAUNCHER_ENDED)
+        words = self._options.after_dashes
+        if code == errno.E2BIG and any("{}" in it for it in words):
+            self._fail_for_good(task, os.strerror(code))
+        raise _verdict(f"{words[0]} can't be run", OSError(code, os.strerror(code)))
+
+    def _fail_for_good(self, task: FemtoTask, why: str) -> NoReturn:
+        """Make a dead letter of a task whose payload can't be an argument of CMD: another try would
+        fail in the same way."""
+        text = f"the payload can't be an argument of the command, in place of {{}}: {why}"
+        self._queue.fail(task, text + _try_text(task))
+        raise _CommandFailed(text)
+
+    def _reason(self, task: FemtoTask, job: _CommandJob, tail: str) -> str:
+        status = job.status or 0
+        what = f"exit status {status}" if status > 0 else f"killed by signal {-status}"
+        if job.is_late:
+            what = f"killed after {self._options.task_timeout:.9g}s"
+        return f"{what}{_try_text(task)}\n{tail}".rstrip()
 
     def _ended_by_stop(self, status: int | None, task: FemtoTask) -> bool:
         """Return True if CMD failed and this worker was told to stop. The attempt is then not
-        counted, because the signal to stop may have come to CMD, too. But if CMD still ran at the
-        time limit (`status` is None), return False.
+        counted, because the signal to stop may have come to CMD, too.
 
         RACE: a scheduler signals CMD and this worker. CMD ends before the signal has come to this
         worker. So if one of the signals that stop a worker has ended CMD, wait up to _ONE_SIGNAL_S
@@ -7683,35 +7352,48 @@ class _CommandPool(_WorkerPool):
         return self._is_told.wait(_ONE_SIGNAL_S if may_be else 0)
 
 
-def _raise_first(relays: Iterable[_Relay]) -> None:
-    """If an error ended one of the relays, raise this error."""
-    for relay in relays:
-        if relay.error is not None:
-            raise relay.error
+def _try_text(task: FemtoTask) -> str:
+    """Return what ends the first line of a reason, for _tries_of()."""
+    return f" (try {task.attempts})"
 
 
-def _end_of_file(file: Any, begin: int) -> bytes:
+def _reap_inherited() -> None:
+    """Reap the processes that PID 1 inherits, until there is no child any more."""
+    with suppress(ChildProcessError):
+        while True:
+            os.wait()
+
+
+def _open_output(path: str) -> int:
+    """Open a file for output, at its end. Raises OSError unless it is a regular file of this user
+    with one link. Others may be able to write to the directory, and put a file or link there that
+    leads the output elsewhere, or that blocks the call."""
+    fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | _NO_FOLLOW_OR_BLOCK, 0o666)
+    it = os.fstat(fd)
+    if stat.S_ISREG(it.st_mode) and it.st_uid == os.geteuid() and it.st_nlink == 1:
+        os.set_blocking(fd, True)
+        return fd
+    os.close(fd)
+    raise OSError(errno.EPERM, "not a regular file of this user, with one link", path)
+
+
+def _end_of_file(fd: int, begin: int) -> bytes:
     """Return the last bytes of a file, at most _REASON_BYTES. Bytes before `begin` are left out,
     because an earlier attempt wrote them."""
-    size = os.fstat(file.fileno()).st_size
+    size = os.fstat(fd).st_size
     start = max(begin, size - _REASON_BYTES)
-    return os.pread(file.fileno(), max(0, size - start), start)
+    return os.pread(fd, max(0, size - start), start)
 
 
 # ==================================================================================================
 # 24. Command line: a function for each command. The docstring of the function is the help text.
-#     Invariant: a command calls only public methods of FemtoQueue and FemtoTask. From other rooms,
-#     this room uses the runner (23), the watchdog (22), streams and progress (21), _readable (15),
-#     errors (3), and the parsers and formatters of names (2).
+#     Invariant: a command calls only public methods of FemtoQueue and FemtoTask.
 #     TOPIC: a new command. It touches these places:
 #     - Here, a function _NAME_command(options), below the decorator @_command: see
-#       _retry_command(). The decorator has an _argument() for each argument and option. A new kind
-#       of value needs a parser in _TYPES. The first line of the docstring also stands in the list
-#       of commands (`femtoqueue --help`). The docstring has an example.
-#     - Room 12, a public method, if the command needs a new one.
-#     - The test of --help in test.py, which has the number of commands. The test also limits the
-#       lines of a help text to 80 columns, and their number to 24 (except for `work`).
-#     A new option of a command needs only the _argument(), the code that uses it, and a test.
+#       _retry_command(). The first line of the docstring also stands in the list of commands. A new
+#       kind of value needs a parser in _TYPES.
+#     - FemtoQueue, a public method, if the command needs a new one.
+#     - The test of --help in test.py, which has the number of commands.
 # ==================================================================================================
 
 
@@ -7721,10 +7403,12 @@ def main(argv: list[str] | None = None) -> int:
     0: success. 1: nothing was there, a condition was not met, or the queue raised FemtoQueueError.
     2: the command line is wrong, or there was trouble. 128 + N: signal N ended the command. An
     error is written to standard error, as one line. Raises SystemExit for --help and --version
-    (status 0), for a wrong command line (2), and if SIGTERM or SIGHUP ends `top` (128 + N)."""
+    (status 0), and for a wrong command line (2)."""
+    directory = None
     try:
         _open_closed_streams()
         options = _parse_arguments(sys.argv[1:] if argv is None else argv)
+        directory = options.dir
         status: int | None = options.run(options)
         sys.stdout.flush()
         return status or 0
@@ -7733,7 +7417,8 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130  # 128 + SIGINT
     except (FemtoQueueError, OSError, ValueError, MemoryError) as error:
-        _write_error(str(error) or type(error).__name__)
+        text = str(_named(error, directory)) or type(error).__name__
+        _write_error(_PARAMETER.sub(lambda it: _OPTIONS[it[0]], text))
         return 1 if isinstance(error, FemtoQueueError) else 2
     finally:
         for stream in (sys.stdout, sys.stderr):
@@ -7745,10 +7430,20 @@ def main(argv: list[str] | None = None) -> int:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
+# Parameters of FemtoQueue at the beginning of its messages, and the options that they come from.
+_OPTIONS = {
+    "max_attempts": "--max-attempts",
+    "node_id": "--node",
+    "key": "--key",
+    "if_in_flight": "--if-in-flight",
+    "time_us": "--at or --delay",
+}
+_PARAMETER = re.compile(rf"^({'|'.join(_OPTIONS)})\b(?= must )")
+
+
 def _import_only_libraries() -> None:
-    """Remove two directories from sys.path: the directory of this file, and the current directory
-    if Python has put it there (`python -m`). A user's random.py in such a directory must not take
-    the place of a module of Python that is imported later."""
+    """Remove from sys.path the directory of this file, and the current directory if Python has put
+    it there (`python -m`). A user's random.py there must not hide a module of Python."""
     ours = {"", os.path.dirname(os.path.abspath(__file__))}
     if not getattr(sys.flags, "safe_path", False):
         ours.update(sys.path[:1])
@@ -7756,24 +7451,22 @@ def _import_only_libraries() -> None:
 
 
 def _open_closed_streams() -> None:
-    """If a standard stream is closed (`>&-`), open /dev/null in its place. Without /dev/null, the
-    next file that is opened would get the descriptor of the stream. If that file were a task, the
-    output of the command would go into the task."""
+    """If a standard stream is closed (`>&-`), open /dev/null in its place. Otherwise a task's file
+    could get the descriptor, and the output."""
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:  # then the descriptor of the stream is the lowest free one
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), "r+", closefd=False))
 
 
 def _write_error(text: str) -> None:
-    """Write an error to standard error, as one line. If the write fails, ignore the error: there is
-    no other place to report it."""
-    with suppress(OSError):
+    """Write an error to standard error, as one line."""
+    with suppress(OSError):  # there is no other place to report it
         _put(sys.stderr, " ".join(["femtoqueue:", *text.splitlines()]) + "\n")
 
 
 def _put(stream: Any, data: str | bytes) -> None:
-    """Write all of a text or of bytes to a standard stream. A character that the encoding of the
-    stream does not have is escaped. Raises OSError."""
+    """Write all of a text or of bytes to a standard stream. Raises OSError. A character that the
+    encoding lacks is escaped."""
     stream.flush()
     try:
         fd = stream.fileno()
@@ -7783,7 +7476,10 @@ def _put(stream: Any, data: str | bytes) -> None:
         return
     if isinstance(data, str):
         data = data.encode(stream.encoding or "ascii", "backslashreplace")
-    _write_all(fd, data)
+    try:
+        _write_all(fd, data)
+    except OSError as error:
+        raise _named(error, f"standard {'output' if fd == 1 else 'error'}") from None
 
 
 def _print(*texts: object) -> None:
@@ -7792,7 +7488,7 @@ def _print(*texts: object) -> None:
 
 
 def _print_all(lines: Iterable[str]) -> None:
-    """Print lines. Many lines are written with one call."""
+    """Print lines, many with one call."""
     lines = iter(lines)
     while some := [*itertools.islice(lines, 500)]:
         _print(*some)
@@ -7809,8 +7505,8 @@ def _input() -> Iterator[bytes]:
 
 @contextmanager
 def _showing(text: Callable[[], str]) -> Iterator[None]:
-    """While the block runs, show a text at the bottom of the terminal: the progress of a long
-    command. If standard error is not a terminal, show nothing. `text` returns the current text."""
+    """While the block runs, show what text() returns at the bottom of the terminal, if there is
+    one."""
     output, is_over = _Output(), threading.Event()
 
     def redraw() -> None:
@@ -7844,8 +7540,7 @@ _COMMANDS: dict[str, tuple[_Run, tuple[_Argument, ...]]] = {}
 
 
 def _command(*arguments: _Argument) -> Callable[[_Run], _Run]:
-    """Declare a function _NAME_command as the command NAME. `arguments`: the options, and the
-    arguments after DIR."""
+    """Declare a function _NAME_command as the command NAME, with its arguments after DIR."""
 
     def declare(run: _Run) -> _Run:
         _COMMANDS[run.__name__[1:].removesuffix("_command")] = run, arguments
@@ -7858,10 +7553,8 @@ def _argument(words: str, text: str = "", group: str = "", **settings: Any) -> _
     """Declare an argument or option of a command.
 
     words: the names, then the value in capitals, as in "-j --jobs N". A flag has no value.
-    text: the help.
-    group: the name of the argument's group, or "" for no group. Only one argument of a group may be
-    given. But if the name ends with a colon, all arguments of the group may be given, and the name
-    is their title in the help."""
+    group: only one argument of a group may be given. But a name that ends with a colon is only a
+        title in the help."""
     *names, value = words.split()
     if isinstance(settings.get("default"), str):
         text += " (default: %(default)s)"
@@ -7871,9 +7564,8 @@ def _argument(words: str, text: str = "", group: str = "", **settings: Any) -> _
 
 
 def _parse_arguments(argv: list[str]) -> Any:
-    """Return the options of a command line. Their attribute `run` is the function of the command.
-    Their attribute `after_dashes` has the words after `--` if the command is push or work. Raises
-    SystemExit for --help, for --version, and for a wrong command line."""
+    """Return the options of a command line, with `run`, the function of the command, and
+    `after_dashes`, the words after `--` of push and work. Raises SystemExit as main() does."""
     import argparse
 
     parser, commands = _make_parser()
@@ -7894,6 +7586,8 @@ def _make_parser() -> tuple[Any, dict[str, Any]]:
     class Parser(argparse.ArgumentParser):
         def error(self, message: str) -> NoReturn:
             where = f" (DIR is {default_dir}, from FEMTOQUEUE_DIR)" if default_dir else ""
+            if "unrecognized" in message and self.prog.endswith("push"):
+                where += "; put a PAYLOAD that begins with - after --"
             _write_error(f"{message}{where}; see {self.prog} --help")  # one line, without the usage
             sys.exit(2)
 
@@ -7906,8 +7600,8 @@ def _make_parser() -> tuple[Any, dict[str, Any]]:
     parser.add_argument("--version", action="store_true", help="show the version, and exit")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for name, (run, arguments) in _COMMANDS.items():
-        text = re.sub("(?m)^    ", "", run.__doc__ or "")
-        command = commands.add_parser(name, help=text.split("\n")[0], description=text)
+        title, _, text = re.sub("(?m)^    ", "", run.__doc__ or "").partition("\n\n")
+        command = commands.add_parser(name, help=title, description=title, epilog=text)
         command.formatter_class = raw
         command.set_defaults(run=run, error=command.error, dir=default_dir)
         if not default_dir:
@@ -7928,8 +7622,8 @@ def _add_arguments(command: Any, arguments: Iterable[_Argument]) -> None:
 
 
 def _refuse_command(parser: Any, commands: Iterable[str], argv: list[str]) -> None:
-    """Exit, because the command line does not begin with a command. Either the command line asks
-    for help, or it is wrong."""
+    """Exit, because the command line does not begin with a command: it asks for help, or it is
+    wrong."""
     import difflib
 
     word, hint = argv[0] if argv else "-", "the command comes first, as in: push DIR PAYLOAD"
@@ -7968,9 +7662,8 @@ def _timestamp(text: str) -> float:
 
 
 def _utf8_argument(text: str) -> str:
-    """Decode the bytes of an argument as UTF-8, whatever the locale is, because a key must be the
-    same key in every locale. `text` is the argument as Python has decoded it by the locale. If the
-    bytes are not UTF-8, return `text`."""
+    """Decode an argument as UTF-8, whatever the locale is: a key must be the same in every
+    locale."""
     with suppress(UnicodeError):
         return os.fsencode(text).decode()
     return text
@@ -7992,7 +7685,7 @@ trouble, 128 + a signal's number.
 
 Example: femtoqueue push jobs 'resize 42.png'
          femtoqueue work jobs --drain -- echo working on {}"""
-_TIMES = "2026-12-01T08:00 (local), or T08:00+01:00"
+_TIMES = "2026-12-01T08:00 or 2026-12-01T08:00+01:00"
 _TYPES: dict[str, Callable[[str], Any]] = {
     "TIME": _seconds,
     "WHEN": _timestamp,
@@ -8010,19 +7703,24 @@ _SYNC = _argument("--sync", "survive power loss, not only the death of processes
 # Command line: what several commands use
 
 
-def _open_queue(options: Any, **settings: Any) -> FemtoQueue:
-    """Open the queue in DIR. Raises ValueError if there is no queue in DIR."""
+def _has_queue(directory: str) -> bool:
     try:
-        os.stat(os.path.join(options.dir, "pending", ""))
+        os.stat(os.path.join(directory, "pending", ""))
     except (FileNotFoundError, NotADirectoryError):
-        raise ValueError(f"{options.dir}: there is no queue; push makes one") from None
+        return False
+    return True
+
+
+def _open_queue(options: Any, **settings: Any) -> FemtoQueue:
+    """Open the queue in DIR. Raises ValueError if there is none."""
+    if not _has_queue(options.dir):
+        raise ValueError(f"{options.dir}: there is no queue; push makes one")
     return FemtoQueue(options.dir, **settings)
 
 
 def _for_each_id(options: Any, act: Callable[[FemtoQueue, str], object], **settings: Any) -> int:
-    """Call act() for each ID, and return the exit status. If act() raises FemtoQueueError, for
-    example because the task is in another state, report the error, go on with the next ID, and
-    return 1 at the end."""
+    """Call act() for each ID, and return the exit status: 1 if act() raised FemtoQueueError for one
+    of them, for example because the task is in another state."""
     status = 0
     with _open_queue(options, **settings) as q:
         for name in options.ids:
@@ -8044,7 +7742,7 @@ def _time_text(seconds: float | None) -> str:
     return f"{seconds:.0f}s"
 
 
-def _task_row(task: FemtoTask) -> dict[str, Any]:
+def _task_row(q: FemtoQueue, task: FemtoTask) -> dict[str, Any]:
     """Return the fields of a task that `ls` and `show` print, in the order of the table."""
     since, until = task.since, task.until
     return {
@@ -8052,33 +7750,64 @@ def _task_row(task: FemtoTask) -> dict[str, Any]:
         "id": task.id,
         "age_s": round(time.time() - task.created.timestamp(), 3),
         "since_s": None if since is None else round(time.time() - since.timestamp(), 3),
-        "attempts": task.attempts,
+        "attempts": _tries_of(task),
         "size_bytes": task.size_bytes,
         "left_s": None if until is None else round(until.timestamp() - time.time(), 3),
         "key": task.key,
         "node": task.node,
+        "data_preview": _preview(task.data or _beginning(q, task)),
     }
 
 
+def _tries_of(task: FemtoTask) -> int | None:
+    """Return the attempts. The reason tells those of a dead letter of `work` (see _try_text)."""
+    match = re.match(r".*\(try (\d+)\)$", task.error or "", re.MULTILINE)
+    return int(match[1]) if match and task.attempts is None else task.attempts
+
+
+def _beginning(q: FemtoQueue, task: FemtoTask) -> bytes:
+    """Return the first bytes of a payload; b"" if they can't be read."""
+    with suppress(OSError):
+        head = q._files.text(task.path, _HEAD_BYTES)
+        return head.partition("\n")[2].encode() if head.startswith("FQ1 ") else b""
+    return b""
+
+
+_HEAD_BYTES = 1024  # the header line of a record has up to 650 bytes
+
+
 def _cell(name: str, value: Any) -> str:
-    """Return a field of a row as text. A key is percent-encoded, as in the header line of a record,
-    so that the key is one word."""
-    if value is None:
+    """Return a field of a row as text. A key is percent-encoded, so that it is one word."""
+    if name.endswith("_s"):
+        return _time_text(value)
+    if value is None or value == "":
         return "-"
     return _quote_key(value) if name == "key" else str(value)
 
 
-def _task_table(tasks: Iterable[FemtoTask]) -> Iterator[str]:
-    form = "{:9} {:29} {:>6} {:>6} {:>3} {:>8} {:>6} {} {}"
-    yield form.format("STATE", "ID", "AGE", "SINCE", "TRY", "BYTES", "LEFT", "KEY", "NODE")
+def _task_table(q: FemtoQueue, tasks: Iterable[FemtoTask]) -> Iterator[str]:
+    form = "{:9} {:37} {:>6} {:>6} {:>3} {:>8} {:>6} {} {} {}"
+    yield form.format(
+        *("STATE", "ID", "AGE", "SINCE", "TRY", "BYTES", "LEFT", "KEY", "NODE", "DATA")
+    )
     for task in tasks:
-        row = _task_row(task)
-        cells = (_time_text(row[it]) if it.endswith("_s") else _cell(it, row[it]) for it in row)
-        yield form.format(*cells)
+        yield form.format(*(_cell(*it) for it in _task_row(q, task).items()))
 
 
 def _field_lines(row: dict[str, Any]) -> list[str]:
-    return [f"{name:20} {_cell(name, value)}" for name, value in row.items()]
+    return [f"{name.removesuffix('_s'):20} {_cell(name, value)}" for name, value in row.items()]
+
+
+def _fitting(lines: Iterable[str]) -> Iterator[str]:
+    """Yield lines as printable text. On a terminal, cut off what does not fit."""
+    import unicodedata
+
+    columns = _terminal_size(1)[0] if sys.stdout.isatty() else 0
+    for line in map(_printable, lines):
+        # Letters of China and Japan take two columns.
+        widths = (1 + (unicodedata.east_asian_width(it) in "WF") for it in line)
+        end = bisect.bisect([*itertools.accumulate(widths)], columns or float("inf"))
+        yield line[:end]
 
 
 # Command line: push
@@ -8106,19 +7835,23 @@ def _push_command(options: Any) -> None:
         options.error("--if-in-flight goes with --key")
     payloads = _payloads(options)
     due_s = options.at if options.delay is None else time.time() + options.delay
+    is_new = not _has_queue(options.dir)
     with FemtoQueue(options.dir, sync_after_write=options.sync) as q:
+        if is_new:
+            _write_error(f"{options.dir}: a new queue is made")
         push = q.push if due_s is None else functools.partial(q.schedule, time_us=due_s * 1e6)
         of_key = {"key": options.key, "if_in_flight": options.if_in_flight}
         _push_all(functools.partial(push, **of_key), payloads)
 
 
 def _payloads(options: Any) -> Iterable[bytes]:
-    """Return the payloads of `push`: the arguments, or pieces of standard input, or the whole of
-    it."""
+    """Return the payloads: the arguments, or pieces of standard input, or the whole of it."""
     words = [*options.payloads, *options.after_dashes]
     end = b"\0" if options.null else b"\n" if options.lines else b""
     if words and end:
         options.error("--lines and --null read standard input: leave PAYLOAD out")
+    if options.key is not None and (end or len(words) > 1):
+        options.error("--key goes with one PAYLOAD: each would replace the one before")
     if words:
         return map(os.fsencode, words)
     if end:
@@ -8130,10 +7863,8 @@ def _payloads(options: Any) -> Iterable[bytes]:
 
 
 def _push_all(push: Callable[[bytes], str], payloads: Iterable[bytes]) -> None:
-    """Push payloads, and print an id for each.
-
-    If an id can't be printed, the other payloads are pushed all the same, and no error is raised.
-    If the command failed, its caller would try again, and all tasks would be pushed twice."""
+    """Push payloads, and print an id for each. An id that can't be printed is no error: the caller
+    would try again, and all tasks would be pushed twice."""
     count, lost = 0, None
     with nullcontext() if sys.stdout.isatty() else _showing(lambda: f"{count} pushed"):
         for payload in payloads:
@@ -8155,9 +7886,8 @@ def _push_all(push: Callable[[bytes], str], payloads: Iterable[bytes]) -> None:
 
 
 def _pieces(chunks: Iterable[bytes], end: bytes) -> Iterator[bytes]:
-    """Yield the pieces of a stream. A piece is the bytes before a byte `end`, and is yielded as
-    soon as this byte has come. If no `end` follows the last bytes of the stream, these bytes are a
-    piece, too."""
+    """Yield the pieces of a stream, each as soon as its byte `end` has come. The last piece needs
+    no `end`."""
     rest = bytearray()
     for chunk in chunks:
         rest += chunk
@@ -8192,65 +7922,72 @@ def _pieces(chunks: Iterable[bytes], end: bytes) -> Iterator[bytes]:
 def _work_command(options: Any) -> int:
     """Run CMD for each task, with the payload on its standard input.
 
-    In an argument of CMD, {} stands for the payload. If CMD has {}, and the payload
-    can't be an argument (it has a zero byte, or is too long), the task becomes a
-    dead letter at once. Give {} to `sh -c` as an argument of its own: within the
-    script, the payload would run as code. CMD's environment has FEMTOQUEUE_ID,
-    FEMTOQUEUE_ATTEMPT and FEMTOQUEUE_KEY.
+    Each {} in CMD stands for the payload. If payloads may begin with -, write
+    `CMD -- {}`. A payload that can't be an argument (it has a zero byte, or is too
+    long) is a dead letter at once. {} in the script of `sh -c` is refused, because
+    the payload would run as code: use sh -c 'convert "$1"' sh {}. CMD's environment
+    has FEMTOQUEUE_ID, FEMTOQUEUE_ATTEMPT and FEMTOQUEUE_KEY. CMD gets only
+    descriptors 0, 1 and 2, so `make` can't use a jobserver of its parent.
 
     If CMD exits with 0, the task is done. If CMD fails, the task is tried again
     after a pause. After --max-attempts tries, the task becomes a dead letter, with
     a reason: how CMD ended, and the end of CMD's standard error. CMD's output is
-    passed on at once. With -j 2 or more, it is passed on in whole lines. The
-    progress is written as a line every 10 s. On a terminal, one line is rewritten
-    in place.
+    passed on at once; with -j 2 or more, in whole lines. The progress is a line
+    every 10 s. On a terminal, one line is rewritten in place.
 
     After SIGTERM, SIGHUP, SIGUSR1, SIGUSR2 or Ctrl-C, the running commands finish,
     and no other command starts. If a command fails after the signal, its task is
     given back, and the try is not counted: a scheduler may have sent the signal to
     the command, too. A second signal, at least 0.3 s later, is passed to the
-    running commands. Commands that still run 5 s later are killed. The tasks of
-    commands that did not succeed are given back in the same way.
+    running commands. Commands that still run 5 s later are killed.
 
-    --task-timeout ends all processes of CMD. If a scheduler limits the time of this
-    worker, make --task-timeout shorter. Otherwise a task that takes too long is
-    given back at each limit, and comes first in the next worker.
+    --task-timeout ends all processes of CMD's session. If a scheduler limits the
+    time of this worker, make --task-timeout shorter. Otherwise a task that takes
+    too long is given back at each limit, and comes first in the next worker.
 
-    If this worker is killed, its commands are killed. If a lease is lost, CMD goes
-    on. A lease may be lost if this worker is stopped for longer than --timeout, and
-    is lost if somebody gives the task back with `femtoqueue release`.
+    If this worker is killed, its commands are killed. A program that calls setsid()
+    has left its command, and nothing ends it: to end such programs, too, run the
+    command in a container, or with `systemd-run --scope`. If a lease is lost, CMD
+    goes on. A lease may be lost if this worker is stopped for longer than
+    --timeout, or if somebody gives the task back with `femtoqueue release`.
 
     Status 1 (only with --drain): a task of DIR became a dead letter, or tasks are
     left.
 
-    Example: femtoqueue work jobs -j 2 --drain -- ./resize --fast
+    Example: femtoqueue work jobs -j 2 --drain -- ./resize --fast -- {}
     """
     import logging
 
     _prepare_work(options)
-    watchdog = _start_watchdog()  # fork before any thread starts
-    with FemtoQueue(
-        *(options.dir, options.node, options.timeout * 1000, options.sync),
-        keep_done=options.keep_done,
-        max_attempts=options.max_attempts or None,
-        retry_delay_s=options.retry_delay,
-    ) as q:
-        pool = _CommandPool(q, watchdog, options)
-        logging.basicConfig(stream=pool, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
-        status = pool.run_reported()
-    # A status above 128: a second signal came. A thread may be stuck in a write, and hold the lock
-    # of the log. A normal exit would flush the log, and wait for that thread.
-    if status > 128:
-        os._exit(status)
+    launcher = _Launcher()
+    try:
+        with FemtoQueue(
+            *(options.dir, options.node, options.timeout * 1000, options.sync),
+            keep_done=options.keep_done,
+            max_attempts=options.max_attempts or None,
+            retry_delay_s=options.retry_delay,
+        ) as q:
+            pool = _CommandPool(q, launcher, options)
+            logging.basicConfig(stream=pool, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+            status = pool.run_reported()
+        # A second signal came. A thread may be stuck in a write, and hold the lock of the log. A
+        # normal exit would flush the log, and wait for that thread.
+        if status > 128:
+            os._exit(status)
+    finally:
+        launcher.stop()
     return status
 
 
 def _prepare_work(options: Any) -> None:
-    """Check the options of `work`, and that CMD, --output-dir and TMPDIR can be used: an error must
-    come before a task is taken."""
-    # Import every module that a job needs: the worker's Python may be replaced or removed while the
-    # worker runs.
+    """Check the options of `work`, CMD, --output-dir and TMPDIR before a task is taken."""
+    # Import all modules that a job needs. The launcher imports nothing, and the worker's Python may
+    # be replaced or removed while the worker runs.
+    import marshal  # noqa: F401
+    import select  # noqa: F401
     import shutil
+    import signal  # noqa: F401
+    import socket  # noqa: F401
     import subprocess  # noqa: F401
     import tempfile
     import traceback  # noqa: F401
@@ -8263,13 +8000,33 @@ def _prepare_work(options: Any) -> None:
         options.error("-j must be 1 or more")
     if shutil.which(command[0]) is None:
         options.error(f"{command[0]}: command not found, or not executable")
+    if "{}" in _script_of(command):
+        wanted = "sh -c 'convert \"$1\"' sh {}"
+        options.error(f"{{}} in the script of sh -c would run as code; as an argument: {wanted}")
     if not hasattr(os, "fork"):
         options.error("no fork() here; use FemtoQueue.work() in a program of your own")
     if options.output_dir is not None:
-        os.makedirs(options.output_dir, exist_ok=True)
+        os.makedirs(options.output_dir, 0o700, exist_ok=True)
     tempfile.TemporaryFile().close()  # finds TMPDIR, or raises an error
     if options.drain and not os.path.isdir(options.dir):
         _write_error(f"{options.dir}: there was no queue; an empty one is made")
+
+
+def _script_of(words: list[str]) -> str:
+    """Return the scripts of all `sh -c SCRIPT` in a command line."""
+    scripts = ""
+    for number, word in enumerate(words, 1):
+        options, has_script = iter(words[number:]), False
+        if os.path.basename(word) not in ("sh", "bash", "dash", "zsh", "ksh", "ash", "mksh"):
+            continue
+        for option in options:
+            if option[:1] not in ("-", "+"):
+                scripts += option if has_script else ""
+                break
+            has_script |= re.fullmatch("-[A-Za-z]*c[A-Za-z]*", option) is not None
+            if re.fullmatch("[-+][A-Za-z]*[oO]|--rcfile|--init-file", option):
+                next(options, None)  # the value of the option
+    return scripts
 
 
 # Command line: leases
@@ -8317,16 +8074,15 @@ def _pop_command(options: Any) -> int:
 def _cancel_command(options: Any) -> int:
     """Delete tasks that wait, due or not.
 
-    A task in another state stays as it is. Status 1: one of the tasks did not wait,
-    or the queue is paused.
+    A task in another state stays as it is. Status 1: one of the tasks did not wait.
 
     Example: femtoqueue cancel jobs 01795243500123456789-0a1b2c3d
     """
 
     def cancel(q: FemtoQueue, name: str) -> None:
-        task = q.take(id=_id_of(name))
+        task = q.take(id=_id_of(name), even_paused=True)
         if task is None:
-            raise TaskNotFound(f"task {_id_of(name)} is not waiting, or the queue is paused")
+            raise TaskNotFound(f"task {_id_of(name)} is not waiting")
         q.done(task)
 
     return _for_each_id(options, cancel, keep_done=False)
@@ -8377,8 +8133,8 @@ def _release_command(options: Any) -> int:
 
 
 def _release(q: FemtoQueue, task: FemtoTask, to: dict[str, Any]) -> bool:
-    """Release a task that was listed in flight. Return False if the delivery of `task` has ended,
-    or if the worker renewed the lease during each of our three tries."""
+    """Release a task that was listed in flight. Return False if its delivery has ended, or if the
+    worker renewed the lease during each of three tries."""
     # RACE: the worker renews the lease after our attach(). The path of the lease changes, and
     # release() raises LeaseLost. So try again with the new path.
     for _ in range(3):
@@ -8424,7 +8180,7 @@ def _ls_command(options: Any) -> None:
     A STATE is pending, scheduled, inflight, done or failed; --all means all five.
     Columns: state, id, age, time since it came to its state, attempts (-: not
     known), size in bytes (-: corrupt), time until the lease ends or the task is
-    due, key, node.
+    due, key, node, begin of the payload.
 
     Example: femtoqueue ls jobs failed
     """
@@ -8433,8 +8189,10 @@ def _ls_command(options: Any) -> None:
     states = options.states or [it for it in STATES if options.all or it != "done"]
     q = _open_queue(options)
     tasks = itertools.chain(*[q.tasks(state, data=False) for state in states])
-    rows = map(json.dumps, map(_task_row, tasks))
-    _print_all(rows if options.json else _task_table(tasks))
+    if options.json:
+        _print_all(json.dumps(_task_row(q, task)) for task in tasks)
+    else:
+        _print_all(_fitting(_task_table(q, tasks)))
 
 
 @_command(_argument("id ID", _ID_HELP), _argument("--payload", "print the payload only"))
@@ -8443,14 +8201,25 @@ def _show_command(options: Any) -> None:
 
     Example: femtoqueue show jobs 01795243500123456789-0a1b2c3d
     """
-    ident = _id_of(options.id)
-    task = _open_queue(options).peek(ident)
+    ident, q = _id_of(options.id), _open_queue(options)
+    task = q.peek(ident)
     if task is None:
         raise TaskNotFound(f"no task {ident}")
+    is_terminal = sys.stdout.isatty()
     if not options.payload:
-        reason = {} if task.error is None else {"reason": task.error}
-        _print(*_field_lines(_task_row(task) | reason), "")
-    _put(sys.stdout, task.data)
+        row = _task_row(q, task)
+        del row["data_preview"]
+        # No line of the reason may look like a field.
+        reason = (task.error or "").split("\n")
+        row |= {} if task.error is None else {"reason": f"\n{'':21}".join(reason)}
+        text = "\n".join([*_field_lines(row), "", ""])
+        _put(sys.stdout, _escaped(text) if is_terminal else text)
+    data = task.data
+    _put(sys.stdout, _escaped(data.decode("utf-8", "replace")) if is_terminal else data)
+
+
+def _escaped(text: str) -> str:
+    return "\n".join(map(_printable, text.split("\n")))
 
 
 @_command(
@@ -8462,20 +8231,24 @@ def _stat_command(options: Any) -> int:
     """Count the tasks in each state, for people and for monitors.
 
     A task that moves from one state to another meanwhile may be missed, or counted
-    twice.
+    twice. For --max-age, a task is due, too, when its lease has ended.
 
     Example: femtoqueue stat jobs --max-age 10m
     """
     import json
 
-    figures = _figures(_open_queue(options))
-    _print(*[json.dumps(figures)] if options.json else _field_lines(figures))
-    age_s = figures["oldest_pending_age_s"] or 0
-    return int(figures["pending"] > options.max_pending or age_s > options.max_age)
-
-
-def _figures(q: FemtoQueue) -> dict[str, Any]:
+    q = _open_queue(options)
     stats = q.stats()
+    figures = _figures(q, stats)
+    _print(*[json.dumps(figures)] if options.json else _field_lines(figures))
+    ages_s = [stats.oldest_pending_age_s or 0.0]
+    if stats.expired:
+        untils = (it.until for it in q.tasks("inflight", data=False))
+        ages_s += [time.time() - it.timestamp() for it in untils if it is not None]
+    return int(stats.pending > options.max_pending or max(ages_s) > options.max_age)
+
+
+def _figures(q: FemtoQueue, stats: Stats) -> dict[str, Any]:
     live = Counter(node.liveness for node in stats.nodes)
     names = (*STATES, "expired", "buffered", "oldest_pending_age_s")
     figures = {name: getattr(stats, name) for name in names}
@@ -8495,111 +8268,57 @@ def _join_command(options: Any) -> int:
     return int(not _open_queue(options).join(options.timeout))
 
 
-@_command(_argument("--interval TIME", "pause between two looks", default="1s"))
+@_command(_argument("--interval TIME", "pause between two looks", default="2s"))
 def _top_command(options: Any) -> None:
     """Show the queue live: rate, workers, what runs, dead letters.
 
-    q or Ctrl-C ends the command. On a terminal, the view is redrawn in place, and
-    lines that do not fit are cut off.
+    Ctrl-C ends the command. On a terminal, the view is redrawn in place, and lines
+    that do not fit are cut off. If there is no queue in DIR, wait for one.
 
     Example: femtoqueue top jobs
     """
+    begins, ends, ends_all = ("\x1b[H", "\x1b[K", "\x1b[J") if sys.stdout.isatty() else ("",) * 3
+    pause_s = min(options.interval, 86400)
+    if not _has_queue(options.dir):
+        _print(f"{options.dir}: waiting for a queue")
+    while not _has_queue(options.dir):
+        time.sleep(min(pause_s, 1.0))
     q = _open_queue(options)
-    progress = _Progress(q._files.path)
-    begins, ends, ends_all = ("",) * 3
-    if sys.stdout.isatty():  # DECAWM off: otherwise letters of two columns might wrap a line
-        begins, ends, ends_all = "\x1b[?7l\x1b[H", "\x1b[K", "\x1b[J\x1b[?7h"
-    with _keyboard() as wait_for_key:
-        while True:
-            columns, rows = (it or 999 for it in _terminal_size(1))
-            lines = itertools.islice(_top_lines(options.dir, q, progress), rows - 1)
-            text = "".join(f"{_printable(line)[:columns]}{ends}\n" for line in lines)
-            _put(sys.stdout, begins + text + ends_all)
-            if wait_for_key(min(options.interval, 86400)) in ("q", "Q"):
-                return
-
-
-def _printable(text: str) -> str:
-    """Escape the characters of a text that are not printable, because they may move the cursor."""
-    return "".join(it if it.isprintable() else ascii(it)[1:-1] for it in text)
+    progress = _Progress(_open_files(options.dir, False))
+    while True:
+        rows = _terminal_size(1)[1] or 999
+        lines = itertools.islice(_fitting(_top_lines(options.dir, q, progress)), rows - 1)
+        _put(sys.stdout, begins + "".join(f"{it}{ends}\n" for it in lines) + ends_all)
+        time.sleep(pause_s)
 
 
 def _top_lines(name: str, q: FemtoQueue, progress: _Progress) -> Iterator[str]:
     """Yield the lines that `top` shows, the most important lines first."""
-    figures, nodes = _figures(q), q.stats().nodes
-    left = sum(figures[it] for it in ("pending", "scheduled", "inflight"))
-    progress.add_sample(time.monotonic(), left)
+    stats = q.stats()
+    figures = _figures(q, stats)
+    progress.is_paused = figures["paused"]
+    progress.count_scheduled()
+    progress.add_sample(time.monotonic(), stats.pending + stats.scheduled + stats.inflight)
     yield f"{name} {time.strftime('%H:%M:%S')}  {progress.pace_text()}".rstrip()
     yield from _field_lines(figures)
-    if nodes:
+    if stats.nodes:
         form = "{:>6} {:>7} {:8} {}"
         yield from ("", form.format("LEASED", "EXPIRED", "WORKER", "NODE"))
-        yield from (form.format(it.inflight, it.expired, it.liveness, it.node) for it in nodes)
+        yield from (
+            form.format(it.inflight, it.expired, it.liveness, it.node) for it in stats.nodes
+        )
     yield ""
-    yield from _task_table(q.tasks("inflight", data=False))
+    yield from _task_table(q, q.tasks("inflight", data=False))
     if failed := progress.latest_dead_letters():
         yield from ("", "LATEST DEAD LETTERS")
     for ident in failed:
         with suppress(CorruptTask):
-            task = q.peek(ident)  # None: a person moved the task there, under another name
-            key, reason = (task.key, task.error) if task else (None, None)
-            first_line = (reason or "-").partition("\n")[0]
-            yield f"{ident} {_cell('key', key)} {first_line}"
-
-
-@contextmanager
-def _keyboard() -> Iterator[Callable[[float], str]]:
-    """Yield a function that takes a number of seconds, and waits at most so long until a key is
-    pressed. The function returns the key, or "" if no key was pressed. In the block, the terminal
-    passes each key on at once. If _let_terminal_pass_keys() returns False, the function only
-    sleeps, and returns ""."""
-
-    signals: list[int] = []
-
-    def wait_for_key(seconds: float) -> str:
-        # Python may swallow the SystemExit of the signal's handler, if the signal came while a
-        # finalizer ran or a generator was closed. So raise SystemExit again.
-        if signals:
-            raise SystemExit(128 + signals[0])
-        return os.read(0, 1).decode("latin-1") if _readable([0], seconds) else ""
-
-    def wait(seconds: float) -> str:
-        time.sleep(seconds)
-        return ""
-
-    with ExitStack() as restored:
-        yield wait_for_key if _let_terminal_pass_keys(restored, signals) else wait
-
-
-def _let_terminal_pass_keys(restored: ExitStack, signals: list[int]) -> bool:
-    """Let the terminal pass each key on at once, and return True. Return False if standard input is
-    not a terminal, or if this system has no termios.
-
-    When `restored` is closed, the terminal gets its settings back. Until then, when SIGTERM or
-    SIGHUP comes, its number is added to `signals`, and SystemExit is raised. So `restored` is also
-    closed if one of these signals ends the process. A signal that is ignored or has a handler
-    already is left as it is."""
-    import signal
-
-    def leave(number: int, frame: object) -> NoReturn:
-        signals.append(number)
-        raise SystemExit(128 + number)
-
-    with suppress(ImportError):  # not POSIX
-        import termios
-        import tty
-
-        with suppress(termios.error):
-            settings = termios.tcgetattr(0)
-            restored.enter_context(suppress(termios.error))  # if the terminal is gone at the close
-            restored.callback(termios.tcsetattr, 0, termios.TCSADRAIN, settings)
-            for number in (signal.SIGTERM, signal.SIGHUP):
-                if signal.getsignal(number) == signal.SIG_DFL:
-                    restored.callback(signal.signal, number, signal.SIG_DFL)
-                    signal.signal(number, leave)
-            tty.setcbreak(0, termios.TCSADRAIN)
-            return True
-    return False
+            # None: a person moved the task there, under another name.
+            task = q.peek(ident)
+            row = {} if task is None else _task_row(q, task)
+            preview, key = row.get("data_preview") or "-", row.get("key")
+            reason = (task and task.error) or "-"
+            yield " ".join([ident, _cell("key", key), preview, reason.partition("\n")[0]])
 
 
 # Command line: maintenance

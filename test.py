@@ -180,12 +180,10 @@ def fake_os(*missing: str, **functions: Any) -> types.ModuleType:
 SEAMS = {
     "file system type": "_fs_type",
     "C library": "_libc",
-    "members of jobs": "_job_processes",
+    "groups of a session": "_groups_of",
+    "open files": "_open_files",
     "progress": "_Progress",
     "lines of top": "_top_lines",
-    "wait for output": "_await_output",
-    "command pool": "_CommandPool",
-    "end of jobs": "_terminate",
 }
 CONSTANTS = {
     "one signal": "_ONE_SIGNAL_S",
@@ -835,7 +833,6 @@ NO_KEYS = "", "k" * 201, "\u00e9" * 101, "\udc80"
 NO_TEXTS = 7, b"k", ("k",)
 NO_TASK: tuple[dict[str, str], ...] = {}, {"key": "k", "id": f"{0:020d}-0000000000000000"}
 NO_RELEASE = {"front": True, "delay_s": 1}, {"delay_s": -1}, {"delay_s": NAN}
-FIXED = "sync_after_write", "max_attempts", "keep_done", "timeout_stale_ms", "node_id"
 NO_SETTINGS: tuple[tuple[str, type[Exception], tuple[Any, ...]], ...] = (
     ("node_id", ValueError, ("", "..", "a/b", "a" * 101, "größe", "a\n", 7)),
     ("timeout_stale_ms", ValueError, (0, NAN, 10**400)),
@@ -888,7 +885,6 @@ REFUSALS: tuple[Refusal, ...] = (
     (lambda q, task, it: q.peek(it), ValueError, "not the id", ("../secrets",)),
     (lambda q, task, it: q.attach(it), TypeError, "lease must be a str", (None, 5, b"x")),
     (lambda q, task, it: q.tasks(it), ValueError, "state must be one of", ("waiting",)),
-    (lambda q, task, it: setattr(q, it, 1), AttributeError, "{it}", FIXED),
     (lambda q, task, it: q.pop(it), TypeError, "timeout must be", NO_SECONDS),
     (lambda q, task, it: q.pop(it), ValueError, "timeout must be", NO_TIMEOUTS),
     (lambda q, task, it: q.drain(it), TypeError, "timeout must be", NO_SECONDS),
@@ -1446,42 +1442,31 @@ class Ordering(QueueCase):
                     q.push(b"%d" % number)
             with self.subTest(name):
                 self.assertEqual(self.drain(q), [b"%d" % n for n in range(len(rows))])
-                # The first process of a boot removes the clock file of the boot before. Processes
-                # without a boot id have no clock file.
-                self.assertEqual(len(self.clocks()), int(rows[-1][0] is not None))
+                # Processes without a boot id have no clock file.
+                self.assertEqual(len(self.clocks()), len({boot for boot, *_ in rows} - {None}))
 
     def clocks(self) -> list[str]:
         """Return the sorted names of the clock files."""
         return sorted(name for name in os.listdir(self.path) if name.startswith("clock-"))
 
-    def test_clock_files_of_earlier_boots_do_not_pile_up(self) -> None:
-        """A clock file of another boot stays while a task is leased by its clock, and no longer."""
-        # The other boot may be that of a container, with a worker that still lives.
+    def test_clock_files_of_other_boots_stay(self) -> None:
+        """A clock file stays when another boot begins, and its worker, which may be in a container,
+        goes on with its clock."""
         clock = self.clock()
         with on_boot("container"):
             q = self.queue("container")
-        (theirs,) = self.clocks()
-        task = leased(q)
-        for number in range(5):
+        theirs = self.clocks()
+        for number in range(3):
             with on_boot(f"boot {number}"):
                 self.queue()
-        self.assertEqual((len(self.clocks()), theirs in self.clocks()), (2, True))
-        q.done(task)
-        with on_boot("boot 5"):
-            self.queue()
-        self.assertNotIn(theirs, self.clocks())
-        clock.advance(601)
-        q.pop()  # makes the clock file of the container again
-        self.assertIn(theirs, self.clocks())
+        self.assertEqual((len(self.clocks()), {*theirs} - {*self.clocks()}), (4, set()))
         clock.wall_shift_s += 3600
         with on_boot("container"):
-            before, after = q.push(b"1"), self.queue("second").push(b"2")
-        self.assertLess(int(after[:20]) - int(before[:20]), 3600e9)  # both use one queue clock
+            self.check_one_clock(q, self.queue("second"))
 
     def test_service_that_can_not_see_the_boot_id_keeps_the_order_after_a_reboot(self) -> None:
         """A service that can't see the boot id does not use the clock file of an earlier boot."""
-        # The queue is empty, so no id shows that the clock of that file is behind. Only the wall
-        # clock shows this.
+        # The queue is empty, so no id shows that the clock of that file is behind.
         clock = self.clock()
         with on_boot("1"):
             self.queue().close()
@@ -1495,31 +1480,15 @@ class Ordering(QueueCase):
         service.push(b"second")
         self.assertEqual(self.drain(service), [b"first", b"second"])
 
-    def test_service_that_can_not_see_the_boot_id_ignores_a_clock_file_that_it_can_not_read(
-        self,
-    ) -> None:
-        with on_boot("1"):
-            self.queue()
+    def test_process_that_can_not_read_the_clock_file_has_a_clock_of_its_own(self) -> None:
+        """A process that may not read clock-<boot> delivers tasks, and its leases have another
+        <boot>."""
+        self.queue().push(b"x")
         (theirs,) = self.clocks()
-        with on_boot(None), hooked(at_call("stat lstat open", theirs, errno_raiser(errno.EACCES))):
-            q = self.queue()
-            q.push(b"x")
-            self.assertNotIn(theirs.removeprefix("clock-"), self.pop(q).path)
+        with hooked(at_call("stat lstat open", theirs, errno_raiser(errno.EACCES))):
+            task = self.pop(self.queue())
+        self.assertNotIn(theirs.removeprefix("clock-"), task.path)
         self.assertEqual(self.clocks(), [theirs])
-
-    def test_clock_file_of_this_boot_stays_when_a_service_that_can_not_see_the_boot_id_starts(
-        self,
-    ) -> None:
-        """A service that can't see the boot id does not remove a clock file that it does not
-        use."""
-        # After the date was set, no clock file agrees with the wall clock. So the service has a
-        # clock of its own, without a file. Processes that use the clock file may still live.
-        clock = self.clock()
-        q = self.queue()
-        clock.wall_shift_s += 3600
-        with on_boot(None):
-            self.queue("service")
-        self.check_one_clock(q, self.queue("later"))
 
     def test_clock_files_of_other_hosts_stay(self) -> None:
         """No host removes the clock files of other hosts, not even a host that has data_dir on its
@@ -1689,22 +1658,22 @@ class ReplacedClock(QueueCase):
             wanted = [q.push(b"%d" % number) for number in range(100)]
             self.assertEqual([self.pop(q).id for _ in wanted], wanted)
 
-    def test_order_survives_a_monotonic_clock_that_begins_anew_under_one_boot_id(self) -> None:
-        """A restored virtual machine delivers its tasks in order, and leases end."""
-        # Such a machine has the same boot id as before, and a monotonic clock near zero.
+    def test_no_task_is_lost_when_a_monotonic_clock_begins_anew_under_one_boot_id(self) -> None:
+        """A restored virtual machine delivers all its tasks."""
+        # Such a machine has the same boot id as before, and a monotonic clock near zero. The tasks
+        # may come in another order, and a lease may end late unless its worker is dead.
         clock = self.clock()
         clock.monotonic_shift_s = 40 * 86400.0
-        q = self.queue("n1", detached=True)
+        q = self.queue("n1")
         older, leased = q.push(b"older"), q.push(b"leased")
-        q.take(id=leased, lease_ms=1500)
+        self.take(q, id=leased)
+        simulate_death(q)
         clock.monotonic_shift_s = 0.0
         clock.wall_shift_s = 60.0
         restarted = self.queue("n2")
-        self.assertIn(("clock", True), [(it.kind, it.repaired) for it in restarted.check()])
         younger = restarted.push(b"younger")
-        clock.advance(2)
-        found = {self.pop(restarted).id: None for _ in range(3)}
-        self.assertEqual([*found], [older, leased, younger])
+        found = {self.pop(restarted).id for _ in range(3)}
+        self.assertEqual(found, {older, leased, younger})
 
 
 @FORK
@@ -1780,6 +1749,27 @@ class Liveness(QueueCase):
     def test_lease_of_an_earlier_boot_is_not_of_this_boot_where_the_boot_id_is_not_seen(
         self,
     ) -> None:
+        """If a dead worker or the other worker can't see the boot id, a lease ends at its deadline,
+        or at once when a worker starts under the same node_id."""
+        # A service of systemd with ProcSubset=pid can't see the boot id.
+        for first, second in ((None, "1"), ("1", None), (None, None)):
+            with self.subTest(first=first, second=second):
+                self.path, clock = self.new_dir(), self.clock()
+                with on_boot(first):
+                    dead = self.queue("dead")
+                    dead.push_many([b"1", b"2"])
+                    self.assertEqual(len([*iter(dead.pop, None)]), 2)
+                simulate_death(dead)
+                with on_boot(second):
+                    q = self.queue("other")
+                    self.assertEqual([it.liveness for it in q.stats().nodes], ["unknown"])
+                    self.assertIsNone(q.pop())
+                    again = self.pop(self.queue("dead"))
+                    self.assertEqual((again.data, again.attempts), (b"1", 2))
+                    clock.advance(31)
+                    self.assertEqual([it.data for it in iter(q.pop, None)], [b"1", b"2"])
+
+    def test_lease_of_another_boot_is_not_of_this_boot_where_the_boot_id_is_not_seen(self) -> None:
         """A service that can't see the boot id does not treat a lease of another boot as a lease of
         this boot."""
         for fs_type in (EXT4, NFS):
@@ -2302,7 +2292,6 @@ class LostReply(QueueCase):
     and the server answers that the file does not exist (ENOENT)."""
 
     fs_type = NFS
-    exchanges = False  # as on NFS
 
     @contextlib.contextmanager
     def lost_reply(self, then: Callable[[], object] = do_nothing) -> Iterator[None]:
@@ -2564,27 +2553,26 @@ class InterruptedDelivery(QueueCase):
 
     DELIVERS = (  # the functions of femtoqueue that take part in a delivery
         *("pop", "take_oldest", "claim", "_deliver"),
-        *("_look", "_look_for_all", "_answer", "wait_for_async", "hand_over"),
+        *("_look_for_all", "_answer", "wait_for_async"),
     )
 
     def test_queue_object_in_a_reference_cycle_gives_its_task_back_silently(self) -> None:
-        """A queue object that is freed by the garbage collector gives back its task, removes its
-        lease directory, and prints nothing."""
-        # With lock_first, the finalizer of the object's lock runs before that of the object itself.
-        for lock_first in (False, True):
-            with (
-                self.subTest(lock_first=lock_first),
-                mock.patch.object(sys, "unraisablehook") as complaint,
-            ):
-                self.drop_in_cycle(lock_first)
-                complaint.assert_not_called()
-            self.assertFalse(os.path.exists(self.file("inflight-n1")))
-            self.assertEqual(self.drain(self.queue("n2")), [b"x"])
+        """If a queue object is freed by the garbage collector, nothing is printed, and the next
+        worker takes its task back."""
+        # The finalizer of the object's lock may run before that of the object itself.
+        with mock.patch.object(sys, "unraisablehook") as complaint:
+            q: Any = FemtoQueue(self.path, "n1")
+            leased(q, b"x")
+            q.__dict__["itself"] = q
+            del q
+            gc.collect()
+        complaint.assert_not_called()
+        self.assertEqual(self.drain(self.queue("n2")), [b"x"])
+        self.assertEqual(os.listdir(self.path).count("inflight-n1"), 0)
 
-    def test_interpreter_exits_while_ended_threads_hold_locks(self) -> None:
-        """The interpreter exits without an error even if threads that have ended hold all locks of
-        a queue object."""
-        # If the worker's own lock is free, the worker's task is given back at exit.
+    def test_interpreter_exits_while_an_ended_thread_holds_the_lock_of_a_queue_object(self) -> None:
+        """The interpreter exits without an error even if a thread that has ended holds the lock of
+        a queue object. If the lock is free, the worker's tasks are given back at exit."""
         code = """if True:
             import sys, threading
             import femtoqueue
@@ -2593,18 +2581,10 @@ class InterruptedDelivery(QueueCase):
                 q.push(b"x", key=key)
             with q.processing(q.pop()):  # starts the thread that renews
                 assert q.pop()
-            worker = q._worker
-            places = [vars(it) for it in (femtoqueue, q._clock, worker, *vars(worker).values())
-                      if hasattr(it, "__dict__")]
-            found = {id(it): it for place in places for it in place.values()}.values()
-            locks = [getattr(it, "_cond", it).acquire for it in found
-                     if hasattr(it, "acquire") or isinstance(it, threading.Event)]
-            assert worker.lock.acquire in locks and len(locks) > 3
-            if sys.argv[2] == "free":
-                locks.remove(worker.lock.acquire)
-            thread = threading.Thread(target=list, args=(map(lambda it: it(False), locks),))
-            thread.start()
-            thread.join()
+            if sys.argv[2] == "locked":
+                thread = threading.Thread(target=q._worker.lock.acquire)
+                thread.start()
+                thread.join()
             """
         for lock in ("free", "locked"):
             words = sys.executable, "-W", "error", "-c", code, self.path, lock
@@ -2614,25 +2594,9 @@ class InterruptedDelivery(QueueCase):
                 self.assertFalse(os.path.exists(self.file("inflight-gone")))
             self.assertEqual(self.drain(self.queue("n2")), [b"x"])
 
-    def drop_in_cycle(self, lock_first: bool) -> None:
-        """Make a queue object that holds a lease and a reference to itself; let it be collected."""
-        q: Any = FemtoQueue(self.path, "n1")
-        leased(q, b"x")
-        if lock_first:  # finalizers run in the order in which the objects were made
-            younger = FemtoQueue.__new__(FemtoQueue)
-            younger.__dict__.update(q.__dict__)
-            q.__dict__.clear()
-            q = younger
-            del younger
-        q.__dict__["itself"] = q
-        del q
-        gc.collect()
-
-    def test_close_at_any_line_of_a_delivery_counts_only_a_delivered_task(self) -> None:
-        """If close() comes at any line of a delivery, the delivery is counted only if the caller
-        gets the task."""
-        # If the delivery were counted although no caller got the task, then with max_attempts=1,
-        # the task would be a dead letter that was never delivered.
+    def test_close_at_any_line_of_a_delivery_loses_no_task(self) -> None:
+        """If close() comes at any line of a delivery, the caller has a task that it can finish, or
+        whose next call says LeaseLost, or no task. If it has none, the task is delivered later."""
         ways: dict[str, Callable[[FemtoQueue], FemtoTask | None]] = {
             "pop": FemtoQueue.pop,
             "wait": lambda q: q.pop(PATIENCE_S),
@@ -2642,7 +2606,7 @@ class InterruptedDelivery(QueueCase):
         for way, deliver in ways.items():
             with self.subTest(way):
                 lines = next(it for it in itertools.count() if not self.close_at_line(it, deliver))
-                self.assertGreater(lines, 25)
+                self.assertGreater(lines, 20)
 
     def test_ctrl_c_at_any_line_of_a_pop_leaves_no_lease(self) -> None:
         """After Ctrl-C at any line of pop(), the task waits at its place, and the delivery was not
@@ -2674,7 +2638,7 @@ class InterruptedDelivery(QueueCase):
     def close_at_line(self, number: int, deliver: Callable[[FemtoQueue], FemtoTask | None]) -> bool:
         """Call close() in another thread at a line of a delivery, and check what is left. Return
         False if the delivery has fewer lines."""
-        q = self.new_queue(max_attempts=1)
+        q = self.new_queue()
         q.push(b"x")
         self.assertIsNone(q.take(key="none"))
         closer = threading.Thread(target=q.close)
@@ -2689,15 +2653,16 @@ class InterruptedDelivery(QueueCase):
             return False
         until(lambda: closer.ident is not None)
         closer.join()
-        while task is None:  # the thread that takes tasks for coroutines may still hold the task
-            self.assertEqual(q.stats().failed, 0)
-            task = q.pop()
-        # If the file of the lease is gone, close() has reclaimed the task after its only attempt.
-        # Then the next pop() makes the task a dead letter. If the file is there, the caller has a
-        # valid lease: perhaps close() had reclaimed the task, and the delivery went on and took the
-        # task again.
-        is_lost = not os.path.exists(self.file(task.path))
-        self.assertEqual((q.pop(), q.stats().failed, task.attempts), (None, is_lost, 1))
+        if task is not None:
+            with contextlib.suppress(LeaseLost):
+                q.done(task)
+                task = None
+        if task is not None or not self.names("done"):
+            # close() may have taken back the task after a delivery that was counted.
+            again = q.pop(PATIENCE_S) or self.fail("the task is lost")
+            self.assertIn(again.attempts, (1, 2, 3))
+            q.done(again)
+        self.assertEqual(self.states(), {"done": 1})
         q.close()
         return True
 
@@ -3084,77 +3049,35 @@ class Keyed(QueueCase):
         self.assertEqual((task.attempts, task.checkpoint), (1, None))
 
 
-class KeyedByRename(Keyed):
-    """The tests of Keyed where names can't be exchanged: on NFS, FUSE, and systems without
-    renameat2."""
-
-    in_memory, exchanges = True, False
-
-    def test_scheduled_payload_whose_sync_failed_is_not_delivered_before_its_time(self) -> None:
-        """If the sync of a replacing schedule() fails, the new payload is delivered at its time,
-        not before."""
-        # The rename over the old payload, or over the buffered payload, can't be undone.
-        clock, moves = self.clock(), list[str]()
-
-        def fail(name: str, args: tuple[Any, ...]) -> None:
-            moves.extend(args[:1] if name == "move" else ())
-            if name == "fsync" and moves and "/creating/" in moves[-1]:
-                raise_errno(errno.EIO)
-
-        for is_leased in (False, True):
-            q = self.new_queue(sync_after_write=True)
-            task = leased(q, key="k") if is_leased else None
-            q.push(b"1", key="k")
-            moves.clear()
-            with hooked(fail), self.assertRaises(OSError):
-                q.schedule(b"2", (clock.time() + 99) * 1e6, key="k")
-            if task is not None:
-                q.done(task)
-            self.assertIsNone(q.pop())
-            clock.advance(100)
-            self.assertEqual(self.drain(q), [b"2"])
-
-
 class Healed(QueueCase):
-    """Old names of renamed files come back. GlusterFS shows them again, as second links, when it
-    has healed after a network failure."""
+    """On a file system that hosts share, old names of renamed files come back, as second links,
+    when GlusterFS has healed after a network failure. Other hosts move and remove files."""
 
     fs_type = FUSE
 
-    def test_finished_task_whose_old_name_comes_back_is_not_delivered_again(self) -> None:
-        """A finished task is not delivered again if one of its old names comes back."""
-        # The finished task does not count as the task of its key, and does not become a dead
-        # letter.
+    def test_finished_task_whose_old_name_comes_back_comes_twice_more_at_most(self) -> None:
+        """If an old name of a finished task comes back, the task is delivered twice more at most,
+        and its key's newer task is delivered."""
+        # The first end renames the lease to another link of the same file, which does nothing. The
+        # second end removes the lease.
         front = "pending/{id:.20}~1~{id}"
         for key, name in itertools.product((None, "k"), ("pending/{id}", front, "{path}")):
-            q, clock = self.new_queue(max_attempts=1), self.clock()
+            q, clock = self.new_queue(), self.clock()
             task = leased(q, b"1", key)
             path = self.file(name.format(id=task.id, path=task.path))
             q.done(task)
+            newer = q.push(b"2", key=key)
             os.link(self.file("done", task.id), path)
+            delivered = list[str]()
+            for _ in range(4):
+                clock.advance(60)
+                for it in iter(q.pop, None):
+                    delivered.append(it.id)
+                    q.done(it)
             with self.subTest(name, key=key):
-                self.assertFalse(key and q.contains(key))
-                self.assertNotEqual(q.push(b"2", key=key), task.id)
-                newer = self.take(q, key) if key else popped(q)
-                self.assertEqual(newer.data, b"2")
-                q.done(newer)
-                clock.advance(3600)
-                self.assertIsNone(q.pop())
-                self.assertEqual(self.states(), {"done": 2})
-
-    def test_old_name_that_can_not_be_removed_at_its_claim_is_removed_later(self) -> None:
-        """If a worker claims an old name of a finished task and can't remove it, the next
-        housekeeping removes the name."""
-        q, clock = self.queue(timeout_stale_ms=None), self.clock()
-        task = leased(q)
-        q.done(task)
-        os.link(self.file("done", task.id), self.file("pending", task.id))
-        with hooked(at_call("unlink", None, errno_raiser(errno.ENOTCONN))):
-            self.assertIsNone(q.pop())
-        self.assertEqual(len(self.names("inflight-n1")), 1)
-        clock.advance(60)
-        self.assertEqual((q.pop(), q.pop()), (None, None))
-        self.assertEqual(self.states(), {"done": 1})
+                self.assertIn(newer, delivered)
+                self.assertLessEqual({*Counter(delivered).values()}, {1, 2})
+                self.assertLessEqual({*delivered}, {newer, task.id})
 
     def test_replaced_record_that_comes_back_does_not_become_the_task_of_its_key(self) -> None:
         """A replaced record that comes back ends in failed/, and the key's younger task is
@@ -3196,23 +3119,6 @@ class Healed(QueueCase):
             self.assertEqual(self.names("keys"), [behind])
             os.unlink(ghost)
 
-    def test_old_lease_that_comes_back_is_not_reclaimed_over_its_waiting_task(self) -> None:
-        """If an old lease of a waiting task comes back, its reclaim does not overwrite the task."""
-        # A reclaim takes the attempts of the new name from the lease. The old lease has as many
-        # attempts as the waiting task, so the reclaim would rename it to the name of that task.
-        # Instead, the reclaim chooses another name, and both records are delivered.
-        q, other, clock = self.queue(), self.queue("n2"), self.clock()
-        old = leased(other, b"1", "k")
-        q.push(b"2", key="k")
-        other.release(old, front=True)
-        newer = self.pop(q)
-        self.assertEqual((newer.id, newer.data), (old.id, b"2"))
-        q.release(newer, front=True)
-        self.put(old.path, record(b"1", b"k"), "")
-        clock.advance(60)
-        taken = [task.data for task in (q.pop(), q.pop()) if task]
-        self.assertEqual(sorted(taken), [b"1", b"2"])
-
     def test_retried_task_whose_dead_letter_comes_back_is_delivered(self) -> None:
         """A retried task is delivered even if its old name in failed/ comes back."""
         # Nothing shows which of the two names is the older name.
@@ -3226,31 +3132,6 @@ class Healed(QueueCase):
             self.assertTrue(key is None or q.contains(key))
             self.assertEqual(popped(q).id, dead.id)
             os.unlink(self.file("failed", dead.id))
-
-    def test_late_worker_whose_old_lease_comes_back_is_fenced(self) -> None:
-        """A worker can't end or renew a delivery after another worker has got the task, even if the
-        name of the late worker's lease comes back."""
-        # If the task is done, the old name is a second link of the file in done/. rename() does
-        # nothing, and succeeds, if both names lead to the same file. So the rename of a late done()
-        # would not fail.
-        ends = "done", "fail", "release", "extend"
-        for how, key, is_done in itertools.product(ends, (None, "k"), (False, True)):
-            q, late, clock = self.new_queue(), self.queue("n2"), self.clock()
-            lost = leased(late, b"1", key)
-            clock.advance(60)
-            task = self.pop(q)
-            path = task.path
-            if is_done:
-                q.done(task)
-                path = f"done/{task.id}"
-            os.link(self.file(path), self.file(lost.path))
-            with self.subTest(how, key=key, is_done=is_done), self.assertRaises(LeaseLost):
-                getattr(late, how)(lost)
-            if not is_done:
-                q.done(task)
-            clock.advance(60)
-            self.assertIsNone(q.pop())
-            self.assertEqual(self.states(), {"done": 1})
 
     def test_late_worker_that_still_has_its_task_ends_the_delivery_despite_other_links(
         self,
@@ -3285,58 +3166,6 @@ class Healed(QueueCase):
         self.assertLessEqual(len(os.listdir("/dev/fd")), opened)
         self.assertEqual({*os.listdir(line)} - {"last"}, set())
 
-    @contextlib.contextmanager
-    def listed_phantom(
-        self, directory: str, name: str, listing_s: float = 0
-    ) -> Iterator[list[float]]:
-        """Show a name without a file in each listing of a directory. A listing takes `listing_s`
-        seconds. Yield a list, to which the length of each sleep of femtoqueue is appended."""
-        clock = self.clock()
-        slept: list[float] = []
-
-        def sleep(seconds: float) -> None:
-            slept.append(seconds)
-            clock.advance(seconds)
-
-        def listdir(path: str) -> list[str]:
-            clock.advance(listing_s)
-            return os.listdir(path) + [name] * (os.path.basename(path.rstrip("/")) == directory)
-
-        self.patched(mock.patch.object(clock, "sleep", sleep, create=True))
-        with mock.patch.object(femtoqueue, "os", fake_os(listdir=listdir)):
-            yield slept
-
-    def test_phantom_is_recognised_after_few_looks_where_listings_are_slow(self) -> None:
-        """push() recognises a phantom (a listed name without a file) after a limited number of
-        looks, even if each listing takes seconds."""
-        q = self.queue()
-        ident, seconds = f"{1:020d}-{q.push(b'1', key='k')[-16:]}", constant("stale")
-        with self.listed_phantom("pending", ident, listing_s=seconds) as slept:
-            q.push(b"2", key="k")
-        self.assertLess(len(slept), 40)
-
-    def test_phantom_whose_file_comes_back_is_found(self) -> None:
-        """A phantom whose file comes back counts again as the task of its key."""
-        q = self.queue()
-        ident = q.push(b"1", key="k")
-        os.rename(self.file("pending", ident), self.file("aside"))
-        with self.listed_phantom("pending", ident):
-            self.assertFalse(q.contains("k"))
-            self.assertIsNone(q.take(id=ident))
-        os.rename(self.file("aside"), self.file("pending", ident))
-        clock = self.clock()
-        self.patched(mock.patch.object(clock, "sleep", clock.advance, create=True))
-        # The second worker has not seen the phantom. Its own mount hangs for a while. But this
-        # worker does not take the task for a phantom, because it counts looks, not seconds.
-        for worker, hangs_s in ((q, 0), (self.queue("n2"), constant("stale"))):
-
-            def miss(hangs_s: float = hangs_s) -> None:
-                clock.advance(hangs_s)
-                raise_errno(errno.ENOENT)
-
-            with hooked(at_call("open", ident, miss, times=8)):
-                self.assertEqual(worker.push(b"2", key="k"), ident)
-
     def test_lease_of_another_host_that_was_just_renewed_is_not_reclaimed(self) -> None:
         """A worker leaves a lease of another host alone if the lease was renewed just now."""
         # By this host's queue clock, the deadline has passed, because the clocks of hosts drift
@@ -3346,7 +3175,7 @@ class Healed(QueueCase):
             task = leased(q)
         other = self.queue("n2")
         self.clock().advance(2)
-        with hooked(at_call("lstat", task.path, errno_raiser(errno.ESTALE), times=1)):
+        with hooked(at_call("stat", task.path, errno_raiser(errno.ESTALE), times=1)):
             self.assertIsNone(other.pop())
         q.done(task)
         self.assertEqual(self.states(), {"done": 1})
@@ -3358,7 +3187,7 @@ class Healed(QueueCase):
         task = leased(q)
         with hooked(at_call("open", f"done/{task.id}", errno_raiser(errno.ESTALE))):
             q.done(task)
-        for event in ("lstat", "unlink"):
+        for event in ("stat", "unlink"):
             with hooked(at_call(event, f"done/{task.id}", errno_raiser(errno.ESTALE))):
                 self.assertEqual(q.purge(0), 0)
 
@@ -3398,9 +3227,9 @@ class Healed(QueueCase):
         self.assertLess(seen.index("list checkpoints"), seen.index(f"open {task.id}"))
 
     def test_claim_that_can_be_neither_used_nor_undone_is_given_back_later(self) -> None:
-        """A claim that the worker can neither use nor undo is given back later, uncounted."""
+        """A claim that the worker can neither use nor undo is given back later."""
         # First, the claim is carried out, but reported as failed. Second (is_answered), the claim
-        # is reported as carried out, but the worker can't look at the file of the lease. In both
+        # is reported as carried out, but the worker can't read the file of the lease. In both
         # cases the undoing fails, too, and no caller has the lease. The lease has no deadline, but
         # does not last for ever.
         renames: list[str] = []
@@ -3412,26 +3241,31 @@ class Healed(QueueCase):
             if len(renames) > is_answered:
                 raise_errno(errno.ENOTCONN)
 
-        def lstat(path: str) -> os.stat_result:
-            return raise_errno(errno.ENOTCONN) if "/inflight-n1/" in path else os.lstat(path)
+        def open_file(path: str, *args: Any, **where: Any) -> int:
+            return (
+                raise_errno(errno.ENOTCONN)
+                if path.count("~") == 3
+                else os.open(path, *args, **where)
+            )
 
         for is_answered in (False, True):
             q = self.new_queue(timeout_stale_ms=None)
             q.push(b"1")
             renames.clear()
-            fake = fake_os(rename=rename, replace=rename, lstat=lstat)
+            fake = fake_os(rename=rename, replace=rename, open=open_file)
             with self.subTest(is_answered), mock.patch.object(femtoqueue, "os", fake):
                 self.assertRaises(OSError, q.pop)
             self.assertEqual(self.states(), {"inflight-n1": 1})
             task = q.pop(60)
-            self.assertEqual(task and (task.data, task.attempts), (b"1", 1))
+            # A task that can't be read counts the delivery.
+            self.assertEqual(task and (task.data, task.attempts), (b"1", 1 + is_answered))
 
 
-class KeyedOnSharedFileSystem(KeyedByRename):
-    """The tests of KeyedByRename where other hosts may write. Only listings and renames are
-    reliable there. State files, keys/<hash>, are not used, and names can't be exchanged."""
+class KeyedOnSharedFileSystem(Keyed):
+    """The tests of Keyed where other hosts may write. Only listings and renames are reliable there.
+    The links keys/<hash> are not used."""
 
-    has_states = False
+    in_memory, has_states = True, False
     fs_type = NFS
 
     def test_two_tasks_of_a_key_claimed_at_once_lead_to_one_delivery(self) -> None:
@@ -3508,25 +3342,19 @@ class Durability(StepCase):
         """When a step returns, its record and the record's new directory have been synced."""
         # Before the unlink of a lease, its file and directory are synced, because the claim was not
         # synced. Otherwise, after power loss, the disk may show the record where it waited. The
-        # reason of a failure is synced before the record. The state of a new key is synced before
+        # reason of a failure is synced before the record. The link of a new key is synced before
         # the record is moved. Otherwise, after power loss, no later push would know of the task.
         self.clock().stand_still()
         self.check_steps(self.moves_and_syncs, "synced", sync_after_write=True)
 
     def test_step_is_on_disk_when_it_returns_on_other_file_systems(self) -> None:
-        """A step is also on disk where names can't be exchanged, and on NFS."""
-        # Where names can't be exchanged, a new payload is buffered in keys/, after its name was
-        # written to the state file. On NFS, a record is synced before the rename. Otherwise another
-        # host could read a torn record before the sync, and quarantine the task. The push() would
-        # return all the same, as if the task were waiting.
-        for system, words, key, synced in (
-            (without_exchange(), "push x | push y", "k", "file move file directory move directory"),
-            (on_file_system(NFS), "push x", None, "file move directory"),
-            (on_file_system(NFS), "schedule x 4e15", None, "file move directory"),
-        ):
-            with self.subTest(words, key=key), system:
-                step = self.prepare_step(words, Row("", ""), key, sync_after_write=True)
-                self.assertEqual(" ".join(self.moves_and_syncs(step)), synced)
+        """On NFS, a record is synced before the rename."""
+        # Otherwise another host could read a torn record before the sync, and quarantine the task.
+        # The push() would return all the same, as if the task were waiting.
+        self.patched(on_file_system(NFS))
+        for words in ("push x", "schedule x 4e15"):
+            step = self.prepare_step(words, Row("", ""), sync_after_write=True)
+            self.assertEqual(self.moves_and_syncs(step), ["file", "move", "directory"])
 
     def test_no_renewal_comes_between_the_sync_of_a_lease_and_its_removal(self) -> None:
         """In done(), no other thread can renew the lease between the sync and the removal of its
@@ -3548,22 +3376,46 @@ class Durability(StepCase):
 
         refused: list[FemtoTask] = []
         renewal = threading.Thread(target=extend)
-        with hooked(at_call("lstat", "/inflight-", begin_renewal, times=1)):
+        with hooked(at_call("stat", "/inflight-", begin_renewal, times=1)):
             q.done(task)
         renewal.join()
         self.assertEqual((self.states(), refused), ({}, [task]))
 
-    def test_queue_with_symbolic_links_to_directories_can_be_synced(self) -> None:
-        """Syncs work if data_dir, its parent, or a directory in data_dir is a symbolic link."""
+    def test_queue_with_a_symbolic_link_in_its_path_can_be_synced(self) -> None:
+        """Syncs work if data_dir or its parent is a symbolic link."""
         os.mkdir(self.file("real"))
         os.symlink("real", self.file("link"))
         for path in ("link", "link/jobs"):
             with FemtoQueue(self.file(path), sync_after_write=True) as q:
-                os.rename(self.file(path, "done"), self.file(f"done-{len(path)}"))
-                os.symlink(self.file(f"done-{len(path)}"), self.file(path, "done"))
                 q.push(b"x")
                 q.done(popped(q))
                 self.assertEqual(q.stats().done, 1)
+
+    def test_directory_of_the_queue_that_is_a_link_is_refused_and_named(self) -> None:
+        """No call follows a link in the place of a directory of the queue: the error names it."""
+        # A member of a group's queue could put such a link there, to a directory of another user.
+        outside = self.new_dir()
+        for name in ("pending", "done", "creating"):
+            q = self.new_queue()
+            q.push(b"x")
+            task = popped(q)
+            os.rename(self.file(name), self.file("aside"))
+            os.symlink(outside, self.file(name))
+            q._files.dirs.refresh()
+            refused = []
+            calls: tuple[Callable[[], object], ...] = (
+                functools.partial(FemtoQueue, self.path),
+                functools.partial(q.push, b"y"),
+                functools.partial(q.done, task),
+            )
+            for call in calls:
+                with contextlib.suppress(LeaseLost):
+                    try:
+                        call()
+                    except OSError as error:
+                        refused.append(f"{error}")
+            self.assertEqual(os.listdir(outside), [])
+            self.assertRegex(refused[0], rf"must not be a link or a file: '.*/{name}'")
 
     def test_entry_of_each_directory_is_synced_whoever_made_it(self) -> None:
         """A queue object with sync syncs the entries of the queue's directories, whoever made the
@@ -3584,44 +3436,47 @@ class Durability(StepCase):
 
     def test_push_many_syncs_the_batch_once(self) -> None:
         """push_many() with sync calls syncfs() once for the whole batch."""
-        # Without syncfs(), it syncs each file, and pending/ once. Without sync_after_write, it
-        # syncs nothing.
-        q, other, synced = self.queue(sync_after_write=True), self.queue("n2"), list[int]()
+        # Without syncfs(), it syncs each task. Without sync_after_write, it syncs nothing.
+        q, other, synced = self.queue(sync_after_write=True), self.queue("n2"), list[str]()
         with on_file_system(0):
             calls = self.moves_and_syncs(lambda: q.push_many([b"1", b"2", b"3"]))
-        self.assertEqual(Counter(calls), {"move": 3, "file": 3, "directory": 1})
-        self.assertEqual(calls[-1], "directory")
-        with seam("sync of a batch", lambda _: (functools.partial(synced.append, 1), False)):
+        self.assertEqual(calls, ["move", "file", "directory"] * 3)
+        with on_file_system(EXT4), hooked(at_call("syncfs", None, lambda: synced.append("."))):
             for pushing in (q, other):
                 calls = self.moves_and_syncs(functools.partial(pushing.push_many, [b"4", b"5"]))
                 self.assertEqual((calls, len(synced)), (["move"] * 2, 1))
         self.assertEqual(self.drain(q), [b"1", b"2", b"3", *[b"4", b"5"] * 2])
 
-    def test_push_many_whose_sync_fails_takes_the_batch_back(self) -> None:
-        """If the sync of a batch fails, push_many() removes its tasks and raises the error."""
+    def test_push_many_whose_sync_fails_says_which_tasks_are_in_the_queue(self) -> None:
+        """If the sync of a batch fails, push_many() raises the error, whose `pushed_ids` are the
+        tasks: they wait, but power loss may still undo them."""
         q = self.queue(sync_after_write=True)
-        batch = functools.partial(raise_errno, errno.EIO), False
-        sync = seam("sync of a batch", lambda _: batch)
-        with sync, self.assertRaisesRegex(OSError, rf"\[Errno {errno.EIO}\].*\(0 tasks of"):
+        failing = hooked(at_call("syncfs", None, errno_raiser(errno.EIO)))
+        with on_file_system(EXT4), failing, self.assertRaises(OSError) as caught:
             q.push_many([b"1", b"2"])
-        self.assertEqual(self.states(), {})
+        self.assertEqual(caught.exception.errno, errno.EIO)
+        self.assertEqual(caught.exception.pushed_ids, self.names("pending"))  # type: ignore[attr-defined]
+        self.assertEqual(self.drain(q), [b"1", b"2"])
 
     @unittest.skipUnless(sys.platform == "linux", "syncfs is Linux's")
     def test_syncfs_is_found_and_called(self) -> None:
-        """The real syncfs() is called, if it is reliable on the file system of the test."""
-        sync, syncs_each = through_seam("sync of a batch")(self.path)
-        if syncs_each:
-            self.skipTest(f"not known whether the file system of {self.path} obeys syncfs")
-        self.assertEqual(len(calls_of("syncfs", sync)), 1)
-        with self.assertRaisesRegex(OSError, rf"\[Errno {errno.EBADF}\]"):
-            sync()  # the first call has closed the directory
+        """The real syncfs() is called, with the open directory pending/."""
+        q, seen = self.queue(sync_after_write=True), list[bool]()
+
+        def note(name: str, args: tuple[Any, ...]) -> None:
+            if name == "syncfs":
+                seen.append(os.path.samestat(os.fstat(args[0]), os.stat(self.file("pending"))))
+
+        with on_file_system(EXT4), hooked(note):
+            q.push_many([b"x"])
+        self.assertEqual(seen, [True])
 
 
 # Calls that change no directory and no file. A process that dies just before such a call leaves the
 # same files as a process that dies just after the call.
 UNCHANGING = (
     *("access", "close", "fstat", "fsync", "getxattr", "inotify", "list", "listxattr", "lock"),
-    *("lseek", "lstat", "read", "readlink", "stat", "statfs", "statvfs", "syncfs"),
+    *("lseek", "lstat", "read", "readlink", "stat", "fstatfs", "statvfs", "syncfs"),
 )
 
 
@@ -3709,157 +3564,6 @@ class Meanwhile(Step):
 
     def begin(self) -> None:
         self.action()
-
-
-class TwoMounts(QueueCase):
-    """One directory is used through two kinds of mount: by an NFS server on its own disk (local),
-    and by the clients of the server. The locks of the two kinds do not exclude each other. So the
-    first client makes the file SHARED, and from then on local objects do not use key states."""
-
-    def setUp(self) -> None:
-        super().setUp()
-        self.local = self.queue("local")  # made before any client opens the queue
-        with on_file_system(NFS):
-            self.client = self.queue("client")
-
-    def test_local_objects_see_the_key_of_a_task_that_a_client_pushed(self) -> None:
-        self.client.push(b"older", key="k")
-        self.assertTrue(self.local.contains("k"))
-        self.local.push(b"newer", key="k")
-        self.assertEqual(self.states(), {"pending": 1})
-        self.assertEqual(popped(self.local).data, b"newer")
-
-    def test_key_states_of_local_objects_are_no_finding(self) -> None:
-        """check() accepts the key states that a local object wrote before the first client came."""
-        self.path = self.new_dir(self.memory)
-        self.queue("local").push(b"x", key="k")
-        with on_file_system(NFS):
-            client = self.queue("client")
-        self.drain(client)
-        self.assertEqual([it for it in client.check() if "keys/" in it.path], [])
-
-    def test_pop_takes_along_the_payload_that_a_client_pushed(self) -> None:
-        """A local pop() delivers a payload that a client has buffered behind the waiting task."""
-        # The client can't exchange names, so it puts the payload into keys/. No key state names the
-        # payload.
-        self.local.push(b"older", key="k")
-        with without_exchange():
-            self.client.push(b"newer", key="k")
-        self.assertEqual(self.states(), {"pending": 1, "keys": 1})
-        self.assertEqual([it.data for it in self.local.tasks("pending")], [b"newer"])
-        self.assertEqual(popped(self.local).data, b"newer")
-
-    def test_two_pushes_at_once_never_give_a_key_to_two_workers(self) -> None:
-        """If a local object and a client push a task of one key at once, one task is delivered, and
-        the other is a dead letter."""
-        # RACE: the client pushes after the local push has looked for a task of the key, and before
-        # the local push renames its file. Then the key has two tasks. The younger task is
-        # delivered.
-
-        def push_by_client() -> None:
-            with mock.patch.object(vars(femtoqueue)["fcntl"], "flock", return_value=None):
-                self.client.push(b"client's", key="k")
-
-        with hooked(at_call("move", "/creating/", push_by_client, times=1)):
-            self.local.push(b"local", key="k")
-        self.assertEqual(self.states(), {"pending": 2})
-        tasks = [it for q in (self.local, self.client, self.local) if (it := q.pop())]
-        self.assertEqual(len(tasks), 1)
-        self.local.done(tasks[0]) if tasks[0].node == "local" else self.client.done(tasks[0])
-        self.assertEqual(self.states(), {"done": 1, "failed": 1})
-
-    def test_tickets_of_local_processes_and_clients_are_in_one_order(self) -> None:
-        local = TicketQueue(self.file("line"))
-        local.remove(local.register()[1])
-        with on_file_system(NFS):
-            client = TicketQueue(self.file("line"))
-        numbers = []
-        for line in (client, local, client, local):
-            ticket, member = line.register()
-            numbers.append(ticket)
-            line.remove(member)
-        self.assertEqual(numbers, [2, 3, 4, 5])
-
-    def test_ticket_drawn_while_a_client_opens_the_line_is_drawn_again(self) -> None:
-        """If a client has its turn with a number, a local process that drew the same number has no
-        turn."""
-        # RACE: the local process draws a number. Then a client opens the line, draws the same
-        # number and has its turn. If two tickets have the same number, the ticket whose boot
-        # sorts first is the head. That may be the local ticket, so several boots are tried. The
-        # local process must draw again. Otherwise it could have a turn beside the client.
-        for number in range(8):
-            line, boot = self.file(f"line{number}"), f"boot {number}"
-            self.assertEqual(self.turns_of_client_and_local(line, boot), (True, False))
-
-    def turns_of_client_and_local(self, path: str, boot: str) -> tuple[bool, bool]:
-        """Let a client register while a local process registers. Return whether the client has its
-        turn, and whether the local process has its turn."""
-        local, turns, locks = TicketQueue(path), list[bool](), itertools.count()
-
-        def flock(fd: int, how: int) -> None:
-            # The first lock is that of "last". On NFS, it does not exclude local processes. So it
-            # is left out here, where it would wait for the local process.
-            if next(locks):
-                fcntl.flock(fd, how)
-
-        def have_turn() -> None:
-            with on_file_system(NFS), on_boot(boot):
-                client = TicketQueue(path)
-            with mock.patch.object(vars(femtoqueue)["fcntl"], "flock", flock):
-                ticket, _ = client.register()
-            turns.append(client.is_head(ticket))
-            self.addCleanup(client.__del__)  # until then the client keeps its ticket
-
-        with hooked(at_call("open", f"{path}/.", have_turn, times=1)):
-            ticket, member = local.register()
-        turns.append(local.is_head(ticket))
-        local.remove(member)
-        return turns[0], turns[1]
-
-    def test_directory_that_clients_use_is_not_replaced(self) -> None:
-        """If clients use the queue, a local pop() does not replace a pending/ that has grown."""
-        # After a replacement, a client might look into the old directory for a long time.
-        before = os.stat(self.file("pending")).st_ino
-        with with_constant("shrink", -1):
-            self.assertIsNone(self.local.pop())
-        self.assertEqual(os.stat(self.file("pending")).st_ino, before)
-
-    def test_local_push_finds_a_task_pushed_after_the_directory_was_marked_shared(self) -> None:
-        """A local push() finds a task that another local object has pushed after a client made
-        SHARED."""
-        # RACE: a local push is about to lock its key. Before that, a client makes SHARED. Another
-        # local object finds SHARED, and pushes a task without a key state.
-        self.path = self.new_dir()
-        first, second = self.queue("first"), self.queue("second")
-
-        def push_in_shared_form() -> None:
-            with on_file_system(NFS):
-                self.queue("client")
-            first.push(b"older", key="k")
-
-        with hooked(at_call("open", "locks/", push_in_shared_form, times=1)):
-            second.push(b"newer", key="k")
-        self.assertEqual(self.states(), {"pending": 1})
-        self.assertEqual(self.drain(second), [b"newer"])
-
-    def test_client_that_could_not_make_the_mark_shared_on_a_full_disk_tries_again(self) -> None:
-        """A client that could not make SHARED on a full disk tries again before its first
-        push with a key."""
-        self.path = self.new_dir()
-        local = self.queue("local")
-        full = hooked(at_call("open", "SHARED", errno_raiser(errno.ENOSPC), times=1))
-        with on_file_system(NFS), full:
-            client = self.queue("client")
-            client.push(b"older", key="k")
-        local.push(b"newer", key="k")
-        self.assertEqual(self.states(), {"pending": 1})
-
-    def test_client_opens_a_queue_where_the_mark_shared_can_not_be_made(self) -> None:
-        """A client can use a queue even if SHARED can't be made (EROFS)."""
-        self.path = self.new_dir(self.memory)
-        with on_file_system(NFS), hooked(at_call("open", "SHARED", errno_raiser(errno.EROFS))):
-            self.queue().push(b"x")
-        self.assertEqual(self.drain(self.queue()), [b"x"])
 
 
 class StaleLook(Step):
@@ -4796,14 +4500,6 @@ class KeyedInterrupted(Interrupted):
         """If a person moves leased tasks to pending/ after any system call, the key has no second
         task."""
         self.check_all(self.moved_by_hand)
-
-
-class KeyedInterruptedByRename(KeyedInterrupted):
-    """The tests of KeyedInterrupted where names can't be exchanged. Only calls that change
-    something are interrupted."""
-
-    counts = staticmethod(may_change)
-    exchanges = False
 
 
 class InterruptedOnSharedFileSystem(PlainInterrupted):
@@ -5887,22 +5583,21 @@ class TroubleOfOneTask(QueueCase):
         task = self.pop(other)
         self.assertEqual((task.id, task.attempts), (bad, 2))
 
-    def test_task_that_stays_unreadable_is_tried_again_after_pauses_of_up_to_an_hour(self) -> None:
-        """A worker tries an unreadable task again after pauses that double up to an hour."""
-        # Another worker has pauses of its own: at the end, it delivers the task at once.
-        q, clock = self.queue(), self.clock()
-        clock.stand_still()
-        bad, pauses = q.push(b"bad"), list[float]()
+    def test_task_that_stays_unreadable_goes_to_the_back_counted_each_time(self) -> None:
+        """Each pop() that meets an unreadable task raises, and counts an attempt. Other tasks go
+        first."""
+        q = self.queue(max_attempts=3)
+        bad = q.push(b"bad")
         with self.with_unreadable(bad):
-            for _ in range(16):
-                began_s = clock.monotonic()
-                with contextlib.suppress(PermissionError):
-                    while q.pop() is None:
-                        clock.advance(0.5 if clock.monotonic() - began_s < 30 else 30)
-                pauses.append(clock.monotonic() - began_s)
-        self.assertEqual(pauses[:6], [0, 0, 1, 2, 4, 8])
-        self.assertTrue(3599 <= pauses[-1] <= 3660, pauses)  # a difference of two floats
-        self.assertEqual(self.pop(self.queue("n2")).data, b"bad")
+            for number in range(3):
+                q.push(b"%d" % number)
+                with self.assertRaises(PermissionError):
+                    q.pop()
+                self.assertEqual(self.pop(q).data, b"%d" % number)
+                (name,) = self.names("pending")
+                self.assertEqual(name.split("~")[1:], [f"{number + 1}", bad])
+            self.assertIsNone(q.pop())
+        self.assertEqual([task.id for task in q.tasks("failed")], [bad])
 
     def test_payload_that_does_not_fit_into_memory_is_a_dead_letter_after_max_attempts(
         self,
@@ -5914,8 +5609,9 @@ class TroubleOfOneTask(QueueCase):
             self.assertRaises(MemoryError, q.pop)
             self.assertEqual(self.pop(q).data, b"good")
             self.assertRaises(MemoryError, q.pop)
+            self.assertIsNone(q.pop())
         (dead,) = q.tasks("failed")
-        self.assertEqual((dead.id, "MemoryError" in str(dead.error)), (bad, True))
+        self.assertEqual((dead.id, "max_attempts reached" in str(dead.error)), (bad, True))
 
     def test_push_replaces_the_payload_of_a_keyed_task_that_could_not_be_read(self) -> None:
         """The unreadable task waits again. So the push finds it, and adds no second task."""
@@ -5951,7 +5647,7 @@ class TroubleOfOneTask(QueueCase):
         ):
             q.work(lambda task: None, drain=True)
 
-    def test_task_that_may_not_be_renamed_is_skipped_for_a_while(self) -> None:
+    def test_task_that_may_not_be_renamed_is_passed_over_for_a_minute(self) -> None:
         # The task may belong to another user, and pending/ may have the sticky bit.
         q, clock = self.queue(), self.clock()
         bad, *_ = q.push_many([b"bad", b"good", b"better"])
@@ -5959,27 +5655,17 @@ class TroubleOfOneTask(QueueCase):
             with self.assertRaises(PermissionError) as caught:
                 q.pop()
             self.assertEqual(getattr(caught.exception, "task_id", None), bad)
-            self.assertEqual(self.pop(q).data, b"good")
+            q.done(self.pop(q))
+            clock.advance(59)
+            self.assertEqual((task := self.pop(q)).data, b"better")
+            q.done(task)
+            self.assertIsNone(q.pop())
             clock.advance(2)
             self.assertRaises(PermissionError, q.pop)
-            self.assertEqual(self.pop(q).data, b"better")
-            clock.advance(0.5)
             self.assertIsNone(q.pop())
-        clock.advance(100)
+        clock.advance(61)
         task = self.pop(q)
         self.assertEqual((task.id, task.attempts), (bad, 1))
-
-    def test_error_of_a_directory_without_write_permission_names_no_task(self) -> None:
-        """If nothing in a directory may be renamed, no single task is at fault."""
-        q = self.queue()
-        bad = q.push(b"x")
-        with (
-            hooked(at_call("move", bad, errno_raiser(errno.EACCES))),
-            mock.patch.object(os, "access", return_value=False),
-            self.assertRaises(PermissionError) as caught,
-        ):
-            q.pop()
-        self.assertFalse(hasattr(caught.exception, "task_id"))
 
 
 class ForeignFiles(QueueCase):
@@ -6779,7 +6465,7 @@ class SharedTickets(TicketCase):
             ticket, member = line.register()
             line.remove(member)
             self.assertEqual((ticket, line.maybe_cleanup()), (number, False))
-        self.assertEqual(self.names("line"), ["SHARED", "last", f"last~{3:020d}"])
+        self.assertEqual(self.names("line"), ["last", f"last~{3:020d}"])
         self.assertEqual(os.stat(self.file("line", "last")).st_size, 0)
 
     def check_registered(self, line: TicketQueue, hook: Hook, number: int) -> None:
@@ -6911,7 +6597,7 @@ class SharedTickets(TicketCase):
 
 
 class Shrinking(QueueCase):
-    """A directory that was large is replaced by a new one when it is empty."""
+    """A pending/ that was large is replaced by a new directory when it is empty."""
 
     in_memory = False
 
@@ -6930,15 +6616,14 @@ class Shrinking(QueueCase):
     def are_replaced(self, fds: list[int]) -> list[bool]:
         return [os.fstat(fd).st_nlink == 0 for fd in fds]
 
-    def test_empty_directory_that_was_large_is_replaced_and_keeps_its_mode(self) -> None:
-        """The rename of the new directory is synced into data_dir, and the mode is that of the old
+    def test_empty_pending_that_was_large_is_replaced_and_keeps_its_mode(self) -> None:
+        """The rename of the new pending/ is synced into data_dir, and the mode is that of the old
         directory."""
         # Without the sync, power loss could leave later tasks, though synced themselves, in a
         # directory that has no name.
-        q, clock, synced = self.queue(), self.clock(), list[bool]()
-        for directory in ("pending", "scheduled"):
-            os.chmod(self.file(directory), 0o751)
-        before = self.opened("pending", "scheduled")
+        q, clock, synced = self.queue(sync_after_write=True), self.clock(), list[bool]()
+        os.chmod(self.file("pending"), 0o751)
+        before = self.opened("pending")
 
         def note(name: str, args: tuple[Any, ...]) -> None:
             if name == "fsync":
@@ -6946,9 +6631,8 @@ class Shrinking(QueueCase):
 
         self.pop_as_if_large(q, note)
         self.assertEqual({*synced}, {True})
-        self.assertEqual(self.are_replaced(before), [True, True])
-        for directory in ("pending", "scheduled"):
-            self.assertEqual(stat.S_IMODE(os.stat(self.file(directory)).st_mode), 0o751)
+        self.assertEqual(self.are_replaced(before), [True])
+        self.assertEqual(stat.S_IMODE(os.stat(self.file("pending")).st_mode), 0o751)
         q.push(b"x")
         clock.advance(2)
         task = self.pop_as_if_large(q)
@@ -6962,59 +6646,50 @@ class Shrinking(QueueCase):
         q.pop()
         with contextlib.suppress(PermissionError):  # only root may choose any group
             os.chown(place, -1, os.getegid() + 1)
-        before, user = os.stat(place), os.geteuid()
+        before, user, opened = os.stat(place), os.geteuid(), self.opened("pending")
         note = at_call("mkdir", ".pending", lambda: made.append("."))
         with mock.patch("os.geteuid", return_value=user + 1):
             clock.advance(1)
             self.pop_as_if_large(q, note)
-        self.assertEqual((made, os.stat(place).st_ino), ([], before.st_ino))
+        self.assertEqual((made, self.are_replaced(opened)), ([], [False]))
         clock.advance(1)
         self.pop_as_if_large(q, note)
-        after = os.stat(place)
-        self.assertEqual((after.st_ino != before.st_ino, after.st_gid), (True, before.st_gid))
+        self.assertEqual(
+            (self.are_replaced(opened), os.stat(place).st_gid), ([True], before.st_gid)
+        )
 
     def test_directory_with_tasks_is_not_replaced(self) -> None:
         q, clock = self.queue(), self.clock()
+        before = self.opened("pending", "scheduled")
+        q.schedule(b"later", (time.time() + 60) * 1e6)
         q.pause()
         q.push(b"waits")
-        q.schedule(b"later", (time.time() + 60) * 1e6)
-        before = self.opened("pending", "scheduled")
         for _ in range(2):
             self.pop_as_if_large(q)
             clock.advance(2)
+        # RACE: another process pushes just before the new directory is renamed onto the old one.
+        q.resume()
+        q.done(popped(q))
+        clock.advance(2)
+        push = at_call("move", ".pending", lambda: self.queue("n2").push(b"late"), times=1)
+        late = self.pop_as_if_large(q, push)
+        self.assertEqual((late and late.data, self.names("creating")), (b"late", []))
         self.assertEqual(self.are_replaced(before), [False, False])
 
-    def test_directories_of_ended_tasks_are_replaced_when_they_are_purged(self) -> None:
-        q = self.queue()
-        before = self.opened("failed", "done")
-        q.push(b"x")
-        q.fail(popped(q), "why")
-        with with_constant("shrink", -1):
-            q.purge(3600, ("done", "failed"))
-            self.assertEqual(self.are_replaced(before), [False, True])
-            q.purge(0, ("done", "failed"))
-        self.assertEqual(self.are_replaced(before), [True, True])
+    def test_push_into_a_directory_that_was_just_replaced_is_repeated(self) -> None:
+        # RACE: another worker replaces pending/ just before the rename of push(). The rename fails
+        # with ENOENT, though its source exists. push() opens the new directory, and repeats it.
+        q, other, clock = self.queue(), self.queue("n2"), self.clock()
 
-    def test_keys_and_checkpoints_are_replaced_by_the_sweep(self) -> None:
-        q, clock = self.queue(), self.clock()
-        q.push(b"x", key="k")
-        task = popped(q)
-        q.checkpoint(task, b"1")
-        q.done(task)
-        before = self.opened("keys", "checkpoints")
-        clock.advance(700)
-        self.pop_as_if_large(q)
-        self.assertEqual(self.are_replaced(before), [True, True])
-        q.push(b"y", key="k")
-        self.assertEqual(self.drain(q), [b"y"])
+        def replace() -> None:
+            clock.advance(2)
+            with with_constant("shrink", -1):
+                other.pop()
 
-    def test_rename_into_a_directory_that_was_just_replaced_is_repeated(self) -> None:
-        # RACE: another worker replaces pending/ before the rename of push(), twice. Each time the
-        # rename fails with ENOENT, though its source exists, and push() repeats the rename.
-        q = self.queue()
-        with hooked(at_call("move", None, errno_raiser(errno.ENOENT), times=2)):
+        before = self.opened("pending")
+        with hooked(at_call("move", "/creating/", replace, times=1)):
             q.push(b"x")
-        self.assertEqual(self.drain(q), [b"x"])
+        self.assertEqual((self.are_replaced(before), self.drain(q)), ([True], [b"x"]))
 
     def test_join_does_not_miss_a_task_that_moves_while_pending_is_replaced(self) -> None:
         # RACE: another worker makes the new directory in the tick of the clock in which pending/
@@ -7060,20 +6735,19 @@ class Shrinking(QueueCase):
         self.assertEqual((is_empty, step, self.states()), (False, None, {"inflight-n1": 1}))
 
     def test_directory_that_can_not_be_replaced_stays_in_use(self) -> None:
-        """If a directory can't be replaced, pop() of an empty queue returns None, and no file is
-        left over."""
+        """If pending/ can't be replaced, pop() of an empty queue returns None, and no file is left
+        over."""
         # The replacement fails on a full disk, or if the directory is a mount point.
         clock = self.clock()
         clock.stand_still()
-        for call, of in (("mkdir", ".pending"), ("fchmod", None), ("move", ".pending")):
+        for call, of in (("mkdir", ".pending"), ("move", ".pending")):
             q, full = self.queue(), mock.Mock(side_effect=OSError(errno.ENOSPC, "full"))
             q.pop()  # makes its lease directory
             clock.advance(1)
-            before = self.opened("pending", "scheduled")
+            before = self.opened("pending")
             self.assertIsNone(self.pop_as_if_large(q, at_call(call, of, full)))
-            # pending/ and scheduled/ are tried once each.
-            self.assertEqual((full.call_count, self.names("creating")), (2, []))
-            self.assertEqual(self.are_replaced(before), [False, False])
+            self.assertEqual((full.call_count > 0, self.names("creating")), (True, []))
+            self.assertEqual(self.are_replaced(before), [False])
 
 
 # Functions that a system may lack
@@ -7182,12 +6856,13 @@ def make_queue_like_the_old_one(path: str) -> None:
     dead = FemtoQueue(path, "dead")
     dead.push(b"of a dead worker")
     dead.checkpoint(popped(dead), b"half way")
-    for key in ("b", "d"):
+    for key in ("b", "d", "e"):
         dead.push(b"of a key in flight", key=key)
         popped(dead)
     with FemtoQueue(path, "n1", detached=True) as q:
         q.push(b"newer", key="b")
         q.schedule(b"newer, and later", 4e15, key="d")
+        q.push(b"update", key="e", if_in_flight="update")
         q.push(b"detached")
         popped(q)
         q.push(b"done")
@@ -7207,51 +6882,67 @@ def make_queue_like_the_old_one(path: str) -> None:
     simulate_death(dead)
 
 
-# The files that make_queue_like_the_old_one() left on 22 November 2026, when femtoqueue had another
-# internal structure. Only the boot b0075eed is invented. Never change these files: other versions
-# read and write these names and contents.
-AN_OLD_QUEUE: dict[str, bytes] = {
-    "checkpoints/01795389972166194058-7447a2b0": b"FQ1 9aacd35a 24\nFQ1 1453a677 16\nhalf way",
-    "checkpoints/01795389972194869204-7d81427b": b"FQ1 568099f2 18\nFQ1 fefb62f6 5\nfar",
-    "clock-b0075eed": b"1795386282304985286\n",
-    "done/01795389972194201178-7d81427b": b"FQ1 102de0ab 4\ndone",
-    "failed/01795389972194487081-7d81427b": b"FQ1 9e8ba377 6\nfailed",
-    "failed/01795389972194487081-7d81427b.error": b"why\nso\n",
-    "inflight-dead/01795390002174693772~1~b0075eed~01795389972166194058-7447a2b0": (
+# The files that make_queue_like_the_old_one() left on 28 November 2026; a str is the text of a
+# symbolic link. Only the boot b0075eed is invented. Never change these files: other versions read
+# and write these names and contents.
+AN_OLD_QUEUE: dict[str, bytes | str] = {
+    "checkpoints/01795845896573947992-63b8dc21c0463cac": (
+        b"FQ1 9aacd35a 24\nFQ1 1453a677 16\nhalf way"
+    ),
+    "checkpoints/01795845896576896952-0ec98cc754b01d4f": b"FQ1 568099f2 18\nFQ1 fefb62f6 5\nfar",
+    "clock-b0075eed": b"1795840823124645046\n",
+    "done/01795845896576711906-0ec98cc754b01d4f": b"FQ1 102de0ab 4\ndone",
+    "failed/01795845896576781370-0ec98cc754b01d4f": b"FQ1 9e8ba377 6\nfailed",
+    "failed/01795845896576781370-0ec98cc754b01d4f.error": b"why\nso\n",
+    "inflight-dead/01795845926574484492~1~b0075eed~01795845896573947992-63b8dc21c0463cac": (
         b"FQ1 1453a677 16\nof a dead worker"
     ),
-    "inflight-dead/01795390002175222658~1~b0075eed~01795389972174965679-f1beeff9": (
+    "inflight-dead/01795845926574875786~1~b0075eed~01795845896574763188-8472c2e34d854f75": (
         b"FQ1 3bbbae36 18 b\nof a key in flight"
     ),
-    "inflight-dead/01795390002175875987~1~b0075eed~01795389972175702062-98dd4acc": (
+    "inflight-dead/01795845926575065990~1~b0075eed~01795845896575006181-b5a5e556bca88c7b": (
         b"FQ1 a667a525 18 d\nof a key in flight"
     ),
-    "inflight-n1/01795390002194112112~1~00000000~01795389972192662909-7d81427b": (
+    "inflight-dead/01795845926575219739~1~b0075eed~01795845896575164287-90d8a524b02f1d4f": (
+        b"FQ1 7185257d 18 e\nof a key in flight"
+    ),
+    "inflight-n1/01795845926576685196~1~00000000~01795845896576070339-0ec98cc754b01d4f": (
         b"FQ1 e1eefb96 8\ndetached"
     ),
-    "keys/01795389972176802345-f1beeff9": b"FQ1 293b30c8 5 b\nnewer",
-    "keys/04000000000000000000~0~01795389972192471662-98dd4acc": (
+    "keys/01795845896575709901-8472c2e34d854f75": b"FQ1 293b30c8 5 b\nnewer",
+    "keys/04000000000000000000~0~01795845896575887786-b5a5e556bca88c7b": (
         b"FQ1 eaa17fa1 16 d\nnewer, and later"
     ),
-    "keys/86b9df6f": b"c scheduled/04000000000000000000~0~01795389972196041330-86b9df6f -\n\n",
-    "keys/98dd4acc": (
-        b"d inflight-dead/01795390002175875987~1~b0075eed~01795389972175702062-98dd4acc"
-        b" 04000000000000000000~0~01795389972192471662-98dd4acc\n\n"
+    "keys/8472c2e34d854f75": (
+        "inflight-dead/01795845926574875786~1~b0075eed~01795845896574763188-8472c2e34d854f75"
+        " keys/01795845896575709901-8472c2e34d854f75"
     ),
-    "keys/e8b7be43": b"a pending/01795389972195579118-e8b7be43 -\n\n",
-    "keys/ed3e4e0a": b"%C3%A4 pending/01795389972195777207-ed3e4e0a -\n\n",
-    "keys/f1beeff9": (
-        b"b inflight-dead/01795390002175222658~1~b0075eed~01795389972174965679-f1beeff9"
-        b" 01795389972176802345-f1beeff9\n\n"
+    "keys/90d8a524b02f1d4f": (
+        "inflight-dead/01795845926575219739~1~b0075eed~01795845896575164287-90d8a524b02f1d4f"
+        " keys/update~01795845896576034465-90d8a524b02f1d4f"
     ),
-    **dict.fromkeys(("locks/0a", "locks/43", "locks/6f", "locks/cc", "locks/f9"), b""),
-    "pending/01795389972194869204~1~01795389972194869204-7d81427b": b"FQ1 fefb62f6 5\nfront",
-    "pending/01795389972195334081~1~01795389972194816696-7d81427b": b"FQ1 6dcec137 4\nback",
-    "pending/01795389972195364688-7d81427b": b"FQ1 68da8dae 7\nwaiting",
-    "pending/01795389972195579118-e8b7be43": b"FQ1 9905554d 5 a\nkeyed",
-    "pending/01795389972195777207-ed3e4e0a": b"FQ1 e4c09620 15 %C3%A4\nkeyed, in UTF-8",
-    "scheduled/04000000000000000000~0~01795389972195894566-7d81427b": b"FQ1 ec03b249 5\nlater",
-    "scheduled/04000000000000000000~0~01795389972196041330-86b9df6f": (
+    "keys/b54a58153eb58805": "pending/01795845896577294135-b54a58153eb58805",
+    "keys/b5a5e556bca88c7b": (
+        "inflight-dead/01795845926575065990~1~b0075eed~01795845896575006181-b5a5e556bca88c7b"
+        " keys/04000000000000000000~0~01795845896575887786-b5a5e556bca88c7b"
+    ),
+    "keys/b73f6364cd072c1b": (
+        "scheduled/04000000000000000000~0~01795845896577402547-b73f6364cd072c1b"
+    ),
+    "keys/c0f89e395b66422f": "pending/01795845896577175868-c0f89e395b66422f",
+    "keys/update~01795845896576034465-90d8a524b02f1d4f": b"FQ1 6d0528e7 6 e\nupdate",
+    **dict.fromkeys(("locks/05", "locks/1b", "locks/2f", "locks/4f", "locks/75", "locks/7b"), b""),
+    "pending/01795845896576896952~1~01795845896576896952-0ec98cc754b01d4f": (
+        b"FQ1 fefb62f6 5\nfront"
+    ),
+    "pending/01795845896577079675~1~01795845896576882050-0ec98cc754b01d4f": b"FQ1 6dcec137 4\nback",
+    "pending/01795845896577090721-0ec98cc754b01d4f": b"FQ1 68da8dae 7\nwaiting",
+    "pending/01795845896577175868-c0f89e395b66422f": b"FQ1 9905554d 5 a\nkeyed",
+    "pending/01795845896577294135-b54a58153eb58805": b"FQ1 e4c09620 15 %C3%A4\nkeyed, in UTF-8",
+    "scheduled/04000000000000000000~0~01795845896577330710-0ec98cc754b01d4f": (
+        b"FQ1 ec03b249 5\nlater"
+    ),
+    "scheduled/04000000000000000000~0~01795845896577402547-b73f6364cd072c1b": (
         b"FQ1 a997d51c 12 c\nkeyed, later"
     ),
 }
@@ -7264,26 +6955,30 @@ class Compatibility(QueueCase):
     def test_queue_of_an_earlier_version_is_understood_and_delivered(self) -> None:
         for path, content in AN_OLD_QUEUE.items():
             os.makedirs(os.path.dirname(self.file(path)), exist_ok=True)
-            self.put(path, content, "")
+            if isinstance(content, str):
+                os.symlink(content, self.file(path))
+            else:
+                self.put(path, content, "")
         q, clock = self.queue("n2"), self.clock()
         stats = q.stats()
         live = stats.pending, stats.scheduled, stats.inflight, stats.buffered
-        self.assertEqual((*live, stats.done, stats.failed), (5, 2, 4, 2, 1, 1))
-        self.assertEqual({finding.kind for finding in q.check()}, {"expired"})
+        self.assertEqual((*live, stats.done, stats.failed), (5, 2, 5, 3, 1, 1))
+        self.assertLessEqual({finding.kind for finding in q.check()}, {"expired"})
         (failed,), (done,) = q.tasks("failed"), q.tasks("done")
         self.assertEqual((failed.data, failed.error, done.data), (b"failed", "why\nso", b"done"))
-        # The leases are of another boot: the death of their worker does not end them. The
-        # deadlines have passed, but such a lease runs for 30 s after the last change of the file,
-        # and this test has just made the files.
+        # The leases are of another boot: the death of their worker does not end them. When the
+        # deadlines have passed, such a lease runs for 30 s after the last change of the file, and
+        # this test has just made the files.
         clock.advance(31)
         got = []
         while task := q.pop():
             got.append((task.data, task.key, task.attempts, task.checkpoint))
             q.done(task)
         wanted: list[tuple[object, ...]] = [
-            # The first three tasks were in flight; the second one had a buffered payload.
+            # The first four tasks were in flight; two of them had a newer payload behind them.
             (b"of a dead worker", None, 2, b"half way"),
             (b"newer", "b", 1, None),
+            (b"update", "e", 2, None),
             (b"detached", None, 2, None),
             (b"front", None, 2, b"far"),
             (b"back", None, 2, None),
@@ -7296,27 +6991,32 @@ class Compatibility(QueueCase):
         self.assertEqual(later, {b"later": None, b"keyed, later": "c", b"newer, and later": "d"})
         # The reclaimed task of key "d" is in scheduled/, too. The task waits for the time of
         # the buffered payload, "newer, and later", which is in keys/. tasks() shows this payload.
-        self.assertEqual(self.states(), {"done": 9, "failed": 1, "scheduled": 3, "keys": 1})
+        self.assertEqual(self.states(), {"done": 10, "failed": 1, "scheduled": 3, "keys": 1})
 
     def test_files_have_the_form_that_earlier_versions_read(self) -> None:
         """The operations that made AN_OLD_QUEUE still leave the same names and contents, except for
         the parts that depend on the clock, the boot or random numbers."""
         make_queue_like_the_old_one(self.path)
-        written: dict[str, bytes] = {}
+        written: dict[str, bytes | str] = {}
         for directory, _, names in os.walk(self.path):
             for name in names:
                 path = os.path.join(directory, name)
+                inside = os.path.relpath(path, self.path)
+                if os.path.islink(path):
+                    written[inside] = os.readlink(path)
+                    continue
                 with open(path, "rb") as file:
-                    written[os.path.relpath(path, self.path)] = file.read()
+                    written[inside] = file.read()
         self.assertEqual(self.shapes(written), self.shapes(AN_OLD_QUEUE))
 
-    def shapes(self, files: dict[str, bytes]) -> list[bytes]:
+    def shapes(self, files: dict[str, bytes | str]) -> list[bytes]:
         """Return names and contents, with placeholders for the parts that differ in each run."""
         shapes = []
         for path, content in files.items():
-            shape = os.fsencode(path) + b"\n" + content
+            text = b"-> " + os.fsencode(content) if isinstance(content, str) else content
+            shape = os.fsencode(path) + b"\n" + text
             shape = re.sub(rb"\b[01][0-9]{18,19}\b", b"<ns>", shape)
-            shape = re.sub(rb">-[0-7][0-9a-f]{7}\b", b">-<tag>", shape)
+            shape = re.sub(rb">-[0-7][0-9a-f]{15}\b", b">-<tag>", shape)
             shape = re.sub(rb"(~\d~|clock-)(?!00000000)[0-9a-f]{8}\b", rb"\1<boot>", shape)
             shapes.append(shape)
         return sorted(shapes)
@@ -7696,8 +7396,8 @@ class WaitingWithInotify(QueueCase):
 
 
 class Coroutines(QueueCase, unittest.IsolatedAsyncioTestCase):
-    """Coroutines wait without blocking the event loop. If the wait of a coroutine has ended, a task
-    that was found for the wait goes back."""
+    """Coroutines wait without blocking the event loop. If the wait of a coroutine was cancelled, a
+    task that was found for the wait goes back."""
 
     async def asyncSetUp(self) -> None:
         """Let a test that hangs fail: after PATIENCE_S, cancel everything that the test awaits."""
@@ -7826,28 +7526,12 @@ class Coroutines(QueueCase, unittest.IsolatedAsyncioTestCase):
         self.assertIsNotNone(await waiter)
         self.assertEqual(self.states(), {"inflight-n1": 1})
 
-    def test_ctrl_c_while_a_coroutine_accepts_its_task_puts_the_task_back(self) -> None:
-        """Ctrl-C at any line of hand_over() leaves the task in scheduled/ under its old name."""
-        q = self.queue(max_attempts=1)
-        later = q.schedule(b"x", time.time() * 1e6 + 3.6e9)
-        before = self.names("scheduled")
-        for number in itertools.count():
-            loop = asyncio.new_event_loop()
-            self.addCleanup(loop.close)
-            interrupted = contextlib.suppress(KeyboardInterrupt)
-            with at_line(number, interrupt, ("hand_over",)) as came, interrupted:
-                loop.run_until_complete(q.take_async(id=later))
-            if not came:
-                break
-            self.assertEqual(self.names("scheduled"), before, came)
-        self.assertGreater(number, 1)
-
-    async def test_task_found_for_a_wait_that_has_ended_goes_back_to_its_place(self) -> None:
-        """A task that was found for a wait that has ended goes back to the place where the task
+    async def test_task_found_for_a_wait_that_was_cancelled_goes_back_to_its_place(self) -> None:
+        """A task that was found for a wait that was cancelled goes back to the place where the task
         waited, and the delivery is not counted."""
         # A task of scheduled/ must not be delivered before its time, and a task of pending/ must
-        # not overtake others. The wait ends by cancellation or by close(), while the thread that
-        # found the task is still reading the file. The event loop runs on meanwhile.
+        # not overtake others. The wait is cancelled while the thread that found the task is still
+        # reading the file. The event loop runs on meanwhile.
         q = self.queue()
         retried, later = q.push(b"old"), q.schedule(b"later", time.time() * 1e6 + 3.6e9)
         q.fail(self.pop(q))
@@ -7859,7 +7543,7 @@ class Coroutines(QueueCase, unittest.IsolatedAsyncioTestCase):
             return [self.names(state) for state in ("pending", "scheduled")]
 
         before = waiting()
-        for look, is_cancelled in itertools.product([q.pop_async, *looks], (True, False)):
+        for look in (q.pop_async, *looks):
             got, go = threading.Event(), threading.Event()
 
             def read_slowly(got: Any = got, go: Any = go) -> None:
@@ -7867,18 +7551,13 @@ class Coroutines(QueueCase, unittest.IsolatedAsyncioTestCase):
                 go.wait(2 * PATIENCE_S)
 
             reading = hooked(at_call("open", "inflight-n1/", read_slowly))
-            with self.subTest(look, is_cancelled=is_cancelled), reading:
+            with self.subTest(look), reading:
                 waiter = asyncio.ensure_future(look())
                 await asyncio.to_thread(got.wait, PATIENCE_S)
-                if is_cancelled:
-                    waiter.cancel()
-                else:
-                    await asyncio.to_thread(q.close)
+                waiter.cancel()
                 go.set()
                 await asyncio.wait([waiter])
-                self.assertEqual(waiter.cancelled(), is_cancelled)
-                # close() may have moved the task back while the other thread was reading the file.
-                # The other thread may then claim the task once more, and puts it back itself.
+                self.assertTrue(waiter.cancelled())
                 await asyncio.to_thread(until, lambda: waiting() == before)
         self.assertEqual(self.pop(q).attempts, 1)
 
@@ -8027,13 +7706,12 @@ class Processing(QueueCase):
     def new_threads(self) -> set[threading.Thread]:
         return {*threading.enumerate()} - self.threads
 
-    def test_block_that_is_collected_after_its_queue_settles_nothing(self) -> None:
+    def test_block_that_ends_after_its_queue_was_closed_settles_nothing(self) -> None:
         # A block of processing() may be in a generator that is never finished. The garbage
         # collector may then finalize the queue before the block.
-        q = FemtoQueue(self.path)
-        with q.processing(leased(q)):
+        q = self.queue()
+        with self.assertRaises(LeaseLost), q.processing(leased(q)):
             q.__del__()
-        del q._worker  # so that __del__() does nothing when it is called again
         self.assertEqual(self.states(), {"pending": 1})
 
     def test_task_is_settled_by_the_way_its_block_ends(self) -> None:
@@ -8121,17 +7799,14 @@ class Processing(QueueCase):
         self.assertEqual(self.states(), {"done": 1})
 
     def test_one_thread_renews_all_leases_and_ends_with_the_last_block(self) -> None:
-        # A lease without a deadline needs no thread. In a block, extend() raises a shorter time to
-        # the length for which the lease was taken, and the thread still renews the lease. (Class
-        # Model shows that no renewal shortens a lease.)
+        # A lease without a deadline needs no thread. (Class Model shows that no renewal shortens a
+        # lease.)
         q, endless = self.renewing_queue(), self.queue("n2", timeout_stale_ms=None)
         with endless.processing(leased(endless)):
             self.assertEqual(self.new_threads(), set())
         first, second = leased(q), leased(q)
         with q.processing(first), q.processing(second):
             self.assertEqual(len(self.new_threads()), 1)
-            q.extend(first, 10)
-            self.assertGreater(self.left_s(first), 1)
             self.until_renewed(first, second)
         until(lambda: not self.new_threads())
         with q.processing(leased(q)) as task:
@@ -8261,21 +7936,23 @@ class Processing(QueueCase):
         q.release(task)
         self.assertIsNone(self.pop(q).checkpoint)
 
-    def test_checkpoint_without_a_live_task_is_deleted_after_an_hour(self) -> None:
-        # Here a person has removed the task. The checkpoint of a task that waits stays.
+    def test_checkpoint_that_was_saved_more_than_a_month_ago_is_deleted(self) -> None:
+        # A person may have removed its task. The checkpoint of a task that waits goes, too: the
+        # work on the task begins anew.
         q, clock = self.queue(), self.clock()
-        gone, kept = leased(q), leased(q)
-        for task in (gone, kept):
+        for _ in range(2):
+            task = leased(q)
             q.checkpoint(task, b"x")
-            q.release(task)
-        (name,) = (name for name in self.names("pending") if name.endswith(gone.id))
-        os.unlink(self.file("pending", name))
-        q.pause()
-        for seconds, left in ((0, 2), (1000, 2), (3000, 1)):
-            clock.advance(seconds)
-            q.pop()
+            q.release(task, delay_s=86400)
+        os.unlink(self.file("scheduled", self.names("scheduled")[0]))
+        for days, left in ((29, 2), (2, 0)):
+            clock.advance(days * 86400)
+            q.pause()
+            self.assertIsNone(q.pop())
             self.assertEqual(len(self.names("checkpoints")), left)
-        self.assertEqual(self.names("checkpoints"), [kept.id])
+            q.resume()
+        task = self.pop(q)
+        self.assertEqual((task.checkpoint, task.attempts), (None, 2))
 
 
 class Work(QueueCase):
@@ -8300,11 +7977,18 @@ class Work(QueueCase):
                 other.release(self.pop(other), counted=False)
 
         LOG.disabled = False
-        with self.assertLogs("femtoqueue", "ERROR") as logs:
+        with self.assertLogs("femtoqueue", "WARNING") as logs:
             counts = q.work(handle, drain=True)
         self.assertEqual(counts, femtoqueue.WorkCounts(done=3, retried=1, failed=1, lost=1))
-        self.assertEqual(len(logs.output), 2)
-        self.assertRegex(logs.output[1], r"(?s)dead letter.*Traceback.*Unspeakable")
+        # A retry is a warning, a dead letter an error. The traceback begins with the handler.
+        levels = [it.levelname for it in logs.records if " failed, " in it.getMessage()]
+        self.assertEqual(levels, ["WARNING", "ERROR"])
+        text = next(it for it in logs.output if "dead letter" in it)
+        self.assertRegex(text, r"(?s)dead letter.*Traceback.*in handle\n.*Unspeakable")
+        (reason,) = [name for name in self.names("failed") if name.endswith(".error")]
+        with open(self.file("failed", reason), encoding="utf-8") as file:
+            for traceback in text, file.read():
+                self.assertNotIn(f'File "{femtoqueue.__file__}"', traceback)
         self.assertEqual(self.states(), {"done": 3, "failed": 1})
 
     def test_work_with_drain_waits_for_scheduled_tasks_and_for_leases_of_others(self) -> None:
@@ -8512,7 +8196,11 @@ class Checking(QueueCase):
             ("leftover", f"creating/{order}-0000aaaa00000000", True),
         )
         self.assertEqual(self.found(q), [(kind, path, False) for kind, path, _ in wanted])
-        self.assertEqual(self.found(q, repair=True), [*wanted])
+        # What the maintenance mends before the check is no finding.
+        by_maintenance = "dead worker", "key without a task", "leftover"
+        self.assertEqual(
+            self.found(q, repair=True), [it for it in wanted if it[0] not in by_maintenance]
+        )
         for repair in (False, True):
             self.assertEqual(self.found(q, repair), [it for it in wanted if not it[2]])
         os.unlink(self.file("done", ident))
@@ -8536,21 +8224,6 @@ class Checking(QueueCase):
                 with contextlib.suppress(FileNotFoundError):
                     os.rmdir(path)
 
-    def test_torn_copy_of_a_dead_letter_never_replaces_the_whole_one(self) -> None:
-        """Neither a repair nor pop() moves a damaged file over a valid dead letter of the same
-        id."""
-        q = self.queue()
-        for mend in (lambda: q.check(repair=True), q.pop):
-            task = leased(q)
-            q.fail(task, "why")
-            self.put(task.id, b"torn")
-            mend()
-            letters = [name for name in self.names("failed") if name.endswith(task.id)]
-            self.assertEqual((len(letters), reason_of(q, task.id)), (2, "why\n"))
-            self.assertEqual(q.peek(task.id), FemtoTask(task.id, b"x", None))
-            for name in self.names("failed"):
-                os.unlink(self.file("failed", name))
-
     def test_exception_of_a_signal_handler_ends_the_check(self) -> None:
         # A TimeoutError of a signal handler is an OSError without an errno. check() raises it, and
         # does not take it for the error of an unreadable file.
@@ -8570,14 +8243,24 @@ class Checking(QueueCase):
             self.assertEqual({*q.check(repair=True)}, {*q.check()})
         q.pop()
 
-    def test_clock_set_back_and_network_file_system_are_reported(self) -> None:
-        with on_file_system(NFS):
-            q, clock = self.queue(), self.clock()
-        clock.wall_shift_s -= 3600
-        found = q.check()
-        self.assertEqual([it.kind for it in found], ["network file system", "clock"])
-        self.assertIn("NFS", found[0].text)
-        self.assertIn("3600 s ahead", found[1].text)
+    def test_queue_that_others_than_root_may_write_to_is_reported_to_root(self) -> None:
+        """If root opens a queue that others may write to, one warning is logged, and check()
+        reports it."""
+        os.chmod(self.path, 0o770)
+        said = self.assertLogs("femtoqueue", "WARNING")
+        as_root = mock.patch("os.geteuid", return_value=0)
+        with as_root, mock.patch.object(LOG, "disabled", False), said as logs:
+            q, _ = self.queue(), self.queue()
+        self.assertEqual(len(logs.output), 1)
+        self.assertRegex(logs.output[0], "root works on .*; better: runuser -u OWNER")
+        with as_root:
+            self.assertEqual(self.found(q), [("trust", ".", False)])
+        with mock.patch("os.geteuid", return_value=1000):
+            self.assertEqual(self.found(q), [])
+
+    def test_lost_and_found_of_a_mount_point_is_no_finding(self) -> None:
+        os.mkdir(self.file("lost+found"))
+        self.assertEqual(self.found(self.queue()), [])
 
 
 # Transcripts of shell sessions. Each begins with "# " and the claim that the transcript shows.
@@ -8618,8 +8301,10 @@ $ femtoqueue push jobs 2 --key 'user 42' -> <first>
 $ femtoqueue pop jobs -> <lease>
 $ femtoqueue push jobs 3 --key 'user 42' --if-in-flight reject -> ! femtoqueue: ... [1]
 $ states -> inflight-cli 1
-$ femtoqueue push jobs 3 4 --key 'user 42' -> <new> ...
+$ femtoqueue push jobs 4 --key 'user 42' -> <new>
 $ femtoqueue show jobs $new -> state buffered ... key user%2042 node - 4
+$ femtoqueue push jobs 5 6 --key k -> ! femtoqueue: --key goes with one PAYLOAD: ... [2]
+$ seq 2 | femtoqueue push jobs --lines --key k -> ! femtoqueue: --key goes with one PAYLOAD: ... [2]
 # push --delay and --at schedule a task, at a local time or in another time zone
 $ femtoqueue push jobs later --delay 1h -> <later>
 $ TZ=EET-2 femtoqueue push jobs local --at 2050-12-01T08:00 -> <local>
@@ -8662,7 +8347,7 @@ $ femtoqueue done jobs $a -> ! ...task <a>: it is not in flight...; now it is do
 $ femtoqueue fail jobs $lease_c -> ! ...: it is not in flight...; now it is failed/<c> [1]
 $ femtoqueue ls jobs | cut -d' ' -f 1 -> STATE pending failed
 $ femtoqueue ls jobs --all | cut -d' ' -f 1 -> STATE pending done failed
-$ femtoqueue ls jobs failed pending -> ... failed <c> ...s - 1 - - - pending <b> ...
+$ femtoqueue ls jobs failed pending -> ... failed <c> ...s - 1 - - - 3 pending <b> ...
 $ femtoqueue show jobs $c -> state failed ... attempts - ... reason no such image 3
 # pop leases a task by its id, due or not, or waits for a task of a key
 $ femtoqueue push jobs first second -> <first> <second>
@@ -8691,14 +8376,13 @@ $ femtoqueue pop jobs -> <lease>
 $ femtoqueue release jobs $(femtoqueue pop jobs)
 $ femtoqueue push jobs later --delay 1h -> <later>
 $ femtoqueue cancel jobs $waiting $held 00000000000000000001-0000aaaa00000000 $later
-! femtoqueue: task <held> is not waiting, or the queue is paused
-! femtoqueue: task 00000000000000000001-0000aaaa00000000 is not waiting, or the queue is paused
+! femtoqueue: task <held> is not waiting
+! femtoqueue: task 00000000000000000001-0000aaaa00000000 is not waiting
 [1]
 $ states -> inflight-cli 1, pending 1
 $ femtoqueue pause jobs
-$ femtoqueue cancel jobs $again -> ! ...task <again> is not waiting, or the queue is paused [1]
-$ femtoqueue resume jobs
 $ femtoqueue cancel jobs $again
+$ femtoqueue resume jobs
 $ states -> inflight-cli 1
 # ls and show print the fields of tasks; any key is one word, and an unknown value is a dash
 $ femtoqueue push jobs 12345 --key "$(printf 'a b\n/\303\251:@-._~')" -> <keyed>
@@ -8708,18 +8392,18 @@ $ femtoqueue release jobs --front $(femtoqueue pop jobs)
 $ femtoqueue pop jobs --timeout 1h -> <lease>
 $ echo torn > jobs/pending/00000000000000000001-0000aaaa00000000
 $ femtoqueue ls jobs
-STATE ID AGE SINCE TRY BYTES LEFT KEY NODE
-pending 00000000000000000001-0000aaaa00000000 ... ...s 0 - - - -
-pending <x> ...s ...s 0 1 - - -
-scheduled <later> ...s ...s 0 5 2.0h - -
-inflight <keyed> ...s ...s 2 5 ...m a%20b%0A/%C3%A9:@-._~ cli
+STATE ID AGE SINCE TRY BYTES LEFT KEY NODE DATA
+pending 00000000000000000001-0000aaaa00000000 ... ...s 0 - - - - -
+pending <x> ...s ...s 0 1 - - - x
+scheduled <later> ...s ...s 0 5 2.0h - - later
+inflight <keyed> ...s ...s 2 5 ...m a%20b%0A/%C3%A9:@-._~ cli 12345
 $ femtoqueue ls jobs inflight --json
-{"state": "inflight", "id": "<keyed>", ... "key": "a b\n/\u00e9:@-._~", "node": "cli"}
+{"state": "inflight", ... "key": "a b\n/\u00e9:@-._~", "node": "cli", "data_preview": "12345"}
 $ femtoqueue show jobs $keyed -> state inflight id <keyed> ... a%20b%0A/%C3%A9:@-._~ node cli 12345
 $ femtoqueue show jobs $keyed --payload && echo ' is all' -> 12345 is all
-$ femtoqueue show jobs 00000000000000000002-0000aaaa00000000 -> ! ...no task 0...2-0000aaaa00000000 [1]
+$ femtoqueue show jobs 00000000000000000002-0000aaaa00000000 -> ! ...no task 0... [1]
 $ printf 'FQ1 00000000 0 %0300d\n' 0 > jobs/pending/00000000000000000001-f000aaaa00000000
-$ femtoqueue ls jobs pending | awk '{ print NF, length($8) }' -> 9 3 9 1 9 300 9 1
+$ femtoqueue ls jobs pending | awk '{ print NF, length($8) }' -> 10 3 10 1 10 300 10 1
 # stat counts tasks, and its status can alert a monitor; without a terminal, top prints blocks
 $ femtoqueue push jobs x x -> <a> <b>
 $ femtoqueue pop jobs -> <lease>
@@ -8727,15 +8411,15 @@ $ femtoqueue stat jobs -> pending 1 scheduled 0 inflight 1 ... workers_unknown 1
 $ femtoqueue stat jobs --json --max-pending 1 --max-age 1h -> {"pending": 1, "scheduled": 0, ...}
 $ femtoqueue stat jobs --max-pending 0 -> pending 1 ... [1]
 $ femtoqueue stat jobs --max-age 0s -> ... [1]
-$ femtoqueue push late x --at 2026-01-01T00:00 -> <late>
+$ femtoqueue push late x --at 2026-01-01T00:00 -> <late> ! femtoqueue: late: a new queue is made
 $ femtoqueue stat late --max-age 1h -> pending 0 scheduled 1 ... [1]
 $ femtoqueue top jobs --interval 10ms | grep -e cli -e ^pending | head -n 6
 pending 1
  1 0 unknown cli
-inflight <a> ...s 1 1 ...s - cli
+inflight <a> ...s 1 1 ...s - cli x
 pending 1
  1 0 unknown cli
-inflight <a> ...s 1 1 ...s - cli
+inflight <a> ...s 1 1 ...s - cli x
 # pause, resume, retry, check and purge do what their names say
 $ femtoqueue push jobs x -> <x>
 $ femtoqueue pause jobs
@@ -8749,25 +8433,26 @@ $ femtoqueue retry jobs $x -> ! femtoqueue: ... [1]
 $ femtoqueue check jobs
 $ echo torn > jobs/pending/00000000000000000001-0000aaaa00000000
 $ femtoqueue check jobs -> corrupt pending/00000000000000000001-0000aaaa00000000 ... odd [1]
-$ femtoqueue check jobs --repair -> corrupt pending/00000000000000000001-0000aaaa00000000 ... mended ! ...
+$ femtoqueue check jobs --repair -> corrupt pending/0...1-0000aaaa00000000 ... mended ! ...
 $ femtoqueue check jobs
 $ femtoqueue done jobs $(femtoqueue pop jobs)
 $ states -> done 1, failed 1
 $ femtoqueue purge jobs --older-than 0 -> 1
 $ femtoqueue purge jobs --older-than 0 --failed -> 1
 # closed pipes, a full disk and closed descriptors cause no traceback, and lose no task
-$ seq 5000 | femtoqueue push large --lines > ids; femtoqueue ls large | head -n 1 -> STATE ...NODE
+$ seq 5000 | femtoqueue push large --lines > ids -> ! femtoqueue: large: a new queue is made
+$ femtoqueue ls large | head -n 1 -> STATE ...DATA
 $ { until [ -e gone ]; do :; done; seq 2; } | femtoqueue push jobs --lines | { exec <&-; >gone; }
 $ femtoqueue push jobs x >&- 2>&- <&-
-$ femtoqueue pop jobs > /dev/full -> ! femtoqueue: ... No space left on device [2]
-$ femtoqueue --version > /dev/full -> ! femtoqueue: ... No space left on device [2]
-$ femtoqueue pop --help > /dev/full -> ! femtoqueue: ... No space left on device [2]
+$ femtoqueue pop jobs > /dev/full -> ! ... No space left on device: 'standard output' [2]
+$ femtoqueue --version > /dev/full -> ! femtoqueue: ... No space left on device: ... [2]
+$ femtoqueue pop --help > /dev/full -> ! femtoqueue: ... No space left on device: ... [2]
 $ { until [ -e read ]; do :; done; femtoqueue pop jobs; echo $? > status; } | { exec <&-; >read; }
 ! femtoqueue: task ... is given back: nobody reads
 $ cat status -> 1
-$ femtoqueue pop jobs --payload > /dev/full -> ! femtoqueue: ... No space left on device [2]
-$ femtoqueue top jobs > /dev/full -> ! femtoqueue: ... No space left on device [2]
-$ femtoqueue work jobs --drain -- echo x > /dev/full -> ! ... No space left on device ! ... [2]
+$ femtoqueue pop jobs --payload > /dev/full -> ! femtoqueue: ... No space left on device: ... [2]
+$ femtoqueue top jobs > /dev/full -> ! femtoqueue: ... No space left on device: ... [2]
+$ femtoqueue work jobs --drain -- echo x > /dev/full -> ! ... No space left on device: ... ! ... [2]
 $ femtoqueue ls jobs | grep -c ' 0  *1 ' -> 3
 $ payloads pending -> 1, 2, x
 # work runs a command for each task, with the payload as standard input, and prints its output
@@ -8794,10 +8479,10 @@ $ head -c 10000000 /dev/zero | tr '\0' x | femtoqueue push jobs -> <large>
 $ femtoqueue push jobs good -> <good>
 $ femtoqueue work jobs -q --drain -- echo {}
 good
-! ... <null>: try 1 failed, a dead letter: the payload can't be an argument...: embedded null byte
-! ... <large>: try 1 failed, a dead letter: the payload can't be an argument... too long: ...
+! ... <null>: try 1 failed, a dead letter: the payload can't be an ...: embedded null byte; ...
+! ... <large>: try 1 failed, a dead letter: the payload can't be an argument... too long; ...
 [1]
-$ cat jobs/failed/$null.error -> the payload can't be an argument ...: embedded null byte
+$ cat jobs/failed/$null.error -> the payload can't be an argument ...: embedded null byte (try 1)
 $ femtoqueue retry jobs --all -> 2
 $ femtoqueue work jobs -q --drain -- sh -c 'wc -c' -> 3 10000000
 # a task whose command fails is tried again, and becomes a dead letter at --max-attempts
@@ -8807,11 +8492,12 @@ $ femtoqueue work jobs -q --drain --max-attempts 2 --retry-delay 1ms --sync -- s
 try 1
 try 2
 ! no such image
-! ... <x>: try 1 failed, to be retried: exit status 3
+! ... <x>: try 1 failed, to be retried: exit status 3; data: x
 ! no such image
-! ... <x>: try 2 failed, a dead letter: exit status 3
+! ... <x>: try 2 failed, a dead letter: exit status 3; data: x
 [1]
-$ cat jobs/failed/$x.error -> exit status 3 no such image
+$ cat jobs/failed/$x.error -> exit status 3 (try 2) no such image
+$ femtoqueue ls jobs failed -> ... failed <x> ...s 2 1 - - - x
 # --output-dir keeps the output of a command in files; if they are deleted, the reason is kept
 $ femtoqueue push jobs x -> <x>
 $ femtoqueue work jobs -q --drain --output-dir logs -- sh -c 'echo out; echo err >&2'
@@ -8819,13 +8505,15 @@ $ tail logs/* -> ==> logs/<x>.err <== err ==> logs/<x>.out <== out
 $ femtoqueue push jobs y -> <y>
 $ femtoqueue work jobs -q --drain --output-dir logs --max-attempts 1 -- sh -c \
  'echo why >&2; rm logs/*; exit 3' -> ! ... [1]
-$ cat jobs/failed/$y.error -> exit status 3 why
+$ cat jobs/failed/$y.error -> exit status 3 (try 1) why
 # a command that can't be run ends work, and fails no task; a shell's status 127 fails its task
 $ femtoqueue push jobs x -> <x>
 $ echo '#!/no/interpreter' > script; chmod +x script
-$ femtoqueue work jobs -q --drain -- ./script -> ! ... ! femtoqueue: ./script can't be run [2]
-$ femtoqueue work jobs -q --drain -j 2 -- ./script -> ! ... ! femtoqueue: ./script can't be run [2]
-$ femtoqueue ls jobs -> ... pending <x> ...s 0 1 - - -
+$ femtoqueue work jobs -q --drain -- ./script -> ! ... can't be run: [Errno 2] ... [2]
+$ femtoqueue work jobs -q --drain -j 2 -- ./script -> ! femtoqueue: ./script can't be run: ... [2]
+$ echo true > script
+$ femtoqueue work jobs -q --drain -- ./script -> ! ... can't be run: [Errno 8] ... [2]
+$ femtoqueue ls jobs -> ... pending <x> ...s 0 1 - - - x
 $ femtoqueue work jobs -q --drain --max-attempts 1 -- sh -c no-such-command -> ! ... [1]
 $ femtoqueue push jobs x -> ...
 $ femtoqueue work jobs -q --drain --max-attempts 1 -- \
@@ -8833,24 +8521,26 @@ $ femtoqueue work jobs -q --drain --max-attempts 1 -- \
 $ states -> failed 2
 # after a signal, work finishes its commands, even if the terminal is gone or the disk is full
 $ femtoqueue push jobs x -> ...
-$ femtoqueue work jobs -- sh -c 'kill -HUP $PPID' 2> /dev/full
+$ femtoqueue work jobs -- sh -c 'kill -HUP $(worker)' 2> /dev/full
 $ states -> done 1
 $ femtoqueue push jobs x -> ...
-$ { femtoqueue work jobs -q -- sh -c 'echo 1; kill -INT $PPID; sleep 0.5; echo 2; echo 3'; \
+$ { femtoqueue work jobs -q -- sh -c 'echo 1; kill -INT $(worker); sleep 0.5; echo 2; echo 3'; \
  echo $? > status; } | head -n 1 -> 1 ! ! femtoqueue: the running tasks may finish; ...
 $ cat status -> 0
 $ states -> done 2
 $ femtoqueue push jobs x -> ...
-$ femtoqueue work jobs -q -- sh -c 'kill -INT $PPID; sleep 0.1; echo' > /dev/full
+$ femtoqueue work jobs -q -- sh -c 'kill -INT $(worker); sleep 0.1; echo' > /dev/full
 ...
-! femtoqueue: [Errno 28] No space left on device
+! femtoqueue: [Errno 28] No space left on device: 'standard output'
 [2]
 $ states -> done 2, pending 1
-# work ends when a payload is too large for TMPDIR; the next worker takes other tasks first
+# a payload that is too large for TMPDIR fails the tries of its task only
 $ head -c 100000 /dev/zero | femtoqueue push jobs -> <large>
 $ femtoqueue push jobs y -> <y>
-$ ulimit -f 60; femtoqueue work jobs -q -- true -> ! ... File too large [2]
-$ femtoqueue ls jobs -> ... <y> ... <large> ...
+$ ulimit -f 60; femtoqueue work jobs -q --drain --max-attempts 1 -- true
+! ... <large>: try 1 failed, a dead letter: its payload can't be written: ... File too large: ...
+[1]
+$ states -> done 1, failed 1
 # processes that a command leaves running do not hold up work, even if they write to its pipes
 $ femtoqueue push jobs x y -> ...
 $ femtoqueue work jobs -q --drain -- sh -c '(sleep 1000) & echo $!' > pids
@@ -8878,22 +8568,22 @@ $ femtoqueue push jobs x -> <x>
 $ femtoqueue work jobs -q --drain --max-attempts 1 --task-timeout 100ms --time-limit 5s -- sh -c \
  'sleep 1000 & echo $! $$; wait' > pids -> ! ... [1]
 $ gone pids
-$ cat jobs/failed/$x.error -> killed after 0.1s
+$ cat jobs/failed/$x.error -> killed after 0.1s (try 1)
 $ femtoqueue push jobs y -> ...
 $ femtoqueue work jobs -q --task-timeout 100ms -- sh -c \
- 'sleep 1000 & echo $!; kill -INT $PPID; exit 130' > pids -> ! ...
+ 'sleep 1000 & echo $!; kill -INT $(worker); exit 130' > pids -> ! ...
 $ gone pids
 $ states -> failed 1, pending 1
-# work --drain has status 1 if a task is corrupt; ".." in DIR is resolved by its text
-$ femtoqueue push jobs x -> <x>
-$ echo torn > jobs/pending/$x
+# work --drain has status 1 if a task is corrupt; "link/.." in DIR is resolved by the kernel
 $ mkdir elsewhere elsewhere/inside; ln -s elsewhere/inside link
+$ femtoqueue push link/../jobs x -> <x>
+$ echo torn > elsewhere/jobs/pending/$x
 $ femtoqueue work link/../jobs --drain -- true
 ! ... task <x> is in failed/: ...
 ! femtoqueue 0 done | 0 running 0 waiting
 [1]
 $ femtoqueue push jobs 'touch jobs/failed/.note.swp' -> ...
-$ femtoqueue work jobs -q --drain -- sh -c {}
+$ femtoqueue work jobs -q --drain -- sh -c '$1' - {}
 # a command gets the whole environment, even variables that a shell can't name
 $ femtoqueue push jobs x -> ...
 $ env 'BASH_FUNC_f%%=() { echo called; }' a.b=1 BASH_ENV=/no-such-file femtoqueue work jobs -q \
@@ -8901,9 +8591,9 @@ $ env 'BASH_FUNC_f%%=() { echo called; }' a.b=1 BASH_ENV=/no-such-file femtoqueu
 # a command that is killed by a signal has failed, even if work was started with SIGCHLD ignored
 $ femtoqueue push jobs TERM KILL -> ...
 $ env --ignore-signal=CHLD femtoqueue work jobs -q --drain --max-attempts 1 --time-limit 20s -- \
- sh -c 'kill -{} $$'
-! ... try 1 failed, a dead letter: killed by signal 15
-! ... try 1 failed, a dead letter: killed by signal 9
+ sh -c 'kill -$1 $$' - {}
+! ... try 1 failed, a dead letter: killed by signal 15; data: TERM
+! ... try 1 failed, a dead letter: killed by signal 9; data: KILL
 [1]
 # if the reader of work's output exits, no task fails; tasks whose output was not read wait again
 $ femtoqueue push jobs 1 2 3 4 5 6 7 8 9 -> ...
@@ -8921,15 +8611,15 @@ $ femtoqueue work jobs -q --drain --max-attempts 1 --task-timeout 300ms -- sh -c
 [1]
 $ wc -c < out -> 200000
 $ rm cleaned
-# a time limit ends every process of a job, in whatever group or session it is; 0 is no limit
-$ femtoqueue push jobs x -> ...
-$ femtoqueue work jobs -q --drain --max-attempts 1 --task-timeout 300ms -- sh -c \
- 'setsid sleep 1000 & echo $! $$; wait' > pids -> ! ... [1]
+# a time limit ends every process of a job, in whatever group it is; setsid leaves the job
+$ femtoqueue push jobs x -> <x>
+$ femtoqueue work jobs -q --drain --max-attempts 1 --task-timeout 300ms -- bash -c \
+ 'set -m; sleep 1000 & echo $! $$; wait' > pids -> ! ... [1]
 $ gone pids
 $ femtoqueue push jobs x -> ...
 $ femtoqueue work jobs -q --drain --max-attempts 1 --task-timeout 300ms -- sh -c \
- '(setsid sh -c "echo \$\$; exec sleep 1000" &); sleep 1000' > pids -> ! ... [1]
-$ gone pids
+ 'setsid sleep 1000 > left & echo $!; exec sleep 1000' > pids -> ! ... [1]
+$ kill $(cat pids)
 $ femtoqueue push jobs x -> ...
 $ femtoqueue work jobs -q --drain --task-timeout 0 -- sleep 0.01
 $ femtoqueue push jobs x -> ...
@@ -8946,9 +8636,42 @@ $ states -> done 2, failed 1
 $ femtoqueue push jobs x y -> <x> <y>
 $ mkdir logs logs/$x.err
 $ femtoqueue work jobs -q --drain --max-attempts 1 --output-dir logs -- true
-! ... <x>: try 1 failed, a dead letter: its output can't be written: ...
+! ... <x>: try 1 failed, a dead letter: its output can't be written: ...; data: x
 [1]
 $ states -> done 1, failed 1
+# only a regular file of this user with one link takes output; a removed directory is made again
+$ femtoqueue push jobs a b c d e -> <a> <b> <c> <d> <e>
+$ mkdir -m 755 logs; touch other; ln -s ../other logs/$a.out; ln other logs/$b.out
+$ mkfifo logs/$c.err
+$ python3 -c 'import socket, sys; socket.socket(1).bind(sys.argv[1])' logs/$d.out
+$ femtoqueue work jobs -q --drain --max-attempts 1 --output-dir logs -- echo text -> ! ... [1]
+$ states -> done 1, failed 4
+$ wc -c < other -> 0
+$ cat logs/$e.out -> text
+$ femtoqueue push jobs a b -> <f> <g>
+$ femtoqueue work jobs -q --drain --output-dir new/logs -- sh -c \
+ 'test $1 = b || rm -rf new; echo text' - {}
+$ stat -c %a new/logs -> 700
+$ ls new/logs -> <g>.err <g>.out
+# with -j 1, lines that go to the same file stay in order, and the reason has the end of both
+$ femtoqueue push jobs x -> <x>
+$ echo 'for i in 1 2 3 4 5 6 7 8 9; do echo $i; echo $i >&2; done; exit 1' > turns
+$ femtoqueue work jobs -q --drain --max-attempts 1 -- sh turns 2>&1 | head -n 18 | uniq -c
+ 2 1
+ 2 2
+ 2 3
+ 2 4
+ 2 5
+ 2 6
+ 2 7
+ 2 8
+ 2 9
+$ tail -n 2 jobs/failed/$x.error -> 9 9
+# a monitor tells of a task whose lease has ended and that no worker takes back
+$ femtoqueue push jobs x -> ...
+$ femtoqueue pop jobs --timeout 10ms -> ...
+$ femtoqueue stat jobs --max-age 1h -> ... oldest_pending_age - ...
+$ sleep 0.3; femtoqueue stat jobs --max-age 200ms -> ... expired 1 ... [1]
 # a command has descriptors 0, 1 and 2 only; if exec() finds its arguments too long, its task fails
 $ femtoqueue push jobs x -> <x>
 $ femtoqueue work jobs -q --drain -- sh -c 'ls /proc/$$/fd; :' -> 0 1 2
@@ -8962,9 +8685,10 @@ $ { sleep 0.3; echo half; sleep 0.3; echo other; } | { python3 set 0; femtoqueue
 $ femtoqueue show jobs $x --payload -> half other
 $ { sleep 0.3; echo 1; sleep 0.3; echo 2; } | { python3 set 0; femtoqueue push lines --lines; }
 ...
+! femtoqueue: lines: a new queue is made
 $ femtoqueue stat lines -> pending 2 ...
 $ femtoqueue work lines -q --drain -- head -c 300000 /dev/zero > zeros
-$ femtoqueue push large --lines < zeros -> <large>
+$ femtoqueue push large --lines < zeros -> <large> ! femtoqueue: large: a new queue is made
 $ { python3 set 1; PYTHONUNBUFFERED=1 femtoqueue show large $large --payload; } | \
  { sleep 0.3; wc -c; } -> 600000
 $ femtoqueue push jobs y -> ...
@@ -8974,8 +8698,9 @@ $ states -> done 2
 # if push fails, it says how many tasks it has pushed
 $ ulimit -f 60; { echo small; head -c 100000 /dev/zero; } | femtoqueue push limited --lines
 <small>
+! femtoqueue: limited: a new queue is made
 ! femtoqueue: the first 1 tasks are pushed, the others are not
-! femtoqueue: [Errno 27] File too large
+! femtoqueue: [Errno 27] File too large: ...limited/creating/...
 [2]
 # if an id can't be printed, push says that its task is pushed; unprintable letters are escaped
 $ femtoqueue push jobs x > /dev/full -> ! femtoqueue: all 1 tasks are pushed, but ...
@@ -9015,7 +8740,7 @@ $ states -> done 2
 $ femtoqueue push jobs x -> <x>
 $ femtoqueue work jobs --drain --max-attempts 1 -- sh -c 'printf half >&2; exit 1'
 ! half
-! ... <x>: try 1 failed, a dead letter: exit status 1
+! ... <x>: try 1 failed, a dead letter: exit status 1; data: x
 ! femtoqueue 1 failed | 0 running 0 waiting
 [1]
 $ femtoqueue push jobs y -> ...
@@ -9108,7 +8833,12 @@ class CommandLine(QueueCase):
         command = os.path.join(cls.bin, "femtoqueue")
         with open(command, "w", encoding="utf-8") as file:
             file.write(f"#!{sys.executable} -SWerror\n{cls.program_with({})[-1]}\n")
-        os.chmod(command, 0o755)
+        worker = os.path.join(cls.bin, "worker")  # prints the pid of the worker of its shell
+        with open(worker, "w", encoding="utf-8") as file:
+            file.write("#!/bin/sh\nlauncher=$(cut -d ' ' -f 4 /proc/$PPID/stat)\n")
+            file.write("exec cut -d ' ' -f 4 /proc/$launcher/stat\n")
+        for path in (command, worker):
+            os.chmod(path, 0o755)
 
     @classmethod
     def program_with(cls, waits: dict[str, float]) -> list[str]:
@@ -9168,6 +8898,7 @@ class CommandLine(QueueCase):
             with self.subTest(claim):
                 os.chdir(self.new_dir(self.memory))
                 self.path, names = os.path.abspath("jobs"), dict[str, str]()
+                FemtoQueue("jobs").close()  # otherwise the first push says that it makes a queue
                 for step in steps:
                     self.check_step(step, names)
 
@@ -9225,6 +8956,7 @@ class CommandLine(QueueCase):
         return "".join(f"{line}\n" for line in lines)
 
     def test_push_with_sync_syncs(self) -> None:
+        self.queue()
         for words in ((), ("--sync",)):
             push = functools.partial(self.output_of, "push", "jobs", "x", *words)
             synced = calls_of("fsync", push)
@@ -9240,7 +8972,19 @@ class CommandLine(QueueCase):
         ("required: ID; see femtoqueue", "done TASK", "cancel jobs", "show jobs"),
         ("required: --older-than; see femtoqueue purge --help", "purge jobs"),
         ("expected one argument; see femtoqueue pop --help", "pop jobs --wait"),
-        ("unrecognized arguments: -x; see femtoqueue push --help", "push jobs -x"),
+        ("unrecognized arguments: -x; put a PAYLOAD that begins with - after --", "push jobs -x"),
+        (
+            "as an argument: sh -c",
+            "work jobs -- sh -c echo_{}",
+            "work jobs -- nice /bin/bash -ec {}",
+        ),
+        (
+            "as an argument: sh -c",
+            "work jobs -- bash -o pipefail -c {}",
+            "work jobs -- sh -c -e {}",
+        ),
+        ("--max-attempts must be None or an int", "work jobs --max-attempts -1 -- true"),
+        ("--node must be 1 to 100", "work jobs --node a/b -- true"),
         ("unrecognized arguments: -l; see femtoqueue work --help", "work jobs ls -l"),
         ("unrecognized arguments: --until=1s; see femtoqueue pop --help", "pop jobs --until=1s"),
         ("unrecognized arguments: x; see", "pop jobs x", "stat jobs x", "show jobs TASK x"),
@@ -9268,7 +9012,7 @@ class CommandLine(QueueCase):
     )
     WRONG_USES_OF_A_QUEUE = (
         ("key must be 1 to 200 bytes", f"push jobs --key {'k' * 201} 1"),
-        ("if_in_flight must be buffer or update", "push jobs --key k --if-in-flight never 1"),
+        ("--if-in-flight must be buffer or update", "push jobs --key k --if-in-flight never 1"),
         ("state must be one of pending, scheduled", "ls jobs pendng"),
         ("jobs/file: there is no queue", "ls jobs/file"),
         ("jobs/file", "push jobs/file x"),
@@ -9364,7 +9108,7 @@ class CommandLine(QueueCase):
         self.assertEqual([large[1].split()[1], large[3].split()], ["0", ["inflight", "1"]])
         self.assertRegex("\n".join(large), r"\Ajobs (?s:.*)\nworkers_alive +1\n")
         (row,) = [line for line in large if task.id in line]
-        self.assertRegex(row, rf"^inflight +{task.id} .* user:42 n1$")
+        self.assertRegex(row, rf"^inflight +{task.id} .* user:42 n1 x$")
         self.assertIn("     1       0 alive    n1", large)
         self.assertEqual((len(small), len(small[0]), small[3].strip()), (6, 12, "inflight"))
         self.assertEqual(later[1].split(), ["pending", "1"])
@@ -9385,6 +9129,42 @@ class CommandLine(QueueCase):
         self.assertIn(("0", "1", "2"), {match and match.groups()[:3] for match in said})
         self.assertNotIn(None, said)
 
+    def test_unchanged_line_of_progress_is_not_repeated(self) -> None:
+        self.queue(None).push(b"x")
+        program = self.program_with({"report": 0.05})
+        words = "work", "jobs", "--drain", "--", "sleep", "0.6"
+        *before, _ = run_guarded(*program, *words, env=self.env)[2].splitlines()
+        self.assertEqual(len(before), len({*before}), before)
+
+    def test_command_that_ends_before_its_limit_is_done_even_if_the_worker_is_stopped(self) -> None:
+        self.queue().push_many([b"x"] * 4)
+        limits = "--task-timeout", "2s", "--max-attempts", "1", "--timeout", "60s"
+        with self.start_work("echo $$; sleep 0.3", "-j", "4", "--drain", *limits) as process:
+            pids = process.first_lines(4)
+            process.send_signal(signal.SIGSTOP)
+            until_gone(*pids)
+            time.sleep(2.1)  # now the limit is over
+            process.send_signal(signal.SIGCONT)
+            self.assertEqual(process.wait(PATIENCE_S), 0)
+        self.assertEqual(self.states(), {"done": 4})
+
+    def test_worker_waits_while_the_system_has_no_process_or_descriptor_left(self) -> None:
+        # In the launcher, the first starts fail as if a limit of processes was reached. In the
+        # worker, the first pipe fails for want of descriptors.
+        code = "import errno, os, subprocess\nfails = [errno.EAGAIN, errno.ENOMEM, 0]\n"
+        code += "class Popen(subprocess.Popen):\n    def __init__(self, *words, **how):\n"
+        code += "        if number := fails.pop(0) if fails else 0: raise OSError(number, '')\n"
+        code += "        super().__init__(*words, **how)\nsubprocess.Popen = Popen\n"
+        code += "pipe, pid, short = os.pipe, os.getpid(), [errno.EMFILE]\ndef fail():\n"
+        code += "    if os.getpid() == pid and short: raise OSError(short.pop(), '')\n"
+        code += "    return pipe()\nos.pipe = fail\n"
+        *words, main = self.program()
+        self.queue(None).push_many([b"x"] * 2)
+        command = "work", "jobs", "-q", "--max-attempts", "1", "--drain", "--", "true"
+        status, _, err = run_guarded(*words, code + main, *command, env=self.env)
+        self.assertEqual((status, err.count(" waits: true can't be run")), (0, 1), err)
+        self.assertEqual(self.states(), {"done": 2})
+
     def test_error_of_the_worker_is_no_failed_try_of_its_task(self) -> None:
         """If the worker itself meets an error, the attempt of its task is not counted."""
         # In the first worker, TemporaryFile() works in the check at the start, and raises later, as
@@ -9392,7 +9172,7 @@ class CommandLine(QueueCase):
         # a user's random.py, which raises an error when it is imported. The worker must import
         # Python's own random.py instead.
         code = "import tempfile; make = tempfile.TemporaryFile; calls = iter([make])\n"
-        code += "tempfile.TemporaryFile = lambda: next(calls)()\n"
+        code += "tempfile.TemporaryFile = lambda **how: next(calls)(**how)\n"
         *words, main = self.program()
         self.queue(None).push(b"x")
         command = "work", "jobs", "-q", "--max-attempts", "1", "--drain", "--", "true"
@@ -9475,26 +9255,16 @@ class CommandLine(QueueCase):
                 time.sleep(0.2)
         self.assertEqual((size, process.returncode), (1000000, 0))
 
-    def test_end_of_one_pipe_restarts_the_time_of_grace_for_the_other(self) -> None:
-        # The time limit (0.0) is over. The first pipe ends without further bytes. From then on, the
-        # second pipe has the whole time of grace again.
-        relays = [types.SimpleNamespace(passed=1, is_through=threading.Event()) for _ in range(2)]
-        ends = [threading.Timer(n * 0.1, it.is_through.set) for n, it in enumerate(relays, 1)]
-        for end in ends:
-            end.start()
-            self.addCleanup(end.join)
-        self.assertTrue(through_seam("wait for output")(relays, 0.0))
-
     @unittest.skipUnless(os.path.exists("/proc/self/stat"), "needs /proc")
     def test_a_zombie_does_not_keep_a_job_alive(self) -> None:
         # The first process of a container may never reap a zombie.
         process = subprocess.Popen(["sleep", "1000"], start_new_session=True)
         self.addCleanup(process.wait)
-        members = through_seam("members of jobs")
-        self.assertEqual({it.pid for it in members([process.pid])}, {process.pid})
+        groups = through_seam("groups of a session")
+        self.assertEqual(groups({process.pid}), [process.pid])
         process.kill()
         until_gone(process.pid)
-        self.assertEqual(members([process.pid]), set())
+        self.assertEqual(groups({process.pid}), [])
 
     @unittest.skipUnless(os.path.exists("/proc/self/stat"), "needs /proc")
     def test_a_process_whose_first_thread_has_ended_is_not_taken_for_a_zombie(self) -> None:
@@ -9506,8 +9276,7 @@ class CommandLine(QueueCase):
         self.addCleanup(process.wait)
         self.addCleanup(process.kill)
         until_gone(process.pid)  # returns when the state is that of a zombie
-        members = through_seam("members of jobs")
-        self.assertEqual({it.pid for it in members([process.pid])}, {process.pid})
+        self.assertEqual(through_seam("groups of a session")({process.pid}), [process.pid])
 
     @unittest.skipUnless(os.path.exists("/proc/self/stat"), "needs /proc")
     def test_proc_directory_of_another_pid_namespace_is_not_used_to_find_processes(self) -> None:
@@ -9517,14 +9286,18 @@ class CommandLine(QueueCase):
         process = subprocess.Popen(["sleep", "1000"], start_new_session=True)
         self.addCleanup(process.wait)
         self.addCleanup(process.kill)
-        members = through_seam("members of jobs")
-        with mock.patch("os.getpid", return_value=1):
-            self.assertEqual([*members([process.pid])], [(0, process.pid, process.pid)])
+        groups, calls = through_seam("groups of a session"), mock.Mock()
+        with mock.patch("os.getpid", return_value=1), mock.patch("os.listdir", calls):
+            self.assertEqual(groups({process.pid}), [process.pid])
+        calls.assert_not_called()
+
+    def progress(self) -> Any:
+        return through_seam("progress")(through_seam("open files")(self.path, False))
 
     def pace_text(self, *samples: tuple[float, int, int]) -> str:
         """Return the text that shows the rate and the time left. A sample has three parts: a time
         in seconds, the number of tasks left, and the number of tasks that this worker has ended."""
-        progress = through_seam("progress")(self.path)
+        progress = self.progress()
         for sample in samples:
             progress.add_sample(*sample)
         text: str = progress.pace_text()
@@ -9549,8 +9322,35 @@ class CommandLine(QueueCase):
         ):
             self.assertEqual(self.pace_text(*samples), text)
 
+    def test_no_rate_and_no_time_left_are_shown_while_nothing_ends(self) -> None:
+        ends = [(s / 20, 1000 - s, s) for s in range(200)]
+        self.assertEqual(self.pace_text(*ends), "20/s  about 40 s left")
+        stalled = [(10 + s, 801, 199) for s in range(30)]
+        self.assertEqual(self.pace_text(*ends, *stalled), "")
+        again = [(39 + s / 20, 801 - s, 199 + s) for s in range(1, 60)]
+        self.assertEqual(self.pace_text(*ends, *stalled, *again), "20/s  about 40 s left")
+        self.queue().schedule(b"x", (time.time() + 7000) * 1e6)
+        progress = self.progress()
+        self.assertEqual(progress.count_scheduled(), 1)
+        for sample in ends:
+            progress.add_sample(*sample)
+        self.assertEqual(progress.pace_text(), "20/s  about 2 h left  1 due in 2 h")
+
+    @unittest.skipUnless(sys.platform == "linux", "needs a terminal of Linux")
+    def test_line_of_progress_is_drawn_only_in_the_foreground(self) -> None:
+        self.queue().push(b"x")
+        # The shell of this script leads the session of the terminal, and is in its foreground.
+        work = shlex.join([*self.program(), "work", "jobs", "--drain", "--", "sleep", "1.5"])
+        script = "import pty, sys; pty.spawn(['bash', *sys.argv[1:]])"
+        for shell, count in (("%s; echo end", True), ("set -m; %s & wait; echo end", False)):
+            self.queue().push(b"x")
+            words = sys.executable, "-c", script, "-c", shell % work
+            said = run_guarded(*words, env=self.env | {"TERM": "xterm"})[1]
+            self.assertEqual("1 running" in said, count, said)
+            self.assertIn("2 done" if count else "1 done", said)
+
     def test_progress_shows_that_the_queue_is_paused(self) -> None:
-        q, progress = self.queue(), through_seam("progress")(self.path)
+        q, progress = self.queue(), self.progress()
         for change, end in ((q.pause, "0 waiting  paused"), (q.resume, "0 waiting")):
             change()
             progress.count_left(0, now=True)
@@ -9562,16 +9362,16 @@ class CommandLine(QueueCase):
         q.push_many([b"x"] * 3)
         q.schedule(b"x", (time.time() + 60) * 1e6)
         self.pop(q)
-        progress = through_seam("progress")(self.path)
+        progress = self.progress()
         progress.count_left(0)
         self.assertEqual((progress.waiting, progress.running), (3, 1))
-        names, directories = progress.names, iter(("pending",))
+        names, directories = progress.tasks_in, iter(("pending",))
 
         def slow_names(directory: str) -> Any:
             clock.advance(0.1 if directory in directories else 0)
             return names(directory)
 
-        with mock.patch.object(progress, "names", slow_names):
+        with mock.patch.object(progress, "tasks_in", slow_names):
             clock.advance(1)
             progress.count_left(0)
             q.push(b"x")
@@ -9631,13 +9431,33 @@ class CommandLine(QueueCase):
         self.assertRegex(said, r"waiting[^\n]*\r\x1b\[Jfemtoqueue: \[Errno 20\] [^\n]*\r\n")
 
     @unittest.skipUnless(sys.platform == "linux", "needs a terminal of Linux")
-    def test_top_ends_by_q_and_leaves_the_terminal_as_it_was(self) -> None:
+    def test_views_on_a_terminal_pass_no_control_character_of_a_job_on(self) -> None:
         q = self.queue()
-        q.fail(leased(q), "no such\timage \u65e5\r\x1b[Hx\nat line 1")
-        said = self.run_on_terminal(80, "top", "jobs", "--interval", "60s", typed=b"xq")
+        task = leased(q, data=b"pay\x1b[Hload \xe6\x97\xa5")
+        q.fail(task, "no such\timage \u65e5\r\x1b[Hx\nstate                done")
         reason = r"no such\\timage \u65e5\\r\\x1b\[Hx"
-        self.assertRegex(said, rf"LATEST DEAD LETTERS\S*\r\n\d{{20}}-\w{{8}} - {reason}\S*\r\n")
-        self.assertTrue("\x1b[?7l\x1b[Hjobs" in said and said.endswith("\x1b[?7h"))
+        said = self.run_on_terminal(80, "show", "jobs", task.id)
+        self.assertRegex(said, rf"reason +{reason}\r\n {{21}}state +done\r\n")
+        self.assertTrue(said.endswith("\r\npay\\x1b[Hload \u65e5"), said)
+        said = self.run_on_terminal(100, "ls", "jobs")
+        self.assertRegex(said, r"- - pay\\x1b\[Hload \u65e5\r\n")
+        lines = [*through_seam("lines of top")("jobs", q, self.progress())]
+        self.assertRegex(lines[-1], rf"^{task.id} - pay\\x1b\[Hload \u65e5 no such")
+
+    @unittest.skipUnless(sys.platform == "linux", "needs a terminal of Linux")
+    def test_top_waits_for_a_queue_and_changes_no_mode_of_the_terminal(self) -> None:
+        master, slave = os.openpty()
+        self.addCleanup(os.close, master)
+        self.addCleanup(os.close, slave)
+        before = termios.tcgetattr(slave)
+        streams: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), slave)
+        with Command([*self.program(), "top", "jobs"], env=self.env, **streams) as process:
+            self.assertIn(b"waiting for a queue", os.read(master, 1 << 16))
+            self.queue()
+            self.assertIn(b"\x1b[Hjobs ", os.read(master, 1 << 16))
+            self.assertEqual(termios.tcgetattr(slave), before)
+            process.send_signal(signal.SIGINT)
+            self.assertEqual(process.wait(PATIENCE_S), 128 + signal.SIGINT)
 
     def test_top_shows_a_dead_letter_that_a_person_moved_to_failed_under_the_name_of_its_lease(
         self,
@@ -9645,27 +9465,11 @@ class CommandLine(QueueCase):
         q = self.queue()
         task = leased(q)
         os.rename(self.file(task.path), self.file("failed", os.path.basename(task.path)))
-        progress = through_seam("progress")(self.path)
+        progress = self.progress()
         lines = [*through_seam("lines of top")("jobs", q, progress)]
-        self.assertEqual(lines[-2:], ["LATEST DEAD LETTERS", f"{task.id} - -"])
+        self.assertEqual(lines[-2:], ["LATEST DEAD LETTERS", f"{task.id} - x -"])
         self.put(f"failed/{task.id}", b"", "")
         self.assertEqual(progress.latest_dead_letters(), [task.id])
-
-    @unittest.skipUnless(sys.platform == "linux", "needs a terminal of Linux")
-    def test_top_that_a_signal_ends_leaves_the_terminal_as_it_was(self) -> None:
-        self.queue()
-        master, slave = os.openpty()
-        self.addCleanup(os.close, master)
-        self.addCleanup(os.close, slave)
-        before = termios.tcgetattr(slave)
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            streams: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), slave)
-            with Command([*self.program(), "top", "jobs"], env=self.env, **streams) as process:
-                until(lambda: termios.tcgetattr(slave) != before)
-                os.read(master, 1 << 16)
-                process.send_signal(number)
-                self.assertEqual(process.wait(PATIENCE_S), 128 + number)
-            self.assertEqual(termios.tcgetattr(slave), before)
 
     def start_work(self, script: str, *words: str) -> Command:
         """Start a process of `femtoqueue work`, which runs a shell script for each task."""
@@ -9703,7 +9507,15 @@ class CommandLine(QueueCase):
         code += "Thread.join = deaf_join\n"
         *words, main = self.program()
         self.queue(None).push(b"x")
-        script = "work", "jobs", "-q", "--", "sh", "-c", "kill -INT $PPID; exit 130"
+        script = (
+            "work",
+            "jobs",
+            "-q",
+            "--",
+            "sh",
+            "-c",
+            "kill -INT $(worker); exit 130",
+        )
         self.assertEqual(run_guarded(*words, code + main, *script, env=self.env)[0], 0)
         self.check_and_finish({"pending": 1})
 
@@ -9799,27 +9611,30 @@ class CommandLine(QueueCase):
         self.assertEqual(os.path.getsize("seen"), 0)
 
     @unittest.skipUnless(os.path.exists("/proc/thread-self/children"), "needs /proc")
-    def test_worker_whose_watchdog_is_killed_finishes_its_commands_and_ends(self) -> None:
+    def test_worker_whose_launcher_is_killed_ends_its_jobs_and_gives_the_tasks_back(self) -> None:
         # A scheduler may signal all processes that it has started. SIGUSR1 and SIGTERM do not end
-        # the watchdog. If the worker is killed afterwards, the watchdog still kills the command.
-        # Only SIGKILL ends the watchdog.
-        self.queue().push_many([b"x"] * 4)
-        os.mkfifo("fifo")
+        # the launcher. If the worker is killed afterwards, the launcher still kills the command.
+        # Only SIGKILL ends the launcher.
+        self.queue().push_many([b"x"] * 3)
         for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGKILL):
-            with self.start_work("echo $$; read x < fifo", "--max-attempts", "1") as process:
+            with self.start_work("echo $$; exec sleep 1000", "--max-attempts", "1") as process:
                 (command,) = map(int, process.first_lines(1))
-                with open(f"/proc/{process.pid}/task/{process.pid}/children", "rb") as file:
-                    (watchdog,) = {*map(int, file.read().split())} - {command}
-                os.kill(watchdog, number)
+                os.kill(self.launcher_of(process), number)
                 if number != signal.SIGKILL:
                     process.kill()
-                    until_gone(command)
-                    continue
-                until_gone(watchdog)
-                _, err = self.unblock(process)
+                until_gone(command)
+                err = process.communicate(timeout=120)[1]
         self.assertEqual(process.returncode, 2)
-        self.assertIn(b"watchdog", err)
-        self.check_and_finish({"done": 1, "failed": 2, "pending": 1})
+        self.assertIn(b"launcher", err)
+        self.check_and_finish({"failed": 2, "pending": 1})
+
+    def launcher_of(self, process: Command) -> int:
+        """Return the pid of the launcher, which is the only child of its worker."""
+        children: list[str] = []
+        while not children:
+            with open(f"/proc/{process.pid}/task/{process.pid}/children", encoding="ascii") as file:
+                children = file.read().split()
+        return int(*children)
 
     def test_signals_end_work_even_if_nobody_reads_its_output(self) -> None:
         # The signals come while the output of a command is stuck. If this output is standard error,
@@ -9854,22 +9669,6 @@ class CommandLine(QueueCase):
                 self.queue().push(b"x")
                 self.kill_as_a_job_ends(signals, *words)
 
-    def test_job_is_ended_at_the_time_limit_even_if_its_command_ends_at_that_moment(self) -> None:
-        # The command may have left a program that still runs.
-        class Ending:
-            pid, statuses = 42, iter((None, None, 0))
-            status = property(lambda self: next(self.statuses, 0))
-
-        ended: list[int] = []
-        pool_class: Any = through_seam("command pool")
-        pool = pool_class.__new__(pool_class)
-        pool.signals = []
-        pool._options = types.SimpleNamespace(task_timeout=1e-9)
-        pool._processes = types.SimpleNamespace(end_job=lambda _: None)
-        with seam("end of jobs", ended.extend), seam("members of jobs", lambda *_: set()):
-            self.assertEqual(pool._follow(None, Ending(), []), (None, False))
-        self.assertEqual(ended, [42])
-
     @unittest.skipUnless(os.path.exists("/proc/self/stat"), "needs /proc")
     def test_program_that_outlives_its_shell_in_a_stop_can_still_write(self) -> None:
         # The output is passed on until the whole job has ended, however long ago the shell ended.
@@ -9893,7 +9692,7 @@ class CommandLine(QueueCase):
             shell, child = map(int, process.first_lines(2))
             process.send_signals(signal.SIGTERM)
             os.kill(shell, signal.SIGTERM)
-            until(lambda: not os.path.exists(f"/proc/{shell}"))
+            until_gone(shell)
             time.sleep(2 * constant("one signal"))
             process.send_signal(signal.SIGTERM)
             process.wait(PATIENCE_S)
@@ -9915,22 +9714,39 @@ class CommandLine(QueueCase):
                 process.send_signals(signal.SIGTERM)
                 time.sleep(2 * constant("one signal"))
                 os.kill(shell if signals == 1 else process.pid, signal.SIGTERM)
-            until(lambda: not os.path.exists(f"/proc/{shell}"))
+            until_gone(shell)
             process.kill()
             until_gone(child)
 
-    def test_killed_worker_leaves_no_command_and_others_get_its_tasks_at_once(self) -> None:
-        # This holds however many commands the worker has started: each new process tells the
-        # watchdog its pid before it executes the command.
-        self.queue().push_many([b"x"] * 30)
-        for begun in (1, 5, 20):
+    @unittest.skipUnless(os.path.exists("/proc/thread-self/children"), "needs /proc")
+    def test_killed_worker_or_launcher_leaves_no_command(self) -> None:
+        """If a worker or its launcher is killed, no process of a job is left, and others get the
+        tasks at once."""
+        # The commands are looked for in /proc, because a command that was not yet told to anybody
+        # prints no pid. They sleep for a time that no other process has.
+        for number, (of_launcher, begun) in enumerate(itertools.product((False, True), (0, 1, 9))):
+            self.queue().push_many([b"x"] * 30)
+            seconds = f"{1000 + number}.{os.getpid()}"
             words = ("-j", "30", "--max-attempts", "9", "--timeout", "1000s")
-            with self.start_work("echo $$; exec sleep 1000", *words) as process:
-                pids = process.first_lines(begun)
-                process.kill()
-                pids += process.stdout.read().decode().split()  # ends when all commands have ended
-            until_gone(*pids)
-        self.assertEqual(len(self.drain(self.queue(None))), 30)
+            script = f"echo $$; sleep {seconds} & wait"
+            with self.start_work(script, *words) as process:
+                process.first_lines(begun)
+                launcher = self.launcher_of(process)
+                os.kill(launcher if of_launcher else process.pid, signal.SIGKILL)
+                process.stdout.read()  # ends when the launcher and all commands have ended
+                process.wait(PATIENCE_S)
+            until(lambda: not self.processes_of(seconds))  # noqa: B023
+            q = self.queue(None)
+            self.assertEqual(len(self.drain(q)), 30)
+
+    def processes_of(self, word: str) -> list[str]:
+        """Return the pids of the processes that have a word in their command line."""
+        found = []
+        for pid in filter(str.isdigit, os.listdir("/proc")):
+            with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as file:
+                if word.encode() in file.read():
+                    found.append(pid)
+        return found
 
 
 # The README, and the docstring of the module
@@ -9976,7 +9792,7 @@ class Documents(QueueCase):
         deadlines, times and the widths of columns."""
         for pattern, plain in (
             (r"\d{20}~(?=\d+~)", "DEADLINE~"),
-            (r"\d{20}-[0-9a-f]+", "ID"),
+            (r"\d{20}-[0-9a-f]{16}", "ID"),
             (r"\d\d:\d\d:\d\d", "CLOCK"),
             (r"\b\d+s\b", "AGE"),
             (r" +", " "),

@@ -46,6 +46,7 @@ import ctypes
 import dataclasses
 import errno
 import fcntl
+import gc
 import itertools
 import json
 import logging
@@ -90,10 +91,11 @@ ERRORS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("open", "openat"), ("EIO", "EACCES", "EMFILE", "EINTR", "ENOSPC")),
     **dict.fromkeys(("write", "pwrite64", "fsync", "fdatasync", "syncfs"), WRITES),
     **dict.fromkeys(("rename", "renameat", "renameat2", "mkdir", "mkdirat"), CHANGES),
-    **dict.fromkeys(("link", "linkat"), (*CHANGES, "EPERM")),
+    **dict.fromkeys(("link", "linkat", "symlinkat"), (*CHANGES, "EPERM")),
     **dict.fromkeys(("unlink", "unlinkat", "rmdir", "chmod", "fchmod", "fchmodat"), STATUS),
     **dict.fromkeys(("fchown", "lchown", "fchownat"), STATUS),
     **dict.fromkeys(("stat", "lstat", "newfstatat", "statx", "access", "faccessat"), STATUS),
+    **dict.fromkeys(("faccessat2", "readlinkat"), STATUS),
     **dict.fromkeys(("fstat", "statfs", "fstatfs", "getdents64"), ("EIO",)),
     **dict.fromkeys(("read", "pread64"), ("EIO", "EINTR")),
     "flock": ("ENOLCK", "EINTR"),
@@ -103,7 +105,7 @@ ERRORS: dict[str, tuple[str, ...]] = {
 SURFACES_AS = {errno.ENOLCK: errno.ENOTSUP}  # how the queue reports a file system without flock
 KILL = "SIGKILL"
 LIVE = ("pending", "scheduled", "inflight")
-NO_ID = f"{7:020d}-00000007"
+NO_ID = f"{7:020d}-0000000000000007"
 AN_HOUR_S, LATER_S = 3600.0, 1000.0
 TIMEOUT_S = 30
 PR_SET_PDEATHSIG, PR_SET_PTRACER = 1, 0x59616D61
@@ -252,12 +254,12 @@ class Life:
         unfinished file in creating/.
         """
         for q in self.queues:
-            if held := q._worker.lease_dir._dir_lock:
+            if (held := q._worker.lease_dir._held) and held.fd is not None:
                 fcntl.flock(held.fd, fcntl.LOCK_UN)
         for name, content in (
-            (f"pending/{1:020d}-00000001", b"FQ1 00000000 99\nshort"),
-            (f"pending/{1:020d}~4~{2:020d}-00000002", record(data_of("spent"))),
-            (f"creating/{3:020d}-00000003", b"FQ1"),
+            (f"pending/{1:020d}-0000000000000001", b"FQ1 00000000 99\nshort"),
+            (f"pending/{1:020d}~4~{2:020d}-0000000000000002", record(data_of("spent"))),
+            (f"creating/{3:020d}-0000000000000003", b"FQ1"),
         ):
             with open(os.path.join(self.queue.data_dir, name), "wb") as file:
                 file.write(content)
@@ -398,6 +400,8 @@ class Slot:
     leased: str = ""  # while the task is leased to the life: the payload's name
     later: bool = False  # pop() may not find it yet: it is due later, or needs a housekeeping job
     behind: Slot | None = None  # the payload that is buffered behind this task
+    # The names of payloads that end with the task in front of them.
+    updates: set[str] = dataclasses.field(default_factory=set)
 
 
 class Ledger:
@@ -413,6 +417,8 @@ class Ledger:
         self._pushed: list[Slot] = []  # by the step that is being followed
         self._erred: Note = []  # the step before, if it raised an OSError
         self._logged: list[str] = []  # the queue's log messages in this step
+        # How many tasks a pop() may pass over, because it may not claim them: for a minute.
+        self._barred = 0
         for note in notes:
             self.follow(note)
 
@@ -439,8 +445,9 @@ class Ledger:
         """End the leases of all slots, because the leases expired or the process was killed.
 
         Each leased task comes back. A payload that is buffered behind a task then replaces the
-        task's payload. With `is_seen` the life goes on, and may look at the queue before the tasks
-        have come back.
+        task's payload. If the process was killed in done() or fail(), the task may have ended, and
+        with it a payload of "update". With `is_seen` the life goes on, and may look at the queue
+        before the tasks have come back.
         """
         for slot in [slot for slot in self.slots if slot.leased]:
             behind, slot.leased, slot.behind = slot.behind, "", None
@@ -449,6 +456,8 @@ class Ledger:
                 slot.states = (slot.states - {"live"}) | {"gone"}
                 behind.later |= is_seen
                 self.slots.append(behind)
+                if behind.updates and slot.states & {"done", "failed"}:
+                    behind.states |= {"gone"}
             elif behind is not None:  # the process was killed in the push of the buffered payload
                 slot.names |= behind.names
 
@@ -473,8 +482,10 @@ class Ledger:
             holder = of_key[-1] if of_key else None
             if holder is None:
                 self.slots.append(slot := Slot({name}, key=key))
-            elif holder.leased and policy == "buffer":
-                slot = holder.behind = holder.behind or Slot({name}, key=key)
+            elif holder.leased:
+                slot = holder.behind = holder.behind or Slot({name}, key=key, updates={name})
+                if policy != "update":
+                    slot.updates -= {name}
             else:
                 slot = holder
             self._pushed = [slot]
@@ -482,6 +493,7 @@ class Ledger:
         slot.later |= later
         if slot.names != {name}:
             slot.names = {name} if word == "ok" else slot.names | {name}
+            slot.updates &= slot.names
             return
         slot.states = {"try": {"gone", "live"}, "ok": {"live"}, "err": {"gone"}}[word]
         for other in self.slots:
@@ -497,12 +509,15 @@ class Ledger:
         for index, slot in enumerate(self._pushed):
             slot.states = {"live"} if index < count else {"gone"}
 
-    def _pop(self, word: str, key: str | None, name: str | None = None, *_: Any) -> None:
+    def _pop(self, word: str, key: str | None, name: Any = None, *_: Any) -> None:
+        if word == "err" and name == errno.EACCES:
+            self._barred = 1
         if word != "ok":
             return
         if name is None:
             waiting = [s for s in self.slots if s.states == {"live"} and not (s.leased or s.later)]
-            if missed := [s for s in waiting if key in (None, s.key)]:
+            missed = [s for s in waiting if key in (None, s.key)]
+            if len(missed) > self._barred:
                 raise Violation(f"pop() found nothing, but these tasks wait: {missed}")
             return
         slot = next((s for s in self.slots if name in s.names and "live" in s.states), None)
@@ -524,7 +539,10 @@ class Ledger:
             slot.later |= later
             return
         slot.states, slot.leased = {*end}, ""
-        if slot.behind is not None:
+        if slot.behind is not None and how != "release" and slot.behind.updates:
+            slot.behind.names -= slot.behind.updates
+            slot.behind.states |= {"gone"}
+        if slot.behind is not None and slot.behind.names:
             slot.behind.later |= word == "lost"  # the next pop() promotes it
             self.slots.append(slot.behind)
             if how == "release":
@@ -712,8 +730,10 @@ def play(script: Callable[[Life], None], make: Maker, note: Noting, seed: str) -
 def spawn(stage: Stage, go: int) -> int:
     """Fork a child that plays the stage's life as soon as the pipe `go` is readable. Return its
     process id."""
+    gc.collect()  # otherwise the child might close the directories of an earlier life at any call
     child = os.fork()
     if child == 0:
+        gc.disable()
         prctl = ctypes.CDLL(None).prctl
         prctl(PR_SET_PTRACER, ctypes.c_ulong(-1), 0, 0, 0)  # Yama: strace, a sibling, may trace it
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -781,8 +801,11 @@ def points_of(stage: Stage) -> list[Job]:
 
 def paths_in_call(stage: Stage, line: str) -> str:
     """Return the paths in a line of the trace, relative to the data directory. They are the same
-    each time the life is played."""
+    each time the life is played. A name is relative to the directory whose descriptor precedes
+    it."""
     called = line.rpartition(" = ")[0]
+    if re.match(r"\d+ +\w+at2?\(", called):
+        called = re.sub(r'\d+<([^>]+)>, "([^/"][^"]*)"', r'"\1/\2"', called)
     return " ".join(re.findall(f'{re.escape(stage.path)}([^>"]*)[>"]', called)) or "."
 
 

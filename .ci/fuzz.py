@@ -9,8 +9,8 @@ are over:
   - `names` puts files with mutated names into every directory. A file whose name has a valid form
     is a task like any other. A file with another name is never delivered, moved, changed or
     removed. No call crashes.
-  - `contents` damages the files of tasks and of key states. A file that is not a whole record is
-    never delivered. A task that was not damaged is delivered.
+  - `contents` damages the files of tasks and the links of keys. A file that is not a whole record
+    is never delivered. A task that was not damaged is delivered.
 Code of test.py, not of femtoqueue, decides whether a name or a record is valid.
 
 The first failure ends the program and prints the seed. `--seed S --only KIND --minutes 0` runs that
@@ -24,7 +24,6 @@ import glob
 import itertools
 import os
 import random
-import re
 import signal
 import tempfile
 import time
@@ -39,7 +38,6 @@ from proof import Violation, exit_on_failure, fingerprint, make_entry, proof_par
 import femtoqueue
 from femtoqueue import FemtoQueue, FemtoTask, KeyInFlight
 from test import (
-    TAG,
     Clock,
     Fuzz,
     Record,
@@ -84,11 +82,11 @@ class Names:
 
     def valid(self) -> str:
         """Return a name in one of the forms of femtoqueue. Its numbers may be out of range."""
-        ident = f"{self.number()}-{self.chance.getrandbits(32):08x}"
+        ident = f"{self.number()}-{self.chance.getrandbits(64):016x}"
         attempts = self.chance.choice(("0", "1", "7", "000001", "999999", "1000000"))
         boot = f"{self.chance.getrandbits(32):08x}"
-        stamps = ("", f"{self.number()}~{attempts}~", f"{self.number()}~{attempts}~{boot}~")
-        return self.chance.choice(stamps) + ident
+        stamp = f"{self.number()}~{attempts}~"
+        return self.chance.choice(("", "", stamp, stamp, f"{stamp}{boot}~", "update~")) + ident
 
     def mutated(self, name: str) -> str:
         """Return a name with a random change, or without any."""
@@ -108,7 +106,7 @@ class Names:
                 new + name,
                 name + self.chance.choice((".error", ".swp", "~", ".clock", ".pending", "\n", " ")),
                 name.translate({48 + digit: 0x660 + digit for digit in range(10)}),
-                f"{self.chance.getrandbits(32):08x}",
+                f"{self.chance.getrandbits(64):016x}",
                 self.chance.choice(("README", ".DS_Store", "inflight-", "clock-x", "-rf", "...")),
             )
         )
@@ -119,10 +117,10 @@ class Names:
             directory, name = self.chance.choice(self.DIRECTORIES), self.mutated(self.valid())
             path = os.path.join(self.path, directory, name)
             state = "inflight" if directory == "inflight-gone" else directory
-            fits = name not in ("", "PAUSED", ".", "..") and name[-29:] not in self.ids
+            fits = name not in ("", "PAUSED", ".", "..") and name[-37:] not in self.ids
             if not fits or len(os.fsencode(name)) > 200 or os.path.lexists(path):
                 continue
-            self.ids.add(name[-29:])
+            self.ids.add(name[-37:])
             kind = self.chance.choice(("file",) * 6 + ("folder", "link", "fifo"))
             payload = f"{len(self.put)} {directory}/{name}".encode("utf-8", "surrogateescape")
             make_entry(path, kind, record(payload), os.path.join(self.path, "target"))
@@ -184,6 +182,8 @@ class Names:
         now_ns, expected = q._clock.now_ns() - 300 * 10**9, Counter({b"ours": 2})
         for state in states:
             for name, kind, payload in self.named(state):
+                if name.startswith("update~"):
+                    continue  # such a payload ends with the task in front of it
                 timed = state in ("scheduled", "inflight") or (state == "keys" and "~" in name)
                 clock_ns = now_ns if state == "inflight" else (self.clock.time() - 300) * 1e9
                 if kind == "file" and not (timed and int(name[:20]) > clock_ns):
@@ -208,9 +208,10 @@ class Names:
 
 
 class Contents:
-    """A seed of `contents`: damaged files of tasks and of key states."""
+    """A seed of `contents`: damaged files of tasks, and damaged links of keys."""
 
-    KEYS = ("a", "b", "c", "größe %", "k3985819", "k4420602")  # the last two have the same hash
+    # The last two keys have the same lock.
+    KEYS = ("a", "b", "c", "größe %", "k9", "k17")
 
     def __init__(self, path: str, seed: int) -> None:
         self.path, self.chance, self.clock = path, random.Random(seed), Clock(2e9, 1000)
@@ -263,7 +264,7 @@ class Contents:
         with open(path, "r+b" if self.chance.random() < 0.5 else "wb") as file:
             file.truncate(len(content))
             file.write(content)
-        self.damaged[path[-29:]] = read_record(content)
+        self.damaged[path[-37:]] = read_record(content)
 
     def corrupted(self, content: bytes) -> bytes:
         """Return a content with flipped, missing or additional bytes, or another content."""
@@ -301,23 +302,20 @@ class Contents:
         fields[at] = self.chance.choice((*(way % fields[at] for way in ways), fields[at].upper()))
         return b" ".join(fields) + b"\n" + payload
 
-    def damage_key_state(self, path: str, others: list[str]) -> None:
-        """Damage the state file of a key: random bytes, or the path of another task from `others`.
-
-        If the state named a task of another key with the same hash, femtoqueue could not detect
-        that. So the other task always has another hash.
-        """
-        with open(path, "rb") as file:
-            content = file.read()
-        others = [other for other in others if other[-8:] != path[-8:]]
-        other = os.path.relpath(self.chance.choice(others), self.path).encode()
-        key = content.partition(b" ")[0] or b"a"
-        astray = b"%b %b -\n\n" % (key, other)
-        behind = b"%b %b\n\n" % (b" ".join(content.split(b" ")[:2]), os.path.basename(other))
-        bent = self.corrupted(content) if content else b"\0" * 100
-        ways = (b"", b"\n\n", bent, bent, content * 2, astray, astray, behind)
-        with open(path, "wb") as file:
-            file.write(self.chance.choice(ways))
+    def damage_link(self, path: str, others: list[str]) -> None:
+        """Damage the link of a key. It gets a random text, or names a file from `others`, or a file
+        that does not exist. Or a file with that text takes its place, or it is removed."""
+        text = os.readlink(path)
+        task, other = text.split(" ")[0], os.path.relpath(self.chance.choice(others), self.path)
+        bent = os.fsdecode(self.corrupted(os.fsencode(text)).replace(b"\0", b"0")) or "0"
+        behind = f"{task} keys/{os.path.basename(other)}"
+        moved = text.replace("pending/", "scheduled/").replace("inflight-filler/", "pending/")
+        texts = ("nowhere", bent, bent, text * 2, other, other, f"{task} {other}", behind, moved)
+        os.unlink(path)
+        way = self.chance.choice(("link", "link", "link", "link", "file", "nothing"))
+        if way != "nothing":
+            text = self.chance.choice(texts)
+            make_entry(path, way, os.fsencode(text), text)
 
     def run(self) -> None:
         """Fill a queue, damage some files, let workers go on, and check what they got."""
@@ -325,15 +323,15 @@ class Contents:
             q = FemtoQueue(self.path, "filler", timeout_stale_ms=30_000)
             self.fill(q)
             paths = sorted(glob.glob(os.path.join(self.path, "*", "*")))
-            key_states = [it for it in paths if re.fullmatch(TAG, os.path.basename(it))]
-            paths = [it for it in paths if is_id(it[-29:]) and "/done/" not in it]
+            links = [it for it in paths if os.path.islink(it)]
+            paths = [it for it in paths if is_id(it[-37:]) and "/done/" not in it]
             for path in self.chance.sample(paths, min(len(paths), self.chance.randrange(6))):
                 self.damage_record(path)
-            for path in self.chance.sample(key_states, self.chance.randrange(len(key_states) + 1)):
-                self.damage_key_state(path, paths)
+            for path in self.chance.sample(links, self.chance.randrange(len(links) + 1)):
+                self.damage_link(path, paths)
             if self.chance.random() < 0.5:
                 q.close()
-            current = {path[-29:] for path in paths}
+            current = {path[-37:] for path in paths}
             self.work()
             self.check(current)
 
@@ -341,7 +339,7 @@ class Contents:
         """Let two workers use the queue, for at least half a simulated hour."""
         workers = [FemtoQueue(self.path, node, timeout_stale_ms=30_000) for node in "mn"]
         pushing = self.chance.random() < 0.5
-        for key in self.KEYS if pushing else ():  # now: the tasks named by key states still exist
+        for key in self.KEYS if pushing else ():  # now: the tasks named by links still exist
             if self.chance.random() < 0.5:
                 self.push_newer(self.chance.choice(workers), key)
         for _ in range(120):
@@ -391,7 +389,7 @@ class Contents:
         """Check that each task that was not damaged was delivered.
 
         For a key only the newest payload counts. This payload may also be in a dead letter, if the
-        damaged state of the key did not name its task.
+        damaged link of the key did not name its task.
         """
         q = FemtoQueue(self.path, "checker")
         dead = {task.data for task in q.tasks("failed")}

@@ -192,7 +192,7 @@ def make_entry(path: str, kind: str, content: bytes, target: str = "nowhere") ->
     else:
         os.mkdir(path)
         if kind == "folder":
-            make_entry(os.path.join(path, f"{1:020d}-00000001"), "file", content)
+            make_entry(os.path.join(path, f"{1:020d}-0000000000000001"), "file", content)
 
 
 def fingerprint(path: str) -> tuple[int, ...]:

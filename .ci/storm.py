@@ -149,9 +149,11 @@ class Role(Actor):
         if isinstance(error, OSError) and error.errno != errno.ENOSPC:
             raise error
         # A synced push that raises ENOSPC removes its task again. But if a worker has claimed the
-        # task meanwhile, the task stays. So this error is logged as an error of the call "kept":
-        # verdict.py counts a payload as refused only after an error of the call "push".
-        call = "kept" if what == "push" and self.sync else what
+        # task meanwhile, the task stays. And a push with a key may have replaced the payload of a
+        # task before ENOSPC. So these errors are logged as errors of the call "kept": verdict.py
+        # counts a payload as refused only after an error of the call "push".
+        is_keyed = self.kind in ("keyed", "update")
+        call = "kept" if what == "push" and (self.sync or is_keyed) else what
         self.note("error", call, which, began_s, getattr(error, "errno", 0), what)
         time.sleep(0.02 if what == "push" else 0.05)
 
@@ -439,12 +441,9 @@ class Storm(Noter):
         self.full_at_s = time.monotonic() + self.chance.uniform(3, 7)
 
     def put_rubbish(self) -> None:
-        """Put a foreign entry into the queue's directory, or into a directory below.
-
-        spare/ is left out: it is renamed to a worker's directory with all its entries.
-        """
+        """Put a foreign entry into the queue's directory, or into a directory below."""
         root = self.queue_path
-        places = [f"{root}/{name}" for name in os.listdir(root) if name != "spare"]
+        places = [f"{root}/{name}" for name in os.listdir(root)]
         places = [place for place in places if place not in self.rubbish]
         standing = [place for place in places if "inflight-" not in place]
         place = self.chance.choice((root, *self.chance.choice((standing, places))))
@@ -752,11 +751,13 @@ def check_due(history: History) -> Iterator[str]:
 def check_keys(history: History, found: Iterable[str]) -> Iterator[str]:
     """Yield what is wrong with the values of a key: the promise "keys"."""
     ended: dict[str, tuple[int, ...]] = defaultdict(tuple)
-    for name in history.tried.keys() & found:
+    removed = (it.name for ident in history.removed for it in history.deliveries[ident])
+    for name in history.tried.keys() & {*found, *removed}:
         key = history.tried[name].key
         ended[key] = max(ended[key], order_of(name))
     for _, pushes in verdict.by_key(history):
-        key, last = pushes[0].key, max(order_of(push.name) for push in pushes)
+        key, seen = pushes[0].key, filter(history.must_be_seen, pushes)
+        last = max((order_of(push.name) for push in seen), default=())
         if last > ended[key]:
             yield f"the last value of {key} is {last}, but the last finished one is {ended[key]}"
     yield from itertools.chain(*verdict.key_faults(history).values())

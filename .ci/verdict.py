@@ -145,7 +145,7 @@ class Events:
         self.crowds: list[str] = []
         self.look_ups: dict[str, list[LookUp]] = collections.defaultdict(list)  # by key
         self.turns: list[Turn] = []
-        # By the last 8 characters of the task's id, which are a hash of its key.
+        # By the last 16 characters of the task's id, which are a hash of its key.
         self.claims: dict[str, list[Claim]] = collections.defaultdict(list)
         for line in self.lines:
             at, actor, word, *values = line.split()
@@ -162,7 +162,7 @@ class Events:
         self.calls.append((began_s, at, "push"))
 
     def read_claimed(self, at: float, actor: str, ident: str, began_s: float) -> None:
-        self.claims[ident[-8:]].append(Claim(actor, began_s, at))
+        self.claims[ident[-16:]].append(Claim(actor, began_s, at))
 
     def read_got(self, at: float, actor: str, ident: str, began_s: float, *rest: Any) -> None:
         self.deliveries[ident].append(Delivery(actor, ident, began_s, at, *rest))
@@ -343,11 +343,11 @@ class Events:
         tag_of = functools.lru_cache(lambda key: femtoqueue._key_tag(femtoqueue._encode_key(key)))
         lost = [it for it in self.tried.values() if it.ended_s == float("inf") and it.key != "-"]
         known = [it for it in self.tried.values() if it.ident == ident]
-        return known + [it for it in lost if tag_of(it.key) == ident[-8:]]
+        return known + [it for it in lost if tag_of(it.key) == ident[-16:]]
 
     def print_log_of(self, ident: str) -> None:
         """Print the log's lines about a task, or about all tasks of its key, and about faults."""
-        told = ident[-8:] if femtoqueue._is_keyed(ident) else ident
+        told = ident[-16:] if femtoqueue._is_keyed(ident) else ident
         for line in self.lines:
             if told in line or line.split()[2] in ("fault", "healed", "killed"):
                 say(f"  {line}")
@@ -426,9 +426,9 @@ def wrong_places(events: Events, files: set[str]) -> Iterator[str]:
     places: dict[str, list[str]] = collections.defaultdict(list)
     for path in files:
         state, _, name = path.partition("/")
-        is_task = not state.startswith(("creating", "clock-", "locks", "SHARED"))
+        is_task = not state.startswith(("creating", "clock-", "locks"))
         if is_task and not name.endswith(".error"):
-            places[name[-29:]].append(path)
+            places[name[-37:]].append(path)
     for push in (it for it in events.tried.values() if it.ident and it.ident not in places):
         # A keyed payload may have been replaced before its delivery: see key_faults().
         if push.key == "-" or events.deliveries[push.ident]:
@@ -504,11 +504,11 @@ def places_of_keys(paths: Iterable[str]) -> tuple[set[str], set[str]]:
     live, behind = set(), set()
     for path in paths:
         state, _, name = path.partition("/")
-        if re.fullmatch(r"(.*~)?0[0-9]{19}-[89a-f][0-9a-f]{7}", name):
+        if re.fullmatch(r"(.*~)?0[0-9]{19}-[89a-f][0-9a-f]{15}", name):
             if state == "keys":
-                behind.add(name[-29:])
+                behind.add(name[-37:])
             elif state in ("pending", "scheduled") or state.startswith("inflight-"):
-                live.add(name[-29:])
+                live.add(name[-37:])
     return live, behind
 
 
@@ -516,9 +516,9 @@ def crowded(places: Iterable[set[str]]) -> Iterator[str]:
     """Yield each key that has several live tasks, or several buffered payloads. An id ends with the
     hash of the key. `places` is from places_of_keys()."""
     for ids, what in zip(places, ("live tasks", "buffered payloads"), strict=True):
-        for tag, count in collections.Counter(ident[-8:] for ident in ids).items():
+        for tag, count in collections.Counter(ident[-16:] for ident in ids).items():
             if count > 1:
-                yield f"a key has {count} {what}: {sorted(it for it in ids if it[-8:] == tag)}"
+                yield f"a key has {count} {what}: {sorted(it for it in ids if it[-16:] == tag)}"
 
 
 def crowded_at_rest(events: Events, files: set[str]) -> Iterator[str]:
@@ -591,7 +591,7 @@ def must_find(
         is_as_new = events.tried[d.name].ended_s >= newest.began_s
         if is_as_new and d.how != "release" and d.tried_s < it.ended_s:
             return False
-    claims, moves = events.claims[newest.ident[-8:]], list[tuple[float, float]]()
+    claims, moves = events.claims[newest.ident[-16:]], list[tuple[float, float]]()
     if it.call == "take":  # take() may return None while another actor has the task in flight
         moves = [(d.got_s, d.ended_s) for d in deliveries if d.actor != it.actor]
         moves += [(claim.began_s, claim.ended_s) for claim in claims if claim.actor != it.actor]
@@ -636,8 +636,8 @@ def wrong_dead_letters(events: Events, left: set[str], reasons: Iterable[str]) -
     """
     doubles = set()
     for line in reasons:
-        ident = line.removeprefix("./")[:29]
-        both = ident, line[-29:]  # the reason ends with the id of the other task of the key
+        ident = line.removeprefix("./")[:37]
+        both = ident, line[-37:]  # the reason ends with the id of the other task of the key
         if "has a task already" in line and any(map(events.may_be_two, both)):
             events.excused["dead letters beside a task of their key"] += 1
             doubles.add(ident)
@@ -645,7 +645,7 @@ def wrong_dead_letters(events: Events, left: set[str], reasons: Iterable[str]) -
             yield line
     dead = {path.partition("/")[2] for path in left if path.startswith("failed/")}
     for name in (it for it in dead - doubles if not it.endswith(".error")):
-        deliveries = events.deliveries.get(name[-29:], [])
+        deliveries = events.deliveries.get(name[-37:], [])
         if any(it.may_have_ended("fail") for it in deliveries):
             continue
         if events.may_have_come_back(name):
@@ -751,7 +751,7 @@ def raise_any(events: Events, found: Mapping[str, Iterable[str]]) -> None:
     if events.excused:
         say(f"excused: {dict(events.excused)}")
     for what, wrong in faults.items():
-        for ident in re.findall(r"0[0-9]{19}-[0-9a-f]{8}", wrong[0])[:1]:
+        for ident in re.findall(r"0[0-9]{19}-[0-9a-f]{16}", wrong[0])[:1]:
             events.print_log_of(ident)
         say(f"{len(wrong)} {what}; the first: {wrong[0]}")
     if faults:
