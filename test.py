@@ -10307,6 +10307,8 @@ class LockWaits(TicketCase):
     for itself."""
 
     def test_take_ends_at_its_timeout_while_the_key_is_locked(self) -> None:
+        # Without a timeout, it waits for the lock for some seconds: see "long wait".
+        self.set_constant("long wait", 0.2)
         q = self.queue()
         q.push(b"x", key="k")
         with self.locked("k"):
