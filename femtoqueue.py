@@ -104,7 +104,15 @@ import time
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
+from contextlib import (
+    AbstractContextManager,
+    ExitStack,
+    closing,
+    contextmanager,
+    nullcontext,
+    suppress,
+)
+from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, TypeVar
 
 try:
@@ -118,8 +126,6 @@ if sys.version_info < (3, 10):  # noqa: UP036
 
 if TYPE_CHECKING:
     import logging
-    from contextlib import AbstractContextManager
-    from datetime import datetime
     from types import TracebackType
 
 __all__ = [
@@ -193,8 +199,6 @@ def _monotonic_ns() -> int:
 
 
 def _utc(ns: int) -> datetime:
-    from datetime import datetime, timezone
-
     return datetime.fromtimestamp(ns / 1e9, timezone.utc)
 
 
@@ -1502,8 +1506,9 @@ class _Files:
         except OSError as error:
             if error.errno in _MISSING_ERRNOS and self.dirs.drop_removed_root():
                 return self.names(directory)
+            self.named(error, directory)
             if directory in _STATE_DIRS or not self._is_passed_over(directory, error):
-                raise self.named(error, directory) from None
+                raise
             return []
         try:
             return os.listdir(fd)
@@ -7701,8 +7706,6 @@ def _lease_seconds(text: str) -> float:
 
 def _timestamp(text: str) -> float:
     """Return the seconds since the epoch. A text without an offset from UTC is in local time."""
-    from datetime import datetime
-
     with suppress(ValueError):
         return datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp()
     raise _invalid(text, f"WHEN is {_TIMES}")
