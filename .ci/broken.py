@@ -416,7 +416,7 @@ a process that can't see the boot id has a boot of its own | Liveness
 a process that can't see the boot id starts its clock after the newest id | Ordering
 -        return os.urandom(4).hex(), _compute_anchor(self._files)
 +        return os.urandom(4).hex(), _wall_ns() - _monotonic_ns()
-where flock does not work, no worker of the same boot takes the leases of a living one | MissingFunctions
+where flock does not work, no worker takes the leases of a living one | MissingFunctions
 -            self._clock.boot = os.urandom(4).hex()
 register() takes another ticket if flock() fails for a removed file | SharedTickets
 -(*_MISSING_ERRNOS, errno.EEXIST, errno.ENOTSUP)
@@ -596,7 +596,7 @@ a push whose task was claimed meanwhile is not lost | KeyedInterrupted
              self._files.remove(new_path)
 -            return ""
 +            return ident
-a payload that replaces another is not followed by an older one from behind the task | KeyedInterrupted
+after a replacement, no older payload comes from behind the task | KeyedInterrupted
 -            self._files.unlink_if_exists(behind)
 a push does not raise an error after its payload is in the queue | KeyedInterrupted
              # The new payload is in the queue: find() or repair() makes the task of it.
@@ -623,7 +623,7 @@ a push with if_in_flight="update" returns the id of the leased task | Model
 a pop() that close() meets does not open the lease directory again | InterruptedDelivery
 - or is_closed or not self._maintenance.refill():
 + or not self._maintenance.refill():
-a file is opened as soon as another process gives up its lease of the kernel on it | TroubleOfOneTask
+a file is opened when another process gives up its lease of the kernel | TroubleOfOneTask
 -                if error.errno != errno.EAGAIN or tries > _KERNEL_LEASE_TRIES:
 +                if error:
 a lease of the kernel on a task's file is not the fault of the task | TroubleOfOneTask
