@@ -36,7 +36,7 @@ from time import perf_counter, process_time, sleep
 from typing import Any
 
 import femtoqueue
-from femtoqueue import FemtoQueue, FemtoTask, __version__, _batch_sync
+from femtoqueue import FemtoQueue, FemtoTask, __version__
 
 PAYLOAD = b"x" * 100
 RECORD = b"FQ1 00000000 100\n" + PAYLOAD
@@ -191,7 +191,9 @@ class Floor:
     ignored: another worker took the task.
     """
 
-    def __init__(self, path: str, tag: str = "0000aaaa", inflight: str = "inflight") -> None:
+    def __init__(
+        self, path: str, tag: str = "0000aaaa0000aaaa", inflight: str = "inflight"
+    ) -> None:
         for name in (*DIRS, inflight):
             os.makedirs(os.path.join(path, name), exist_ok=True)
         self.fds = [os.open(os.path.join(path, name), os.O_RDONLY) for name in (*DIRS, inflight)]
@@ -294,7 +296,7 @@ CONTENDERS: dict[str, Maker] = {
 }
 
 
-def task_names(count: int, tag: str = "0000aaaa") -> list[str]:
+def task_names(count: int, tag: str = "0000aaaa0000aaaa") -> list[str]:
     return [f"{1_700_000_000_000_000_000 + order:020d}-{tag}" for order in range(count)]
 
 
@@ -436,8 +438,13 @@ def synced_push(base: str, results: Results, count: int) -> None:
     with fresh_dir(base) as path:
         floor = Floor(path)
         times = {"floor": repeated(lambda: floor.push(sync=True), count)}
-        syncfs, is_unknown = _batch_sync(path)
-        sync_all = os.sync if is_unknown else syncfs
+
+        def sync_all() -> None:
+            try:
+                femtoqueue._call_libc("syncfs", path, floor.pending)
+            except OSError:  # not Linux
+                os.sync()
+
         floor_many = repeated(floor.push, 100) * 100 + repeated(sync_all, 1)
         check("floor", len(os.listdir(floor.pending)), count + 100)
         floor.close()
@@ -495,26 +502,26 @@ def backlog(base: str, results: Results, count: int) -> None:
         results.add_times(f"pop + done, {count:,} waiting", times)
 
 
-def bare_replace(floor: Floor, root: str, names: list[str]) -> None:
+def bare_replace(floor: Floor, names: list[str]) -> None:
     """Make the bare os calls of keyed pushes that replace a payload.
 
-    Each push takes the key's lock, reads the key's state, writes a record in creating/ and
-    exchanges this record with the waiting record.
+    Each push takes the key's lock, reads the key's link, writes a record in creating/, moves the
+    waiting task aside, renames the record over it, and moves it back.
     """
     import fcntl
 
     for name in names:
         lock = os.open(name, os.O_RDWR | os.O_CREAT, 0o666, dir_fd=floor.inflight)
         fcntl.flock(lock, fcntl.LOCK_EX)
-        state = os.open(name, os.O_RDWR, dir_fd=floor.done)
-        os.read(state, 4096)
+        os.readlink(name, dir_fd=floor.done)
         os.stat(name, dir_fd=floor.pending)
         fd = os.open(name, CREATE, 0o666, dir_fd=floor.creating)
         os.write(fd, RECORD)
         os.close(fd)
-        femtoqueue._exchange(f"{root}/creating/{name}", f"{root}/pending/{name}")
-        os.unlink(name, dir_fd=floor.creating)
-        os.close(state)
+        aside = f"{name}.aside"
+        os.rename(name, aside, src_dir_fd=floor.pending, dst_dir_fd=floor.done)
+        os.rename(name, aside, src_dir_fd=floor.creating, dst_dir_fd=floor.done)
+        os.rename(aside, name, src_dir_fd=floor.done, dst_dir_fd=floor.pending)
         fcntl.flock(lock, fcntl.LOCK_UN)
         os.close(lock)
 
@@ -527,7 +534,7 @@ def keyed(base: str, results: Results, count: int) -> None:
         fill(path, count)
         for key in keys:
             q.push(PAYLOAD, key=key)
-        q.take("none")  # the first call of a process does all housekeeping jobs: not measured
+        q.take("none")  # the first call of a process does all maintenance: not measured
         replace_s = timed(lambda: [q.push(PAYLOAD[1:], key=key) for key in keys])
         tasks: list[FemtoTask] = []
         take_s = timed(lambda: tasks.extend(filter(None, map(q.take, keys))))
@@ -537,11 +544,11 @@ def keyed(base: str, results: Results, count: int) -> None:
         check("keys", os.listdir(os.path.join(path, "keys")), [])
     with fresh_dir(base) as path:
         floor, names = Floor(path), task_names(len(keys))
-        for name in names:  # the lock files and the states of the queue's keys exist, too
+        for name in names:  # the lock files and the links of the queue's keys exist, too
             floor.push()
             os.close(os.open(name, CREATE, 0o666, dir_fd=floor.inflight))
-            os.close(os.open(name, CREATE, 0o666, dir_fd=floor.done))
-        floor_s = timed(lambda: bare_replace(floor, path, names))
+            os.symlink(f"pending/{name}", name, dir_fd=floor.done)
+        floor_s = timed(lambda: bare_replace(floor, names))
         floor.close()
     times = {"queue": replace_s / len(keys) * 1e6, "floor": floor_s / len(keys) * 1e6}
     results.add_times(f"keyed push, replaces, {count:,} waiting", times)

@@ -2923,7 +2923,7 @@ class Keyed(QueueCase):
 
 
 class Healed(QueueCase):
-    """On a file system that hosts share, old names of renamed files come back, as second links, when
+    """On a shared file system, old names of renamed files come back, as second links, when
     GlusterFS has healed after a network failure. Other hosts move and remove files meanwhile."""
 
     fs_type = FUSE
@@ -3215,7 +3215,7 @@ class Durability(StepCase):
         """When a step returns, its record and the record's new directory have been synced."""
         # Before the unlink of a lease, its file and directory are synced, because the claim was not
         # synced. Otherwise, after power loss, the disk may show the record where it waited. The
-        # reason of a failure is synced before the record. The link of a new key is synced before the
+        # reason of a failure is synced before the record. The link of a key is synced before the
         # record is moved. Otherwise, after power loss, no later push would know of the task.
         self.clock().stand_still()
         self.check_steps(self.moves_and_syncs, "synced", sync_after_write=True)
@@ -3274,9 +3274,9 @@ class Durability(StepCase):
             task = popped(q)
             os.rename(self.file(name), self.file("aside"))
             os.symlink(outside, self.file(name))
-            q._files.refresh()
+            q._files.dirs.refresh()
             calls: list[Callable[[], object]] = [lambda: FemtoQueue(self.path)]
-            calls += [lambda q=q: q.push(b"y"), lambda q=q, task=task: q.done(task)]
+            calls += [functools.partial(q.push, b"y"), functools.partial(q.done, task)]
             refused = []
             for call in calls:
                 with contextlib.suppress(LeaseLost):

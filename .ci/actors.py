@@ -121,9 +121,9 @@ class Actor(Noter):
         lease_dir = self.q._worker.lease_dir
         claim = lease_dir.claim
 
-        def noting(source: str, lease: Any) -> bool:
-            self.claims.append((source[-37:], self.now_s()))
-            is_claimed = claim(source, lease)
+        def noting(directory: str, name: str, lease: Any) -> bool:
+            self.claims.append((name[-37:], self.now_s()))
+            is_claimed = claim(directory, name, lease)
             if not is_claimed:
                 self.claims.pop()
             return is_claimed

@@ -255,7 +255,7 @@ class Life:
         """
         for q in self.queues:
             if held := q._worker.lease_dir._held:
-                fcntl.flock(held.fd, fcntl.LOCK_UN)
+                fcntl.flock(held.fd or -1, fcntl.LOCK_UN)
         for name, content in (
             (f"pending/{1:020d}-0000000000000001", b"FQ1 00000000 99\nshort"),
             (f"pending/{1:020d}~4~{2:020d}-0000000000000002", record(data_of("spent"))),
@@ -446,8 +446,8 @@ class Ledger:
 
         Each leased task comes back. A payload that is buffered behind a task then replaces the
         task's payload. If the process was killed in done() or fail(), the task may have ended, and
-        with it a payload of "update". With `is_seen` the life goes on, and may look at the queue before the tasks
-        have come back.
+        with it a payload of "update". With `is_seen` the life goes on, and may look at the queue
+        before the tasks have come back.
         """
         for slot in [slot for slot in self.slots if slot.leased]:
             behind, slot.leased, slot.behind = slot.behind, "", None
