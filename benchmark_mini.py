@@ -19,6 +19,7 @@ machine, only the ratios mean much.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import multiprocessing
@@ -438,12 +439,11 @@ def synced_push(base: str, results: Results, count: int) -> None:
     with fresh_dir(base) as path:
         floor = Floor(path)
         times = {"floor": repeated(lambda: floor.push(sync=True), count)}
+        files = femtoqueue._open_files(path, is_durable=True)
 
         def sync_all() -> None:
-            try:
-                femtoqueue._call_libc("syncfs", path, floor.pending)
-            except OSError:  # not Linux
-                os.sync()
+            with files.synced_batch() if files.has_syncfs() else contextlib.nullcontext():
+                pass
 
         floor_many = repeated(floor.push, 100) * 100 + repeated(sync_all, 1)
         check("floor", len(os.listdir(floor.pending)), count + 100)
@@ -502,7 +502,7 @@ def backlog(base: str, results: Results, count: int) -> None:
         results.add_times(f"pop + done, {count:,} waiting", times)
 
 
-def bare_replace(floor: Floor, names: list[str]) -> None:
+def bare_replace(floor: Floor, root: str, names: list[str]) -> None:
     """Make the bare os calls of keyed pushes that replace a payload.
 
     Each push takes the key's lock, reads the key's link, writes a record in creating/, moves the
@@ -510,6 +510,7 @@ def bare_replace(floor: Floor, names: list[str]) -> None:
     """
     import fcntl
 
+    aside = os.open(f"{root}/aside", os.O_RDONLY)
     for name in names:
         lock = os.open(name, os.O_RDWR | os.O_CREAT, 0o666, dir_fd=floor.inflight)
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -518,12 +519,12 @@ def bare_replace(floor: Floor, names: list[str]) -> None:
         fd = os.open(name, CREATE, 0o666, dir_fd=floor.creating)
         os.write(fd, RECORD)
         os.close(fd)
-        aside = f"{name}.aside"
-        os.rename(name, aside, src_dir_fd=floor.pending, dst_dir_fd=floor.done)
-        os.rename(name, aside, src_dir_fd=floor.creating, dst_dir_fd=floor.done)
-        os.rename(aside, name, src_dir_fd=floor.done, dst_dir_fd=floor.pending)
+        os.rename(name, name, src_dir_fd=floor.pending, dst_dir_fd=aside)
+        os.rename(name, name, src_dir_fd=floor.creating, dst_dir_fd=aside)
+        os.rename(name, name, src_dir_fd=aside, dst_dir_fd=floor.pending)
         fcntl.flock(lock, fcntl.LOCK_UN)
         os.close(lock)
+    os.close(aside)
 
 
 def keyed(base: str, results: Results, count: int) -> None:
@@ -544,11 +545,12 @@ def keyed(base: str, results: Results, count: int) -> None:
         check("keys", os.listdir(os.path.join(path, "keys")), [])
     with fresh_dir(base) as path:
         floor, names = Floor(path), task_names(len(keys))
+        os.mkdir(os.path.join(path, "aside"))
         for name in names:  # the lock files and the links of the queue's keys exist, too
             floor.push()
             os.close(os.open(name, CREATE, 0o666, dir_fd=floor.inflight))
             os.symlink(f"pending/{name}", name, dir_fd=floor.done)
-        floor_s = timed(lambda: bare_replace(floor, names))
+        floor_s = timed(lambda: bare_replace(floor, path, names))
         floor.close()
     times = {"queue": replace_s / len(keys) * 1e6, "floor": floor_s / len(keys) * 1e6}
     results.add_times(f"keyed push, replaces, {count:,} waiting", times)

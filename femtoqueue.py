@@ -1307,11 +1307,12 @@ def _after_fork_in_child() -> None:
     """Close a forked child's copies of the parent's locks, because these locks must end with the
     parent. Then call the functions in _fork_hooks."""
     global _process_id  # noqa: PLW0603
-    _process_id = os.getpid()
     while _open_lock_fds:
         os.close(_open_lock_fds.pop())
     for owner, hook in [*_fork_hooks.items()]:
         hook(owner)
+    # Last: if Ctrl-C ends this function, _notice_fork() calls it again.
+    _process_id = os.getpid()
 
 
 def _notice_fork() -> None:
@@ -1505,8 +1506,8 @@ class _Files:
         of another. But for a directory of _STATE_DIRS, raise the OSError.
 
         The directory is opened anew: two listings in one opening would share a position."""
-        root = self.dirs[""]
         try:
+            root = self.dirs[""]
             if root.fd is None:
                 return os.listdir(root.prefix + directory)
             fd = os.open(directory or ".", _DIR_FLAGS, dir_fd=root.fd)
@@ -1828,7 +1829,7 @@ class _Files:
         # source would stay, and the finished task would be delivered again for ever. So the source
         # is removed here. To save time, this is not done after a first delivery: if the source
         # stays then, the end of the next delivery removes the source.
-        if "~1~" not in source and _ends_at(target):
+        if "~1~" not in source and _ends_at(target) and directory != "creating":
             self.unlink_if_exists(source)
         return target
 
@@ -1924,9 +1925,12 @@ class _Files:
                 os.close(fd)
 
     def sync_dir(self, directory: str) -> None:
-        if self.is_durable and (fd := self.dirs[directory].fd) is not None:
+        if not self.is_durable:
+            return
+        opened = self.dirs[directory]  # a lease directory of others is closed with this reference
+        if opened.fd is not None:
             try:
-                os.fsync(fd)
+                os.fsync(opened.fd)
             except OSError as error:
                 raise self.named(error, directory) from None
 
@@ -2295,7 +2299,10 @@ class _LeaseDir:
         if not lock.is_at_path():
             return False
         # Not the descriptor of the lock: close() in another thread closes it during a read.
-        opened = self._files.dirs.open(self.directory)
+        try:
+            opened = self._files.dirs.open(self.directory)
+        except FileNotFoundError:  # a person has removed the empty directory
+            return False
         if not os.path.samestat(opened.status(), lock.status()):
             return False
         # The old lock is closed here, with its last reference. If a person moves the old directory
@@ -3552,7 +3559,9 @@ class FemtoQueue:
         On disk: as after pop().
         """
         end_s = _end_s(timeout)
-        look = self._finder_of(key, id, lease_ms, end_s, even_paused)
+        # Without a timeout, a lock that is held for a moment must not hide the task.
+        until_s = end_s if timeout != 0 else time.monotonic() + _LONG_WAIT_S
+        look = self._finder_of(key, id, lease_ms, until_s, even_paused)
         return self._worker.waits.wait_for(look, end_s)
 
     async def take_async(
@@ -4137,7 +4146,7 @@ class FemtoQueue:
             return None
         # A name that is only the id stands for 0 attempts if the task waits. In done/ and failed/,
         # such a name does not tell the attempts.
-        attempts = entry.attempts if _ends_at(entry.path) else _attempts_of(entry.path)
+        attempts = entry.attempts if _ends_at(entry.path) else entry.attempts or 0
         lease = _Lease()
         lease.path = entry.path
         task = FemtoTask(entry.id, payload, attempts, key, lease, self._clock.anchor_ns)
@@ -6162,17 +6171,18 @@ class TicketQueue:
 
     def _lock_last(self, until_s: float) -> _FileLock:
         try:
-            self._files.dirs.refresh()  # RACE: maybe_cleanup() has removed the directory
-        except FileNotFoundError:
+            self._files.dirs.refresh()
+            lock = self._files.open_lock("last")
+        except FileNotFoundError:  # RACE: maybe_cleanup() has removed the directory
             _make_dir(self._files.path, 0o700, sync=False)
             raise
-        lock = self._files.open_lock("last")
         lock.acquire_exclusive(until_s)
         if not lock.is_at_path():  # RACE: maybe_cleanup() removed the file while we waited
             raise _os_error(errno.ENOENT, lock.path)
         return lock
 
     def _tickets(self) -> list[str]:
+        self._files.dirs.refresh()  # another process may have made the directory anew
         return sorted(filter(_parse_ticket, self._files.names("")))
 
     def _lives(self, member: str) -> bool:

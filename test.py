@@ -191,6 +191,8 @@ CONSTANTS = {
     "report": "_REPORT_S",
     "base interval": "_BASE_INTERVAL_S",
     "longest pause": "_LONGEST_PAUSE_S",
+    "long wait": "_LONG_WAIT_S",
+    "old checkpoint": "_OLD_CHECKPOINT_NS",
     "renewal": "_RENEWAL",
     "stale": "_STALE_S",
     "shrink": "_SHRINK_BYTES",
@@ -1723,6 +1725,29 @@ class Liveness(QueueCase):
     def test_leases_of_a_dead_worker_that_can_not_see_the_boot_id_end_at_their_deadlines(
         self,
     ) -> None:
+        """If the dead worker or the other worker can't see the boot id, the death does not show,
+        and the lease of the dead worker ends at its deadline."""
+        # A service of systemd with ProcSubset=pid can't see the boot id. It has a random boot of
+        # its own. A worker that starts under the same node_id takes the lease back at once.
+        clock = self.clock()
+        for first, second in ((None, "1"), ("1", None), (None, None)):
+            self.path = self.new_dir(self.memory)
+            for node_id in ("other", "dead"):
+                with self.subTest(first=first, second=second, node_id=node_id):
+                    with on_boot(first):
+                        dead = self.queue("dead")
+                        leased(dead)
+                    simulate_death(dead)
+                    with on_boot(second), self.queue(node_id) as q:
+                        self.assertEqual([it.liveness for it in q.stats().nodes], ["unknown"])
+                        if node_id == "other":
+                            self.assertIsNone(q.pop())
+                            clock.advance(31)
+                        q.done(self.pop(q))
+
+    def test_lease_of_an_earlier_boot_is_not_of_this_boot_where_the_boot_id_is_not_seen(
+        self,
+    ) -> None:
         """If a dead worker or the other worker can't see the boot id, a lease ends at its deadline,
         or at once when a worker starts under the same node_id."""
         # A service of systemd with ProcSubset=pid can't see the boot id.
@@ -1755,32 +1780,57 @@ class Liveness(QueueCase):
             with on_boot(None):
                 self.assertIsNone(self.queue("other").pop())
 
-    def test_leases_end_after_a_reboot_that_set_the_wall_clock_far_back(self) -> None:
-        """After a reboot with a dead battery, which sets the date back, a lease ends when the new
-        queue clock has passed its deadline, or at once by a restart under the same node_id."""
-        # The new queue clock starts after the newest id, which is five hours older than the lease.
+    def test_living_worker_keeps_its_lease_beside_tasks_that_are_ahead_of_the_queue_clock(
+        self,
+    ) -> None:
+        """A living worker keeps its lease although the id of another host's task is an hour ahead
+        of the queue clock."""
+        self.patched(on_file_system(NFS))
         clock = self.clock()
-        with on_boot("1"):
-            q = self.queue("dead")
-            q.push_many([b"1", b"2"])
-            clock.advance(5 * 3600)
-            self.assertEqual((self.pop(q).data, self.pop(q).data), (b"1", b"2"))
-            simulate_death(q)
-        with on_boot("2"):
-            clock.wall_shift_s = clock.monotonic_shift_s = 0.0
-            q = self.queue()
-            clock.advance(31)
-            self.assertIsNone(q.pop())
-            again = self.queue("dead")
-            again.done(self.pop(again))
-            clock.advance(5 * 3600)
-            self.assertEqual(self.pop(q).attempts, 2)
+        clock.wall_shift_s = -3600.0
+        living = self.queue("living")
+        living.push(b"1")
+        clock.wall_shift_s = 0.0  # the date is set forward, or the host was suspended
+        task = popped(living)
+        with on_boot("other host"):
+            self.queue("other").push(b"2")
+        # A new worker reads the clock file of this boot, and does not make it anew.
+        q = self.queue("new")
+        q.done(popped(q))
+        self.assertIsNone(q.pop())
+        clock.advance(31)
+        self.assertEqual(popped(q).id, task.id)
+
+    def test_leases_end_after_a_reboot_that_set_the_wall_clock_far_back(self) -> None:
+        """After a reboot with a dead battery, a lease ends late by the time from the newest push to
+        the claim at most."""
+        # The new queue clock starts after the newest id. So in a queue with pushes, leases end in
+        # time.
+        clock = self.clock()
+        for is_idle in (False, True):
+            self.path = self.new_dir(self.memory)
+            with on_boot("1"):
+                q = self.queue("dead")
+                q.push(b"")
+                clock.advance(5 * 3600)
+                if not is_idle:
+                    q.schedule(b"", 4e15)
+                self.pop(q)
+                simulate_death(q)
+            with on_boot("2"):
+                clock.wall_shift_s = clock.monotonic_shift_s = 0.0
+                q = self.queue()
+                clock.advance(31)
+                if is_idle:
+                    self.assertIsNone(q.pop())
+                    clock.advance(5 * 3600)
+                self.assertEqual(self.pop(q).attempts, 2)
 
     def test_task_that_can_not_be_moved_does_not_delay_other_tasks(self) -> None:
         """If a due task or the lease of a dead worker can't be moved, pop() still delivers other
         tasks."""
-        # The pop() whose housekeeping fails first delivers a task, and so do later calls. When no
-        # other task waits, pop() raises the error.
+        # The pop() whose maintenance fails first delivers a task, and so do later calls. When no
+        # other task waits, pop() raises the error, unless it concerns that file alone.
         q, clock = self.queue(), self.clock()
 
         def lease_and_die(node_id: str) -> str:
@@ -1789,15 +1839,19 @@ class Liveness(QueueCase):
             simulate_death(dead)
             return ident
 
-        for make_task in (lambda node_id: q.schedule(b"x", 0), lease_and_die):
+        makers = (lambda node_id: q.schedule(b"x", 0), lease_and_die)
+        for make_task, code in itertools.product(makers, (errno.EACCES, errno.EIO)):
             stuck = make_task("dead")
-            with hooked(at_call("move", stuck, errno_raiser(errno.EACCES))):
+            with hooked(at_call("move", stuck, errno_raiser(code))):
                 for node_id in ("dead2", "dead3"):
                     ident = make_task(node_id)
                     clock.advance(1)
                     self.assertEqual(self.pop(q).id, ident)
                 for _ in range(2):
-                    self.assertRaises(PermissionError, q.pop)
+                    if code == errno.EIO:
+                        self.assertRaises(OSError, q.pop)
+                    else:
+                        self.assertIsNone(q.pop())
             clock.advance(1)
             self.assertEqual(self.pop(q).id, stuck)
 
@@ -1830,7 +1884,7 @@ class Liveness(QueueCase):
             os.rmdir(lease_dir(starting))
             taken.append(popped(quicker))
 
-        with hooked(at_call("lock", fcntl.LOCK_SH, be_quicker, times=1)):
+        with hooked(at_call("lock", fcntl.LOCK_SH | fcntl.LOCK_NB, be_quicker, times=1)):
             self.assertIsNone(starting.pop())
         quicker.done(taken[0])
         self.assertEqual(self.states(), {"done": 1})
@@ -1875,9 +1929,34 @@ class Liveness(QueueCase):
         observer = os.open(lease_dir(q), os.O_RDONLY)
         self.addCleanup(os.close, observer)
         fcntl.flock(observer, fcntl.LOCK_EX)
-        unlock = functools.partial(fcntl.flock, observer, fcntl.LOCK_UN)
-        with hooked(at_call("lock", fcntl.LOCK_SH, unlock)):
+        tries = itertools.count()
+
+        def unlock() -> None:
+            if next(tries) == 2:
+                fcntl.flock(observer, fcntl.LOCK_UN)
+
+        with hooked(at_call("lock", fcntl.LOCK_SH | fcntl.LOCK_NB, unlock)):
             self.assertEqual(self.pop(again).attempts, 2)
+
+    def test_worker_whose_lease_directory_is_locked_for_long_uses_another(self) -> None:
+        """If another process locks the lease directory of a worker for seconds, the worker warns,
+        and uses a directory of another name."""
+        # Anybody who may read the directory can lock it. Tasks in it are not taken back meanwhile.
+        self.set_constant("long wait", 0.05)
+        q, ident = self.queue(), ""
+        os.mkdir(lease_dir(q))
+        stranger = os.open(lease_dir(q), os.O_RDONLY)
+        self.addCleanup(os.close, stranger)
+        fcntl.flock(stranger, fcntl.LOCK_EX)
+        ident = q.push(b"x")
+        LOG.disabled = False
+        with self.assertLogs(LOG, "WARNING") as logged:
+            task = self.pop(q)
+        self.assertIn("inflight-n1 can't be used", logged.output[0])
+        self.assertRegex(task.path, rf"inflight-{os.getpid()}-[0-9a-f]{{16}}/.*{ident}")
+        q.done(task)
+        q.close()
+        self.assertEqual([it for it in self.names(".") if it.startswith("inf")], ["inflight-n1"])
 
     def test_dropped_queue_object_leaves_no_descriptor_warning_or_directory(self) -> None:
         """A queue object is closed at once when its last reference goes, like a file."""
@@ -1924,6 +2003,31 @@ class Liveness(QueueCase):
         for call in ("read", "lock"):
             with self.subTest(call):
                 self.check_child_outlives_parent(call)
+
+    def test_forked_child_has_no_leases_of_its_parent_after_ctrl_c_in_the_fork(self) -> None:
+        """Ctrl-C at the start of a forked child does not give the parent's leases to the child."""
+        # The Ctrl-C interrupts the function that Python calls in the child. Python then prints the
+        # exception, and the child goes on.
+        q = self.queue()
+        task, inner = leased(q), ("_after_fork_in_child", "_after_fork", "init_worker", "__init__")
+        reached = list[str]()
+
+        def work(child: Child) -> None:
+            sys.settrace(None)
+            child.say(f"{len(reached)} {q.push(b'')[21:]}")
+            q.close()
+
+        for number in itertools.count():
+            hook = mock.patch.object(sys, "unraisablehook")
+            with hook, at_line(number, interrupt, within=inner) as reached:
+                child = self.child(work)
+            [said], status = child.finish()
+            self.assertEqual(status, 0)
+            self.assertNotIn(task.id[21:], said)
+            if said[0] == "0":
+                break
+        self.assertGreater(number, 9)
+        q.done(task)
 
     def test_forked_child_is_a_worker_of_its_own(self) -> None:
         """In a forked child, a queue object gets its own node_id, lease directory and id tag."""
@@ -2048,72 +2152,72 @@ class Row(NamedTuple):
 # The system calls of each step: no more than the promise of the step needs. The steps are in words
 # of Life; the words before a bar prepare the step, in a new queue. After an intended change of the
 # system calls, edit these tables.
+LOOK = "stat" + " stat fstat" * 7 + " stat"  # at the directories and PAUSED, every 0.1 s
 STEPS = {
     "push x": Row("open write close move", "move file directory"),
     "schedule x 4e15": Row("open write close move", "move file directory"),
-    "none": Row("list stat", ""),
-    "push x | take": Row("list move open read close", "move"),
+    "none": Row("open list close stat stat", ""),
+    "push x | take": Row("open list close move open read close", "move"),
     "push x, push y, take | take": Row("move open read close", "move"),
     "schedule x | take": Row(
-        "stat list move stat list move open read close stat", "move file directory move"
+        f"{LOOK} stat open list close move open list close move open read close open stat",
+        "move file directory move",
     ),
-    "push x, take, release | take": Row("list move open read close stat", "move"),
+    "push x, take, release | take": Row("open list close move open read close open stat", "move"),
     "push x, take | done": Row("move", "move file directory"),
     "push unkept, take | done": Row(
         "unlink", "file directory unlink directory", {"keep_done": False}
     ),
-    "push x, take | fail": Row("move unlink", "move unlink file directory"),
+    "push x, take | fail": Row("stat move unlink", "move unlink file directory"),
     "push x, take | fail why": Row(
-        "open write close move unlink move", "file move unlink move file directory"
+        "open write close stat move unlink move", "file move unlink move file directory"
     ),
     "push x, take, fail | retry": Row("stat unlink move", "unlink move file directory"),
     "push x, take | release": Row("move", "move file directory"),
     "push x, take | release later": Row("move", "move file directory"),
     "push x, take | extend": Row("move", "move"),
     "litter | none": Row(
-        "list move open read fstat close stat move unlink open write close move unlink stat fstat"
-        " stat list stat",
-        "move move unlink file unlink move file directory",
+        "open list close move open read fstat close stat move open write close unlink move open"
+        f" stat {LOOK} open list close stat stat",
+        "move move file unlink move file directory",
     ),
     "push x, take | save 1": Row(
         "open stat fstat fchown fchmod write close "
-        "stat mkdir open stat fstat fchown fchmod close move move",
+        "stat mkdir open stat fstat list fchown fchmod close move open move",
         "file directory move move directory",
     ),
 }
 KEY_STEPS = {
-    "push x | take": Row("list move open read fstat close stat open fstat read close stat", "move"),
+    "push x | take": Row("open list close move open read fstat close readlink stat", "move"),
     "push x, take | done": Row(
-        "open lock stat open fstat read close lock move unlink lock close",
-        "move unlink file directory",
+        "open lock readlink move unlink lock close", "move unlink file directory"
     ),
     "push x, take, done | push y": Row(
-        "open lock stat open open write close "
-        "open open stat fstat fchown fchmod write close move lock close",
+        "open lock readlink open write close readlink stat symlink move move lock close",
         "file move directory move directory",
     ),
     "push x | push y": Row(
-        "open lock stat open fstat read close stat open write close move unlink lock close",
+        "open lock readlink stat open write close move stat move move readlink lock close",
         "file move move move file directory",
     ),
     "push x, take, fail | retry": Row(
-        "stat open lock stat open open read fstat close "
-        "open open stat fstat fchown fchmod write close unlink lock move lock close",
+        "stat open lock open read fstat close readlink readlink stat symlink move"
+        " unlink readlink move readlink lock close",
         "move directory unlink move file directory",
     ),
     "push x, take, release | push y": Row(
-        "open lock stat open fstat read close stat open write close unlink move move unlink"
-        " open write close lock close",
+        "open lock readlink stat open write close move stat move open stat move"
+        " readlink stat symlink move lock close",
         "file move move move move file directory",
     ),
     "push x, take | push y": Row(
-        "open lock stat open fstat read close stat stat list stat list open write close"
-        " open write close move lock close",
+        "open lock readlink stat stat open list close stat open list close readlink stat symlink"
+        " move open write close readlink stat symlink move move lock close",
         "move file move directory move directory",
     ),
     "push x, take | push y update": Row(
-        "open lock stat open fstat read close stat stat list stat list open write close move unlink"
-        " open write close lock close",
+        "open lock readlink stat stat open list close stat open list close readlink stat symlink"
+        " move open write close readlink stat symlink move move lock close",
         "move file move directory move directory",
     ),
 }
@@ -2207,10 +2311,12 @@ class LostReply(QueueCase):
     def test_task_is_settled_though_the_server_was_away_for_longer_than_the_lease(self) -> None:
         """done() and fail() succeed even if the lease expires while the server is away."""
         q, clock = self.queue(), self.clock()
+        # Only the monotonic clock is advanced: the times of files are by the real clock.
         for end in (q.done, lambda it: q.fail(it, "why")):
             task = leased(q)
-            with self.lost_reply(then=lambda: clock.advance(90)):
+            with self.lost_reply(then=lambda: setattr(clock, "monotonic_shift_s", 90)):
                 end(task)
+            clock.monotonic_shift_s = 0.0
         self.assertEqual(self.states(), {"done": 1, "failed": 1})
 
     def test_push_succeeds_though_another_worker_has_moved_the_task_on(self) -> None:
@@ -2242,7 +2348,8 @@ class LostReply(QueueCase):
         clock.advance(3)
         other.done(self.pop(other))
 
-        def lstat(path: str) -> os.stat_result:
+        def lstat(name: str, *, dir_fd: int | None = None) -> os.stat_result:
+            path = path_at(dir_fd, name)
             if path.endswith(late.path) and not seen:
                 seen.append(path)
                 return os.lstat(self.file("done", late.id))
@@ -2251,6 +2358,26 @@ class LostReply(QueueCase):
         with mock.patch.object(femtoqueue, "os", fake_os(lstat=lstat)):
             for _ in range(2):
                 self.assertRaises(LeaseLost, q.done, late)
+
+    def test_task_that_another_host_has_finished_is_lost_before_the_deadline_here(self) -> None:
+        """done() raises LeaseLost if another host has taken the task back and made done/<id>."""
+        # The deadline has not passed by the queue clock of this host, which is behind. The client's
+        # cache still shows the lease. The rename of the other host is two seconds old: done() takes
+        # only a younger rename for its own.
+        q, clock, seen = self.queue(), self.clock(), list[str]()
+        late = leased(q)
+        os.rename(self.file(late.path), self.file("done", late.id))
+        clock.wall_shift_s = 2.0
+
+        def lstat(name: str, *, dir_fd: int | None = None) -> os.stat_result:
+            path = path_at(dir_fd, name)
+            if path.endswith(late.path) and not seen:
+                seen.append(path)
+                return os.lstat(self.file("done", late.id))
+            return os.lstat(path)
+
+        with mock.patch.object(femtoqueue, "os", fake_os(lstat=lstat)):
+            self.assertRaises(LeaseLost, q.done, late)
         self.assertEqual(len(seen), 1)
 
     def test_delivery_that_was_given_up_or_settled_is_lost(self) -> None:
@@ -2360,7 +2487,7 @@ class Sharing(QueueCase):
         with hooked(at_call("access", None, empty, times=1)):
             q.pop()
         thread.join()
-        self.assertEqual((self.names("pending"), q._worker.lease_dir.undelivered), ([], {}))
+        self.assertEqual((self.names("pending"), q._worker.lease_dir.orphans), ([], {}))
 
     def test_lease_begins_when_the_task_is_claimed_however_long_the_pop_waited(self) -> None:
         """The deadline of a lease counts from the claim."""
@@ -2533,7 +2660,7 @@ class InterruptedDelivery(QueueCase):
         if task is not None or not self.names("done"):
             # close() may have taken back the task after a delivery that was counted.
             again = q.pop(PATIENCE_S) or self.fail("the task is lost")
-            self.assertLessEqual(again.attempts, 3)
+            self.assertIn(again.attempts, (1, 2, 3))
             q.done(again)
         self.assertEqual(self.states(), {"done": 1})
         q.close()
@@ -2923,8 +3050,8 @@ class Keyed(QueueCase):
 
 
 class Healed(QueueCase):
-    """On a shared file system, old names of renamed files come back, as second links, when
-    GlusterFS has healed after a network failure. Other hosts move and remove files meanwhile."""
+    """On a file system that hosts share, old names of renamed files come back, as second links,
+    when GlusterFS has healed after a network failure. Other hosts move and remove files."""
 
     fs_type = FUSE
 
@@ -3215,8 +3342,8 @@ class Durability(StepCase):
         """When a step returns, its record and the record's new directory have been synced."""
         # Before the unlink of a lease, its file and directory are synced, because the claim was not
         # synced. Otherwise, after power loss, the disk may show the record where it waited. The
-        # reason of a failure is synced before the record. The link of a key is synced before the
-        # record is moved. Otherwise, after power loss, no later push would know of the task.
+        # reason of a failure is synced before the record. The link of a new key is synced before
+        # the record is moved. Otherwise, after power loss, no later push would know of the task.
         self.clock().stand_still()
         self.check_steps(self.moves_and_syncs, "synced", sync_after_write=True)
 
@@ -3275,9 +3402,12 @@ class Durability(StepCase):
             os.rename(self.file(name), self.file("aside"))
             os.symlink(outside, self.file(name))
             q._files.dirs.refresh()
-            calls: list[Callable[[], object]] = [lambda: FemtoQueue(self.path)]
-            calls += [functools.partial(q.push, b"y"), functools.partial(q.done, task)]
             refused = []
+            calls: tuple[Callable[[], object], ...] = (
+                functools.partial(FemtoQueue, self.path),
+                functools.partial(q.push, b"y"),
+                functools.partial(q.done, task),
+            )
             for call in calls:
                 with contextlib.suppress(LeaseLost):
                     try:
@@ -3869,6 +3999,7 @@ class Interrupted(QueueCase):
         are the same as without a step. Yield the endings."""
         wanted: list[Any] = []
         for step in itertools.chain([Step(-1)], steps()):
+            self.now.wall_shift_s = 0.0  # the times of files are by the real clock
             q, said = self.new_life(step.number, settings)
             scenario(q, said.append, step)
             tasks = itertools.chain(*map(q.tasks, femtoqueue.STATES))
@@ -4441,6 +4572,7 @@ class ModelTask:
     held_by: FemtoTask | None = None
     behind: ModelTask | None = None
     due_ns: int | None = None  # of a newer payload in keys/
+    is_update: bool = False  # of a newer payload in keys/: it is dropped if the task ends
     step: int = 0  # the step of the last move; a step is one operation of Fuzz
     since_ns: int = 0  # the time of the last move
     by: int = 0  # the worker that moved the task last; 0: a person
@@ -4550,10 +4682,8 @@ class QueueModel:
         if not task.is_bare:
             self.saved.pop(task.id, None)
         task.attempts = 0
-        if task.behind is None:
-            task.data = data
-        else:
-            self.put_behind(task, task.behind.id, data, due_ns)
+        task.data = data
+        self.drop_behind(task)
         if due_ns is not None:
             self.move(task, "scheduled", due_ns)
         else:
@@ -4575,14 +4705,28 @@ class QueueModel:
         ]
         return min(steps, default=0)
 
-    def put_behind(self, task: ModelTask, ident: str, data: bytes, due_ns: int | None) -> None:
+    def drop_behind(self, task: ModelTask) -> ModelTask | None:
+        """Remove the payload behind a task, and return it."""
+        newer, task.behind = task.behind, None
+        if newer is not None:
+            del self.tasks[newer.id]
+        return newer
+
+    def put_behind(
+        self,
+        task: ModelTask,
+        ident: str,
+        data: bytes,
+        due_ns: int | None,
+        is_update: bool = False,
+    ) -> None:
         newer = task.behind
         if newer is None:
             newer = ModelTask(ident, data, task.key, "", 0)
             demand(ident not in self.tasks, "an id was given twice")
             self.tasks[ident] = task.behind = newer
         demand(newer.id == ident, "there are two payloads behind one task")
-        newer.data, newer.due_ns = data, due_ns
+        newer.data, newer.due_ns, newer.is_update = data, due_ns, is_update
         self.move(newer, "keys", newer.order_ns if due_ns is None else due_ns)
 
     def lease(self, task: ModelTask, lease: FemtoTask, node: str, lasts_ns: int) -> None:
@@ -4598,7 +4742,10 @@ class QueueModel:
         task.held_by, task.node, task.boot = lease, node, self.boot
 
     def end(self, task: ModelTask, state: str, reason: bool = False) -> None:
-        newer, task.behind = task.behind, None
+        newer = task.behind
+        if newer is not None and newer.is_update:
+            newer = self.drop_behind(task) and None
+        task.behind = None
         self.move(task, state, task.order_ns)
         if state == "failed":
             (self.reasons.add if reason else self.reasons.discard)(task.id)
@@ -4611,9 +4758,9 @@ class QueueModel:
         """Move a task to where it waits next, because it is released, reclaimed or due.
 
         A newer payload stays buffered behind the task. If that payload is due later, the task
-        waits for the payload's time.
+        waits for the payload's time. A payload of "update" leaves the attempts as they are.
         """
-        if task.behind is not None:
+        if task.behind is not None and not task.behind.is_update:
             task.attempts = 0
             if self.is_later(task.behind):
                 state, at_ns = "scheduled", task.behind.at_ns
@@ -4626,12 +4773,13 @@ class QueueModel:
         """When a task is claimed, replace its payload with the newer payload behind the task, if
         there is one. If the newer payload is due later, the task is not delivered but waits for
         that time."""
-        newer, task.behind = task.behind, None
+        newer = self.drop_behind(task)
         if newer is None:
             return
-        del self.tasks[newer.id]
         self.saved.pop(task.id, None)
-        task.data, task.attempts = newer.data, 0
+        task.data = newer.data
+        if not newer.is_update:
+            task.attempts = 0
         if newer.due_ns is not None and self.is_later(newer):
             self.move(task, "scheduled", newer.due_ns)
 
@@ -4713,10 +4861,7 @@ class QueueModel:
         demand(reasons == self.reasons, f"reasons of {reasons}, and should be of {self.reasons}")
 
     def compare_checkpoints(self, found: set[str]) -> None:
-        """Fail unless the checkpoints on disk are those of the model. A checkpoint without a live
-        task may be missing: housekeeping deletes it when it is old by the wall clock."""
-        live = {task.id for task in self.in_states("pending", "scheduled", "inflight")}
-        self.saved = {it: saved for it, saved in self.saved.items() if it in found | live}
+        """Fail unless the checkpoints on disk are those of the model."""
         demand(found == self.saved.keys(), f"checkpoints of {found}, not of {[*self.saved]}")
 
 
@@ -4753,7 +4898,7 @@ class Fuzz:
     """Random operations of several queue objects on one directory. After each operation, the
     directory and the returned value must be those of the model."""
 
-    KEYS = ("a", "b", "größe %/\n", "plumless", "buckeroo")  # the last two have the same hash
+    KEYS = ("a", "b", "größe %/\n", "k9", "k17")  # the last two have the same lock
     NODES = ("a", "b", "b", "c", None)
 
     def __init__(self, path: str, seed: int) -> None:
@@ -4788,6 +4933,8 @@ class Fuzz:
             self.while_running.enter_context(mock.patch.object(femtoqueue, "time", self.clock))
             self.while_running.enter_context(mock.patch("fcntl.flock", self.note_locks()))
             self.while_running.enter_context(on_boot("boot 0"))
+            # By the faked clock, each file is years old.
+            self.while_running.enter_context(with_constant("old checkpoint", 10**18))
             self.workers = [self.open(node) for node in self.NODES]
             try:
                 for _ in range(steps):
@@ -4808,7 +4955,7 @@ class Fuzz:
 
         def call(fd: int, how: int) -> None:
             flock(fd, how)
-            if how == fcntl.LOCK_SH:
+            if how == fcntl.LOCK_SH | fcntl.LOCK_NB:
                 self.shared_fd = fd
 
         return call
@@ -4851,8 +4998,8 @@ class Fuzz:
             for name in os.listdir(f"{self.path}/{directory}"):
                 if name.endswith(".error"):
                     reasons.add(name[:-6])
-                elif len(name) > 8:
-                    ident, parts = name[-37:], name.split("~")
+                elif len(name) > 16:  # not the link of a key
+                    ident, parts = name[-37:], name.removeprefix("update~").split("~")
                     demand(ident not in found, "a task is in two places")
                     attempts = int(parts[1]) if len(parts) > 1 else 0
                     found[ident] = directory, int(parts[0][:20]), attempts, "~" not in name
@@ -4965,14 +5112,23 @@ class Fuzz:
             # push without a key, even the pusher needs a listing to know the task.
             self.model.known_to_nobody = key is None
             self.model.add(ident, data, key, due_ns)
-        elif leased and (policy == "buffer" or (policy == "update" and task.behind)):
+        elif leased and not refused and not self.is_update(task, policy):
             self.model.put_behind(task, ident, data, due_ns)
         else:
             demand(ident == task.id, f"push returned {ident}, not {task.id}")
             if not leased:
                 self.model.replace(task, data, due_ns)
             elif not refused:
-                task.data = data
+                # The push does not return the id of the payload.
+                (newer,) = {*self.on_disk()[0], *self.model.tasks} - {*self.model.tasks} or {
+                    task.behind.id if task.behind else ""
+                }
+                self.model.put_behind(task, newer, data, None, is_update=True)
+
+    def is_update(self, task: ModelTask, policy: str) -> bool:
+        """Say whether a payload is put behind a leased task as one of "update". It is not if a
+        payload behind the task would then be lost with the end of the task."""
+        return policy == "update" and (task.behind is None or task.behind.is_update)
 
     def push_many(self, w: Worker) -> None:
         batch = [self.payload() for _ in range(self.chance.randrange(4))]
@@ -5566,13 +5722,9 @@ class ForeignFiles(QueueCase):
         states = "pending", "scheduled", "done", "failed", "inflight-n2"
         for directory in (".", "keys", "creating", *states):
             foreign |= self.litter(directory)
-        # Three directories: one has the name of a file of key states, one has the name of a
-        # buffered payload, and one has almost the name of a lease directory.
-        for name in (
-            "keys/8000000000000000",
-            "keys/" + "0" * 20 + "-8000000000000000",
-            "inflight-bad name",
-        ):
+        # Two directories: one has the name of a link of a key, and one has almost the name of a
+        # lease directory.
+        for name in ("keys/8000000000000000", "inflight-bad name"):
             os.mkdir(self.file(name))
             foreign.add(self.file(name))
         task = f"{1:020d}-0000aaaa00000000"
@@ -5654,13 +5806,13 @@ class ManyUsers(QueueCase):
         finally:
             os.umask(before)
         clocks = [name for name in os.listdir(self.path) if name.startswith("clock-")]
-        for name in ("pending", "inflight-n1", "keys", "locks", "checkpoints", "spare"):
+        for name in ("pending", "inflight-n1", "keys", "locks", "checkpoints"):
             self.assertEqual(stat.S_IMODE(os.stat(self.file(name)).st_mode), 0o770, name)
-        files = [*glob.glob(self.file("locks", "*")), *glob.glob(self.file("checkpoints", "*"))]
-        states = [self.file("keys", name) for name in self.names("keys") if "-" not in name]
-        self.assertEqual((len(clocks), len(files), len(states)), (1, 2, 1))
-        for path in (*files, *states, self.file("last")):
-            self.assertEqual(stat.S_IMODE(os.stat(path).st_mode), 0o660, path)
+        locks, saved = glob.glob(self.file("locks", "*")), glob.glob(self.file("checkpoints", "*"))
+        self.assertEqual((len(clocks), len(locks), len(saved)), (1, 1, 1))
+        modes = [(locks[0], 0o660), (self.file("last"), 0o660), (saved[0], 0o640)]
+        for path, mode in (*modes, (self.file(clocks[0]), 0o644)):
+            self.assertEqual(stat.S_IMODE(os.stat(path).st_mode), mode, path)
 
     def test_file_outside_keeps_its_mode_when_a_link_replaces_a_new_lock(self) -> None:
         """The queue sets the mode of a new lock file through its descriptor, never by its path."""
@@ -6120,19 +6272,30 @@ class Tickets(TicketCase):
     def test_register_that_fails_or_is_interrupted_leaves_no_ticket(self) -> None:
         """If register() raises, it leaves no ticket in line, for which all others would wait."""
         # At each system call of register() the network is cut, or Ctrl-C comes before or after the
-        # call. If register() returns, the ticket is in line.
+        # call. If register() returns, the ticket is in line. An error at the closing of a lock is
+        # ignored. But on NFS, register() makes the file last~<number>, and an error of close() may
+        # make register() fail. So may an error at the closing of a directory that was listed.
         cut = errno_raiser(errno.ENOTCONN)
         ways = (Step, cut), (Step, interrupt), (Meanwhile, interrupt)
         for fs_type, (kind, action) in itertools.product((EXT4, NFS), ways):
             for step in kind.each(action):
-                line, members = self.line(), list[str]()
+                line, members, closed = self.line(), list[str](), list[bool]()
+
+                def hook(name: str, args: tuple[Any, ...], on: Any = (kind, step, closed)) -> None:
+                    kind, step, closed = on
+                    if kind is Step and name == "close" and not step.reached:
+                        closed.append(stat.S_ISREG(os.fstat(args[0]).st_mode))
+                    step(name, args)
+
                 with on_file_system(fs_type), self.subTest(fs_type, number=step.number):
                     ended = contextlib.suppress(OSError, KeyboardInterrupt)
-                    with ended, hooked(step, after=kind is Meanwhile):
+                    with ended, hooked(hook, after=kind is Meanwhile):
                         members.append(line.register()[1])
                     self.assertEqual(self.line().is_empty(), not members)
                     if action is cut:
                         self.assertEqual(self.members(), members)
+                        is_ignored = step.at == "close" and closed[-1] and fs_type != NFS
+                        self.assertTrue(members or not is_ignored)
                     for member in members:
                         self.assertTrue(line.remove(member))
 
@@ -6675,12 +6838,13 @@ def make_queue_like_the_old_one(path: str) -> None:
     dead = FemtoQueue(path, "dead")
     dead.push(b"of a dead worker")
     dead.checkpoint(popped(dead), b"half way")
-    for key in ("b", "d"):
+    for key in ("b", "d", "e"):
         dead.push(b"of a key in flight", key=key)
         popped(dead)
     with FemtoQueue(path, "n1", detached=True) as q:
         q.push(b"newer", key="b")
         q.schedule(b"newer, and later", 4e15, key="d")
+        q.push(b"update", key="e", if_in_flight="update")
         q.push(b"detached")
         popped(q)
         q.push(b"done")
@@ -6700,51 +6864,67 @@ def make_queue_like_the_old_one(path: str) -> None:
     simulate_death(dead)
 
 
-# The files that make_queue_like_the_old_one() left on 22 November 2026, when femtoqueue had another
-# internal structure. Only the boot b0075eed is invented. Never change these files: other versions
-# read and write these names and contents.
-AN_OLD_QUEUE: dict[str, bytes] = {
-    "checkpoints/01795389972166194058-7447a2b0": b"FQ1 9aacd35a 24\nFQ1 1453a677 16\nhalf way",
-    "checkpoints/01795389972194869204-7d81427b": b"FQ1 568099f2 18\nFQ1 fefb62f6 5\nfar",
-    "clock-b0075eed": b"1795386282304985286\n",
-    "done/01795389972194201178-7d81427b": b"FQ1 102de0ab 4\ndone",
-    "failed/01795389972194487081-7d81427b": b"FQ1 9e8ba377 6\nfailed",
-    "failed/01795389972194487081-7d81427b.error": b"why\nso\n",
-    "inflight-dead/01795390002174693772~1~b0075eed~01795389972166194058-7447a2b0": (
+# The files that make_queue_like_the_old_one() left on 28 November 2026; a str is the text of a
+# symbolic link. Only the boot b0075eed is invented. Never change these files: other versions read
+# and write these names and contents.
+AN_OLD_QUEUE: dict[str, bytes | str] = {
+    "checkpoints/01795845896573947992-63b8dc21c0463cac": (
+        b"FQ1 9aacd35a 24\nFQ1 1453a677 16\nhalf way"
+    ),
+    "checkpoints/01795845896576896952-0ec98cc754b01d4f": b"FQ1 568099f2 18\nFQ1 fefb62f6 5\nfar",
+    "clock-b0075eed": b"1795840823124645046\n",
+    "done/01795845896576711906-0ec98cc754b01d4f": b"FQ1 102de0ab 4\ndone",
+    "failed/01795845896576781370-0ec98cc754b01d4f": b"FQ1 9e8ba377 6\nfailed",
+    "failed/01795845896576781370-0ec98cc754b01d4f.error": b"why\nso\n",
+    "inflight-dead/01795845926574484492~1~b0075eed~01795845896573947992-63b8dc21c0463cac": (
         b"FQ1 1453a677 16\nof a dead worker"
     ),
-    "inflight-dead/01795390002175222658~1~b0075eed~01795389972174965679-f1beeff9": (
+    "inflight-dead/01795845926574875786~1~b0075eed~01795845896574763188-8472c2e34d854f75": (
         b"FQ1 3bbbae36 18 b\nof a key in flight"
     ),
-    "inflight-dead/01795390002175875987~1~b0075eed~01795389972175702062-98dd4acc": (
+    "inflight-dead/01795845926575065990~1~b0075eed~01795845896575006181-b5a5e556bca88c7b": (
         b"FQ1 a667a525 18 d\nof a key in flight"
     ),
-    "inflight-n1/01795390002194112112~1~00000000~01795389972192662909-7d81427b": (
+    "inflight-dead/01795845926575219739~1~b0075eed~01795845896575164287-90d8a524b02f1d4f": (
+        b"FQ1 7185257d 18 e\nof a key in flight"
+    ),
+    "inflight-n1/01795845926576685196~1~00000000~01795845896576070339-0ec98cc754b01d4f": (
         b"FQ1 e1eefb96 8\ndetached"
     ),
-    "keys/01795389972176802345-f1beeff9": b"FQ1 293b30c8 5 b\nnewer",
-    "keys/04000000000000000000~0~01795389972192471662-98dd4acc": (
+    "keys/01795845896575709901-8472c2e34d854f75": b"FQ1 293b30c8 5 b\nnewer",
+    "keys/04000000000000000000~0~01795845896575887786-b5a5e556bca88c7b": (
         b"FQ1 eaa17fa1 16 d\nnewer, and later"
     ),
-    "keys/86b9df6f": b"c scheduled/04000000000000000000~0~01795389972196041330-86b9df6f -\n\n",
-    "keys/98dd4acc": (
-        b"d inflight-dead/01795390002175875987~1~b0075eed~01795389972175702062-98dd4acc"
-        b" 04000000000000000000~0~01795389972192471662-98dd4acc\n\n"
+    "keys/8472c2e34d854f75": (
+        "inflight-dead/01795845926574875786~1~b0075eed~01795845896574763188-8472c2e34d854f75"
+        " keys/01795845896575709901-8472c2e34d854f75"
     ),
-    "keys/e8b7be43": b"a pending/01795389972195579118-e8b7be43 -\n\n",
-    "keys/ed3e4e0a": b"%C3%A4 pending/01795389972195777207-ed3e4e0a -\n\n",
-    "keys/f1beeff9": (
-        b"b inflight-dead/01795390002175222658~1~b0075eed~01795389972174965679-f1beeff9"
-        b" 01795389972176802345-f1beeff9\n\n"
+    "keys/90d8a524b02f1d4f": (
+        "inflight-dead/01795845926575219739~1~b0075eed~01795845896575164287-90d8a524b02f1d4f"
+        " keys/update~01795845896576034465-90d8a524b02f1d4f"
     ),
-    **dict.fromkeys(("locks/0a", "locks/43", "locks/6f", "locks/cc", "locks/f9"), b""),
-    "pending/01795389972194869204~1~01795389972194869204-7d81427b": b"FQ1 fefb62f6 5\nfront",
-    "pending/01795389972195334081~1~01795389972194816696-7d81427b": b"FQ1 6dcec137 4\nback",
-    "pending/01795389972195364688-7d81427b": b"FQ1 68da8dae 7\nwaiting",
-    "pending/01795389972195579118-e8b7be43": b"FQ1 9905554d 5 a\nkeyed",
-    "pending/01795389972195777207-ed3e4e0a": b"FQ1 e4c09620 15 %C3%A4\nkeyed, in UTF-8",
-    "scheduled/04000000000000000000~0~01795389972195894566-7d81427b": b"FQ1 ec03b249 5\nlater",
-    "scheduled/04000000000000000000~0~01795389972196041330-86b9df6f": (
+    "keys/b54a58153eb58805": "pending/01795845896577294135-b54a58153eb58805",
+    "keys/b5a5e556bca88c7b": (
+        "inflight-dead/01795845926575065990~1~b0075eed~01795845896575006181-b5a5e556bca88c7b"
+        " keys/04000000000000000000~0~01795845896575887786-b5a5e556bca88c7b"
+    ),
+    "keys/b73f6364cd072c1b": (
+        "scheduled/04000000000000000000~0~01795845896577402547-b73f6364cd072c1b"
+    ),
+    "keys/c0f89e395b66422f": "pending/01795845896577175868-c0f89e395b66422f",
+    "keys/update~01795845896576034465-90d8a524b02f1d4f": b"FQ1 6d0528e7 6 e\nupdate",
+    **dict.fromkeys(("locks/05", "locks/1b", "locks/2f", "locks/4f", "locks/75", "locks/7b"), b""),
+    "pending/01795845896576896952~1~01795845896576896952-0ec98cc754b01d4f": (
+        b"FQ1 fefb62f6 5\nfront"
+    ),
+    "pending/01795845896577079675~1~01795845896576882050-0ec98cc754b01d4f": b"FQ1 6dcec137 4\nback",
+    "pending/01795845896577090721-0ec98cc754b01d4f": b"FQ1 68da8dae 7\nwaiting",
+    "pending/01795845896577175868-c0f89e395b66422f": b"FQ1 9905554d 5 a\nkeyed",
+    "pending/01795845896577294135-b54a58153eb58805": b"FQ1 e4c09620 15 %C3%A4\nkeyed, in UTF-8",
+    "scheduled/04000000000000000000~0~01795845896577330710-0ec98cc754b01d4f": (
+        b"FQ1 ec03b249 5\nlater"
+    ),
+    "scheduled/04000000000000000000~0~01795845896577402547-b73f6364cd072c1b": (
         b"FQ1 a997d51c 12 c\nkeyed, later"
     ),
 }
@@ -6757,26 +6937,30 @@ class Compatibility(QueueCase):
     def test_queue_of_an_earlier_version_is_understood_and_delivered(self) -> None:
         for path, content in AN_OLD_QUEUE.items():
             os.makedirs(os.path.dirname(self.file(path)), exist_ok=True)
-            self.put(path, content, "")
+            if isinstance(content, str):
+                os.symlink(content, self.file(path))
+            else:
+                self.put(path, content, "")
         q, clock = self.queue("n2"), self.clock()
         stats = q.stats()
         live = stats.pending, stats.scheduled, stats.inflight, stats.buffered
-        self.assertEqual((*live, stats.done, stats.failed), (5, 2, 4, 2, 1, 1))
-        self.assertEqual({finding.kind for finding in q.check()}, {"expired"})
+        self.assertEqual((*live, stats.done, stats.failed), (5, 2, 5, 3, 1, 1))
+        self.assertLessEqual({finding.kind for finding in q.check()}, {"expired"})
         (failed,), (done,) = q.tasks("failed"), q.tasks("done")
         self.assertEqual((failed.data, failed.error, done.data), (b"failed", "why\nso", b"done"))
-        # The leases are of another boot: the death of their worker does not end them. The
-        # deadlines have passed, but such a lease runs for 30 s after the last change of the file,
-        # and this test has just made the files.
+        # The leases are of another boot: the death of their worker does not end them. When the
+        # deadlines have passed, such a lease runs for 30 s after the last change of the file, and
+        # this test has just made the files.
         clock.advance(31)
         got = []
         while task := q.pop():
             got.append((task.data, task.key, task.attempts, task.checkpoint))
             q.done(task)
         wanted: list[tuple[object, ...]] = [
-            # The first three tasks were in flight; the second one had a buffered payload.
+            # The first four tasks were in flight; two of them had a newer payload behind them.
             (b"of a dead worker", None, 2, b"half way"),
             (b"newer", "b", 1, None),
+            (b"update", "e", 2, None),
             (b"detached", None, 2, None),
             (b"front", None, 2, b"far"),
             (b"back", None, 2, None),
@@ -6789,27 +6973,32 @@ class Compatibility(QueueCase):
         self.assertEqual(later, {b"later": None, b"keyed, later": "c", b"newer, and later": "d"})
         # The reclaimed task of key "d" is in scheduled/, too. The task waits for the time of
         # the buffered payload, "newer, and later", which is in keys/. tasks() shows this payload.
-        self.assertEqual(self.states(), {"done": 9, "failed": 1, "scheduled": 3, "keys": 1})
+        self.assertEqual(self.states(), {"done": 10, "failed": 1, "scheduled": 3, "keys": 1})
 
     def test_files_have_the_form_that_earlier_versions_read(self) -> None:
         """The operations that made AN_OLD_QUEUE still leave the same names and contents, except for
         the parts that depend on the clock, the boot or random numbers."""
         make_queue_like_the_old_one(self.path)
-        written: dict[str, bytes] = {}
+        written: dict[str, bytes | str] = {}
         for directory, _, names in os.walk(self.path):
             for name in names:
                 path = os.path.join(directory, name)
+                inside = os.path.relpath(path, self.path)
+                if os.path.islink(path):
+                    written[inside] = os.readlink(path)
+                    continue
                 with open(path, "rb") as file:
-                    written[os.path.relpath(path, self.path)] = file.read()
+                    written[inside] = file.read()
         self.assertEqual(self.shapes(written), self.shapes(AN_OLD_QUEUE))
 
-    def shapes(self, files: dict[str, bytes]) -> list[bytes]:
+    def shapes(self, files: dict[str, bytes | str]) -> list[bytes]:
         """Return names and contents, with placeholders for the parts that differ in each run."""
         shapes = []
         for path, content in files.items():
-            shape = os.fsencode(path) + b"\n" + content
+            text = b"-> " + os.fsencode(content) if isinstance(content, str) else content
+            shape = os.fsencode(path) + b"\n" + text
             shape = re.sub(rb"\b[01][0-9]{18,19}\b", b"<ns>", shape)
-            shape = re.sub(rb">-[0-7][0-9a-f]{7}\b", b">-<tag>", shape)
+            shape = re.sub(rb">-[0-7][0-9a-f]{15}\b", b">-<tag>", shape)
             shape = re.sub(rb"(~\d~|clock-)(?!00000000)[0-9a-f]{8}\b", rb"\1<boot>", shape)
             shapes.append(shape)
         return sorted(shapes)
@@ -7086,13 +7275,15 @@ class WaitingWithInotify(QueueCase):
         Each time the pop() is about to sleep, after its last look, do the next step with another
         queue object. Only an event ends such a sleep, never a timeout.
         """
-        q, other, left = self.queue(), self.queue("n2"), deque(steps)
+        q, left = self.queue(), deque(steps)
 
         def sleep(poll: Poll, ms: int) -> list[Any]:
             if threading.current_thread() is not threading.main_thread():
                 return poll(ms)  # a thread of an earlier test, which serves coroutines
             if left and not poll(0):
-                left.popleft()(other)
+                # An object that has looked at the directories in the last 0.1 s may still push
+                # into a replaced one.
+                left.popleft()(self.queue("n2"))
             return poll(PATIENCE_S * 1000) or self.fail("no event came")
 
         with hooked_poll(sleep):
@@ -9786,9 +9977,9 @@ class Races(QueueCase):
             q.push_many([b"x"] * before)
             self.foreign = tuple(self.put(f"foreign{n}", b"") for n in range(foreign))
 
-            def listdir(path: str, row: Any = (q, pushed, meanwhile)) -> list[str]:
-                names, (q, pushed, meanwhile) = os.listdir(path), row
-                if path.endswith("pending") and not pushed:
+            def listdir(fd: int, row: Any = (q, pushed, meanwhile)) -> list[str]:
+                names, (q, pushed, meanwhile) = os.listdir(fd), row
+                if path_at(fd, ".").endswith("pending") and not pushed:
                     pushed.extend(q.push_many([b"x"] * meanwhile))
                     names += pushed[1:]
                 return names
@@ -9952,10 +10143,10 @@ class Races(QueueCase):
 
     @FORK
     def test_close_in_another_thread_while_pop_reads_a_task_leaves_no_lease(self) -> None:
-        """If another thread closes the queue while pop() reads a task, pop() puts the task back."""
+        """If another thread closes the queue while pop() reads a task, the lease ends."""
         # RACE: the other thread calls close() after pop() has claimed the task. If the key of the
-        # task is locked, close() can't end the lease. Then pop() puts the task back, uncounted, and
-        # returns None.
+        # task is locked, close() can't end the lease. Then pop() returns the task, any worker takes
+        # it back, and the next call for the task says so.
         #
         # If the task can't be read, pop() puts it back and raises, and the delivery counts. The
         # same happens if close() leaves the lease alone, because the queue is detached, or because
@@ -9975,10 +10166,12 @@ class Races(QueueCase):
 
             raises = contextlib.nullcontext() if key else self.assertRaises(OSError)
             closes = hooked(at_call("open", "inflight-n1/", close, times=1))
+            task = None
             with self.subTest(key, is_detached=is_detached), raises, closes:
-                self.assertIsNone(q.pop())
-            self.assertEqual(self.states(), {"pending": 1})
-            self.assertEqual(self.pop(q).attempts, 1 if key else 2)
+                task = q.pop()
+            self.assertEqual(self.pop(self.queue("other")).attempts, 2)
+            if task is not None:
+                self.assertRaises(LeaseLost, q.done, task)
 
 
 # Classes side by side

@@ -254,8 +254,8 @@ class Life:
         unfinished file in creating/.
         """
         for q in self.queues:
-            if held := q._worker.lease_dir._held:
-                fcntl.flock(held.fd or -1, fcntl.LOCK_UN)
+            if (held := q._worker.lease_dir._held) and held.fd is not None:
+                fcntl.flock(held.fd, fcntl.LOCK_UN)
         for name, content in (
             (f"pending/{1:020d}-0000000000000001", b"FQ1 00000000 99\nshort"),
             (f"pending/{1:020d}~4~{2:020d}-0000000000000002", record(data_of("spent"))),

@@ -4,8 +4,9 @@ The program pushes tasks until a push raises ENOSPC, and then shows:
   - this push left no file, and every acknowledged task exists with its bytes;
   - pop() and done() work on the full disk;
   - the same object can push again when there is room;
-  - a worker can start on a file system without a free inode, where mkdir() fails, and drain the
-    queue.
+  - on a file system without a free inode, a new worker raises ENOSPC, because it can't make its
+    lease directory, and loses no task. A worker that has this directory drains the queue, and then
+    the new one works.
 """
 
 from __future__ import annotations
@@ -83,13 +84,22 @@ def check(path: str, size: int, *, sync: bool, many: bool) -> int:
 
 
 def check_start(path: str) -> int:
-    """Use up all inodes; then start a new worker, which drains the queue. Return how many tasks
-    fitted."""
+    """Use up all inodes; then start a new worker, which can't take a task until another worker has
+    drained the queue. Return how many tasks fitted."""
     life = Filler(os.path.join(path, "jobs"))
+    life.push("first")
+    life.drain()  # makes the lease directory of the first worker
     fitted = life.fill(100)
-    life.open("n2")
-    life.drain_all()
-    expect(os.path.isdir(os.path.join(life.path, "spare")), "spare/ was not made again")
+    with FemtoQueue(life.path, "n2", keep_done=False) as late:
+        try:
+            late.pop()
+        except OSError as error:
+            expect(error.errno == errno.ENOSPC, f"not ENOSPC: {error}")
+        else:
+            raise Violation("a worker without a lease directory took a task")
+        life.drain_all()
+        life.push("last")
+        expect(late.pop() is not None, "the new worker does not work when there is room")
     return fitted
 
 

@@ -40,6 +40,7 @@ from proof import (
     exit_on_failure,
     make_image,
     mounted,
+    name_of,
     need_root,
     proof_parser,
     run,
@@ -48,7 +49,7 @@ from proof import (
 )
 
 import femtoqueue
-from femtoqueue import FemtoQueue
+from femtoqueue import CorruptTask, FemtoQueue
 from test import on_boot
 
 FICLONE = 0x40049409
@@ -130,6 +131,8 @@ class Work:
                 ledger = faults.Ledger([], self.done)
                 states = ((it, "live" if found[it] in faults.LIVE else found[it]) for it in found)
                 ledger.slots = [faults.Slot({name}, {state}) for name, state in states]
+                aside = buffered_in(q) - found.keys()
+                ledger.slots += [faults.Slot({name}, later=True) for name in aside]
             ledger.end_leases()
             life = faults.Life(lambda _: q, clock, ledger.follow)
             life.open()
@@ -154,6 +157,16 @@ class Work:
                 break
         ledger.compare(found)
         return ledger
+
+
+def buffered_in(q: FemtoQueue) -> set[str]:
+    """Return the names of the whole payloads in keys/. If power loss has undone a part of a push,
+    such a payload becomes a task, or is removed because a younger one has replaced it."""
+    found = set()
+    for entry in q._files.entries("keys"):
+        with contextlib.suppress(CorruptTask):
+            found.add(name_of(q._files.read_path(entry.path)[0]))
+    return found
 
 
 def one_cut(place: str, kind: str, seed: int, sync: bool) -> int:
