@@ -284,8 +284,8 @@ a large pending/ is replaced when it is empty | Shrinking
 -        if not self._batch.seen:
 +        if self._batch.seen:
 a finished task is not delivered, even if a second name of it came back | Lifecycle
--        if "~1~" not in source and _ends_at(target):
-+        if not source:
+-        if "~1~" not in source and
++        if not source and
 the claim is one rename: a task is leased once | Crash
 ; faults: SIGKILL; hosts: calm ~ leased twice|stands in; nfs: calm ~ leased twice|stands in
 -            os.rename(old_name, held.prefix + new_name, src_dir_fd=where.fd, dst_dir_fd=held.fd)
@@ -530,6 +530,14 @@ a try to take a lock does not wait | Keyed hangs
 turn() waits no longer than its timeout for the lock of the line | Tickets hangs
 -            held = self._join_line(end_s)
 +            held = self._join_line(_FOREVER_S)
+take() without a timeout waits a little for the lock of the key | Keyed
+-        until_s = end_s if timeout != 0 else time.monotonic() + _LONG_WAIT_S
++        until_s = end_s
+a lease directory that is removed while it is opened is made again | Liveness
+-        except FileNotFoundError:  # a person has removed the empty directory
++        except BlockingIOError:
+a line whose directory was made anew is read anew | Tickets
+-        self._files.dirs.refresh()  # another process may have made the directory anew
 take_async() does not wait for the lock of a key | Coroutines hangs
 -        look = self._finder_of(key, id, lease_ms, 0)
 +        look = self._finder_of(key, id, lease_ms, _FOREVER_S)
