@@ -165,10 +165,7 @@ _REFUSED_ERRNOS = (errno.EACCES, errno.EPERM, errno.EROFS)
 _NO_WRITE_ERRNOS = (*_OUT_OF_SPACE_ERRNOS, *_REFUSED_ERRNOS, errno.EISDIR)
 # Errors that concern one file: another user's file in a sticky directory, an immutable file, a
 # directory or a link with the name of a task.
-_ONE_FILE_ERRNOS = (
-    *(errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ENOTEMPTY),
-    *(errno.ELOOP, errno.EBUSY),
-)
+_ONE_FILE_ERRNOS = (errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTEMPTY, errno.ELOOP)
 # This process, or the system, has no descriptor or no memory left. The file itself is in order.
 _TRANSIENT_ERRNOS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 # ESTALE: another host removed the file that our descriptor refers to (NFS, GlusterFS).
@@ -2335,9 +2332,9 @@ class _LeaseDir:
         lease.source = f"{directory}/{name}"
         held = self._held
         try:
-            if held is None:
+            if held is None or self.directory not in self._files.dirs:
                 # RACE: another thread calls close() before our caller gets the worker's lock. Or
-                # the directory has not been opened yet.
+                # the directory has not been opened yet, or is no longer at its path.
                 return False
             where = self._files.dirs[directory]
             old_name = where.prefix + name
@@ -2549,9 +2546,11 @@ class _Worker:
         """Return the path in failed/ for a task: failed/<id>, or a name with its order in front if
         another user has made a file or a directory of this name."""
         ident = _id_of(source)
-        if self.files.mode_of(f"failed/{ident}"):
-            return f"failed/{_task_name(_stamp_of(ident), _attempts_of(source), ident)}"
-        return f"failed/{ident}"
+        short = f"failed/{ident}"
+        with _ignore_missing():
+            if not os.path.samestat(self.files.lstat(short), self.files.lstat(source)):
+                return f"failed/{_task_name(_stamp_of(ident), _attempts_of(source), ident)}"
+        return short
 
     def _put_reason(self, ident: str, path: str) -> None:
         """Put the file of a reason into failed/; "" stands for no reason. A person may have moved
