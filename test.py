@@ -8575,7 +8575,7 @@ $ gone pids
 $ states -> failed 1, pending 1
 # work --drain has status 1 if a task is corrupt; "link/.." in DIR is resolved by the kernel
 $ mkdir elsewhere elsewhere/inside; ln -s elsewhere/inside link
-$ femtoqueue push link/../jobs x -> <x>
+$ femtoqueue push link/../jobs x -> <x> ! femtoqueue: link/../jobs: a new queue is made
 $ echo torn > elsewhere/jobs/pending/$x
 $ femtoqueue work link/../jobs --drain -- true
 ! ... task <x> is in failed/: ...
