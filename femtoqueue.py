@@ -84,7 +84,8 @@ that it uses stand in .ci/lint.py.
 
 A subject that concerns several parts has one comment, which tells the whole. To find it, search for
 "TOPIC:" and the words: a torn file, fork(), locks, syncs, a full disk, which clock, how a lease
-ends, close(), one pop(), the steps of a task with a key, what differs, what a signal.
+ends, close(), one pop(), what is on disk, the steps of a task with a key, what differs, what a
+signal.
 """
 
 from __future__ import annotations
@@ -103,7 +104,15 @@ import time
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
+from contextlib import (
+    AbstractContextManager,
+    ExitStack,
+    closing,
+    contextmanager,
+    nullcontext,
+    suppress,
+)
+from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, TypeVar
 
 try:
@@ -117,8 +126,6 @@ if sys.version_info < (3, 10):  # noqa: UP036
 
 if TYPE_CHECKING:
     import logging
-    from contextlib import AbstractContextManager
-    from datetime import datetime
     from types import TracebackType
 
 __all__ = [
@@ -162,9 +169,8 @@ _ONE_FILE_ERRNOS = (
     *(errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ENOTEMPTY),
     *(errno.ELOOP, errno.EBUSY),
 )
-# This process, or the system, has no descriptor or no memory left, or another process holds a lease
-# of the kernel on the file (F_SETLEASE). The file itself is in order.
-_TRANSIENT_ERRNOS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)
+# This process, or the system, has no descriptor or no memory left. The file itself is in order.
+_TRANSIENT_ERRNOS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 # ESTALE: another host removed the file that our descriptor refers to (NFS, GlusterFS).
 _MISSING_ERRNOS = (errno.ENOENT, errno.ESTALE)
 
@@ -193,8 +199,6 @@ def _monotonic_ns() -> int:
 
 
 def _utc(ns: int) -> datetime:
-    from datetime import datetime, timezone
-
     return datetime.fromtimestamp(ns / 1e9, timezone.utc)
 
 
@@ -318,16 +322,13 @@ class _OpenFile:
 
 def _follow_owner(fd: int | None, data_dir: os.stat_result, mode: int) -> None:
     """Give a file or directory that this process has just made a mode, and the owner and group of
-    data_dir as far as this user may set them. All users of the queue need the file.
-
-    RACE: another user puts a directory of this user at the name, between mkdir() and open(). Only
-    an empty directory is changed, so no other directory with files gets a new owner."""
+    data_dir as far as this user may set them. All users of the queue need the file."""
     if fd is None:
         return
     with suppress(OSError, AttributeError):  # AttributeError: not POSIX
         made = os.fstat(fd)
-        if made.st_uid != os.geteuid() or (stat.S_ISDIR(made.st_mode) and os.listdir(fd)):
-            return
+        if made.st_uid != os.geteuid():
+            return  # RACE: another user replaced the new directory between mkdir() and open()
         with suppress(OSError):  # this user is not a member of the group
             os.fchown(fd, data_dir.st_uid if os.geteuid() == 0 else -1, data_dir.st_gid)
         os.fchmod(fd, mode)
@@ -452,6 +453,7 @@ _REFUSED_DUE_NS = (10**9, 94_694_400 * 10**9)
 # September 2001. No queue clock starts earlier, so the times of a queue clock have 19 digits, and
 # new_id() and claim() put one "0" in front.
 _EARLIEST_NS = 10**18
+_LATEST_CLOCK_NS = 5_680_281_600 * 10**9  # the year 2150
 _RELEASE_NS = 1_795_824_000 * 10**9  # 2026-11-28, the date of this release
 _MAX_ATTEMPTS = 999_999  # a name has room for six digits
 _DETACHED = "00000000"  # the <boot> of a detached lease
@@ -494,7 +496,8 @@ _parse_node_dir = re.compile(r"inflight-([A-Za-z0-9._-]{1,100})").fullmatch
 # The text of the link keys/<hash>: the path of the key's task, and that of the payload behind it.
 _parse_link = re.compile(
     r"((?:pending|scheduled|inflight-[A-Za-z0-9._-]{1,100})/"
-    rf"(?:[0-9a-f~]+~)?{_ID})(?: (keys/(?:[0-9]+~0~|update~)?{_ID}))?"
+    rf"(?:{_NS}~[0-9]{{1,6}}~(?:[0-9a-f]{{8}}~)?)?{_ID})"
+    rf"(?: (keys/(?:{_NS}~0~|update~)?{_ID}))?"
 ).fullmatch
 
 
@@ -565,11 +568,18 @@ def _is_keyed(ident: str) -> bool:
     return ident[21] > "7"
 
 
+def _date_ns() -> int:
+    """Return the wall clock. But a date after 2096 is not believed: orders would get too long a
+    number in the end."""
+    now_ns = _wall_ns()
+    return now_ns if now_ns < 4 * 10**18 else _RELEASE_NS
+
+
 def _latest_order_ns() -> int:
     """Return the latest time that an id can have honestly. A later id moves no clock: anybody who
     may write to data_dir may have made it. The limit is years away, because a machine without a
     battery boots years in the past, and new ids must still sort after old ones."""
-    return max(_wall_ns(), _RELEASE_NS) + 3650 * 86400 * 10**9
+    return max(_date_ns(), _RELEASE_NS) + 3650 * 86400 * 10**9
 
 
 def _new_name(order_ns: int, tag: str) -> str:
@@ -670,15 +680,13 @@ class LeaseLost(FemtoQueueError):
     """The lease of the task is not held by this delivery. Nothing was changed.
 
     id:  the id of the task.
-    expired:  whether the deadline of the lease has passed. True: another worker may have the task
-        now, or the delivery had ended before the call. False: usually the delivery had ended before
-        the call, a person had moved the file, or close() had given up the lease. Also False if
-        the task never had a lease, or if attach() was given an id, because an id does not show the
+    expired:  True: the deadline of the lease has passed, so another worker may have the task.
+        False: the delivery had ended before, a person had moved the file, close() had given up the
+        lease, or the task never had one. Also False after attach(id): an id does not show the
         deadline.
     why:  the reason, as text.
 
-    A lease past its deadline stays valid until a worker takes the task back. Only then is the lease
-    lost.
+    A lease past its deadline stays valid until a worker takes the task back.
     """
 
     def __init__(self, id: str, expired: bool, why: str) -> None:
@@ -693,8 +701,8 @@ class KeyInFlight(FemtoQueueError):
     """The key already has a task.
 
     key:  the key.
-    id:  the id of the task that has the key. That task is in flight if push() or schedule() raised
-        the error. If retry() raised it, the task may also be waiting.
+    id:  the id of the task that has the key. If push() or schedule() raised the error, the task is
+        in flight. If retry() raised it, the task may also be waiting.
     """
 
     def __init__(self, key: str, id: str) -> None:
@@ -706,8 +714,7 @@ class KeyInFlight(FemtoQueueError):
 
 
 class TaskNotFound(FemtoQueueError):
-    """The task is not in the state that the call requires. Only retry() and the commands raise
-    this: for example, retry() requires a task in failed/."""
+    """The task is not in the state that the call requires: retry() requires a task in failed/."""
 
 
 class CorruptTask(FemtoQueueError):
@@ -728,8 +735,7 @@ class CorruptTask(FemtoQueueError):
 
 
 class _CommandFailed(Exception):
-    """A command that `work` ran has failed. The text of this error is the whole reason, so no
-    traceback is kept in failed/."""
+    """A command that `work` ran has failed. failed/ gets the text alone, without a traceback."""
 
 
 def _handler_frames(error: BaseException) -> TracebackType | None:
@@ -741,54 +747,39 @@ def _handler_frames(error: BaseException) -> TracebackType | None:
 
 
 class _Lease:
-    """The path of a task's file. If the caller got the task by a claim or by attach(), also the
-    facts of this delivery. If the caller only looked at the task (peek(), tasks()), length_ns is 0,
-    and the caller has no lease.
+    """The path of a task's file, which is the fence of a leased task, and the facts of one
+    delivery. If the caller has no lease, as after peek() and tasks(), length_ns is 0."""
 
-    path: the path of the file. For a leased task, the path is the fence. A renewal writes the new
-        path here.
-    name: the name of the file at its claim.
-    source: the path that the task was claimed from.
-    length_ns: the time from the claim to the deadline. After attach(), usually the lease length of
-        the object that called attach(). A renewal moves the deadline to at least length_ns from
-        now. Only after extend() with `ms`, less than length_ns may be left.
-    outcome: the field of WorkCounts that counts the delivery. "": the delivery still runs, the
-        lease was lost, or the end of the delivery could not be written to the disk.
-    has_checkpoint: True if the task may have a checkpoint.
-    """
-
+    # path: a renewal writes the new path here.
+    # name: the name of the file at its claim.
+    # source: the path that the task was claimed from.
+    # outcome: the field of WorkCounts that counts the delivery. "": the delivery still runs, the
+    # lease was lost, or the end of the delivery could not be written to the disk.
     path = name = source = outcome = ""
+    # The time from the claim to the deadline. Each renewal asks for as much. After attach(), it is
+    # the lease length of the object that called attach().
     length_ns = 0
-    has_checkpoint = False
+    has_checkpoint = False  # True: the task may have a checkpoint
 
 
 _NO_LEASE = _Lease()
 
 
 class FemtoTask:
-    """A task, as it was when its file was read.
+    """A task, as it was when its file was read. Assigning to an attribute changes nothing in the
+    queue; checkpoint() needs `data` as it was delivered.
 
-    id:  the id. The task keeps the id for life, through retries and delays.
-    data:  the payload as pushed. b"": the payload is empty, or was not read: attach(), and
-        tasks(data=False).
-    attempts:  the number of deliveries so far, including the current one. A delivery that was given
-        back uncounted is left out. An int for each leased task. None: unknown, because the names in
-        done/ and failed/ usually do not have the number.
-    key:  the key, or None for a task without a key, and for a task of attach().
-    checkpoint:  the last bytes that checkpoint() saved, in this delivery or before. Only methods
-        that take a lease, such as pop() and take(), read the saved bytes. None: nothing was saved,
-        or another method returned the task.
-    error:  the reason of a task in failed/. None: the task has no reason, or is not in failed/.
-    size_bytes:  the length of the payload in bytes. None: the file was not read (attach()), or its
-        header is invalid (tasks(data=False) only).
-    since:  when the task came to its state, in UTC: when it was pushed, given back, leased or
-        renewed, finished, or failed. It is st_ctime of the file. Only peek() and tasks() read it.
+    id:  the id, which stays the same through retries and delays.
+    data:  the payload. b"": empty, or not read: attach(), and tasks(data=False).
+    attempts:  the deliveries so far, with the current one, without those given back uncounted.
+        None: unknown, as in done/ and failed/.
+    key:  the key. None: the task has none, or comes from attach().
+    checkpoint:  the bytes that checkpoint() saved last. Only calls that lease a task read them.
+    error:  the reason of a task in failed/, or None.
+    size_bytes:  the length of the payload. None after attach(), and if the header is invalid.
+    since:  when the file came to its state (st_ctime), in UTC. Only peek() and tasks() set it.
 
-    Assigning to an attribute changes nothing in the queue, with one exception, `data`: checkpoint()
-    also saves a checksum of `data`. If other bytes were assigned to `data`, the checksum does not
-    match the task's payload, and the next delivery does not get the checkpoint. A renewal of the
-    lease updates `path`, and checkpoint() also updates `checkpoint`. Two tasks are equal if `id`,
-    `data`, `attempts` and `key` are equal.
+    Two tasks are equal if `id`, `data`, `attempts` and `key` are equal.
     """
 
     # _anchor_ns: the anchor of the queue clock, for `until`.
@@ -835,15 +826,14 @@ class FemtoTask:
 
     @property
     def path(self) -> str:
-        """The path of the task's file, relative to data_dir, when the file was read or the lease
-        was renewed. For a leased task, the path is the fence (a fencing token). Each renewal
-        changes the path."""
+        """The path of the task's file, relative to data_dir. For a leased task, the path is the
+        fence (a fencing token), and each renewal changes it."""
         return self._lease.path
 
     @property
     def state(self) -> str:
         """The state when the file was read: one of STATES, or "buffered" for a newer payload of a
-        key, which waits in keys/ behind the task of the key."""
+        key, which waits in keys/."""
         state = _state_of(self.path)
         return "buffered" if state == "keys" else state
 
@@ -855,15 +845,13 @@ class FemtoTask:
 
     @property
     def created(self) -> datetime:
-        """The time of the push, in UTC by the queue clock (see FemtoQueue). The time is part of the
-        id. So a later push that replaces the payload of the key does not change the time."""
+        """The time of the push, in UTC by the queue clock. The time is part of the id."""
         return _utc(_stamp_of(self.id))
 
     @property
     def until(self) -> datetime | None:
-        """The end of the lease of a task in flight, or the due time of a scheduled task; else None.
-        The time is in UTC. A deadline is converted from the queue clock to the wall clock at each
-        access."""
+        """The end of the lease of a task in flight, or the due time of a scheduled task, in UTC;
+        else None. A deadline is converted to the wall clock at each access."""
         if self.state == "inflight":
             left_ns = _stamp_of(self.path) - self._anchor_ns - _monotonic_ns()
             return _utc(_wall_ns() + left_ns)
@@ -887,12 +875,10 @@ class NodeStats(NamedTuple):
     node:  the node_id of the worker.
     inflight:  the number of its leases.
     expired:  how many of these leases are past their deadline.
-    liveness:  "alive": a process holds the lock of the worker's lease directory.
+    liveness:  "alive": a process holds the lock of the lease directory.
         "dead": no process holds the lock, and the directory has leases of this boot.
-        "unknown": the lock does not tell, for one of two reasons. First, no process holds the lock,
-            and no lease in the directory is of this boot: the directory is empty, or each lease is
-            detached, of another host, or of an earlier boot. Second, there is no flock(2) here. In
-            both cases, the death of the worker alone does not end a lease.
+        "unknown": no process holds the lock, and no lease is of this boot, for example because each
+            is detached or of another host. Or there is no flock(2) here.
     """
 
     node: str
@@ -906,11 +892,11 @@ class Stats(NamedTuple):
 
     pending, scheduled, inflight, done, failed:  the number of tasks in that state.
     buffered:  the number of newer payloads in keys/, each behind the task of its key.
-    oldest_pending_age_s:  the longest time, in seconds, for which a task has waited for its
-        turn. A task in pending/ has waited since the time in its name, a task in scheduled/ since
-        its due time. None: pending/ is empty, and no scheduled task is due.
+    oldest_pending_age_s:  the seconds for which the oldest task in pending/ has waited, or the
+        first task in scheduled/ since its due time, whichever is more. None: no task waits for its
+        turn.
     nodes:  the leases of each worker, sorted by node_id.
-    expired:  the number of leases past their deadline whose tasks no worker has taken back.
+    expired:  the number of leases past their deadline that are not taken back yet.
     """
 
     pending: int
@@ -930,8 +916,8 @@ class WorkCounts(NamedTuple):
     done:  the task was finished.
     failed:  the task is a dead letter in failed/.
     retried:  the handler raised an exception, and the task waits for another attempt.
-    released:  the handler gave the task back, or raised an exception that is not an Exception, such
-        as SystemExit. Or work() gave the task back, at the second SIGTERM or SIGINT.
+    released:  the task was given back, by the handler, after an exception that is not an Exception,
+        or at the second signal.
     lost:  the lease was lost, or the end of the delivery could not be written to the disk. The log
         says which of the two.
     """
@@ -946,10 +932,11 @@ class WorkCounts(NamedTuple):
 class Finding(NamedTuple):
     """One thing that check() found.
 
-    kind:  the kind of the finding, such as "corrupt" or "leftover".
+    kind:  "trust", "foreign", "corrupt", "twice", "unreadable", "dead worker", "expired", "key
+        without a task" or "leftover".
     path:  the file or directory, relative to data_dir.
     text:  what is wrong with it.
-    repaired:  True if check(repair=True) repaired it.
+    repaired:  True: a corrupt task that check(repair=True) has moved to failed/.
     """
 
     kind: str
@@ -1464,15 +1451,20 @@ class _Files:
                 _sync_path(f"{self.path}/..")
 
     def make_dir(self, name: str) -> None:
-        """Make a directory in data_dir for all users of the queue, unless it exists."""
+        """Make a directory in data_dir for all users of the queue, unless it exists. A lease
+        directory is a lock file, too: see lock_mode()."""
+        root = self.root
+        mode = self.mode
+        if name.startswith("inflight-"):
+            mode &= ~((~mode & 0o022) << 1)
         with suppress(FileExistsError):
-            os.mkdir(self.root.prefix + name, dir_fd=self.root.fd)
+            os.mkdir(root.prefix + name, mode & 0o777, dir_fd=root.fd)
             # RACE: another process removes a new lease directory, because it is empty, before it is
             # opened here. Then _LeaseDir._open() finds that the directory is missing.
             with _ignore_missing(errno.EACCES, errno.EPERM):
-                made = _OpenFile(self.root, name)
+                made = _OpenFile(root, name)
                 with closing(made):
-                    _follow_owner(made.fd, self.root.status(), self.mode)
+                    _follow_owner(made.fd, root.status(), mode)
 
     @property
     def root(self) -> _OpenFile:
@@ -1514,8 +1506,9 @@ class _Files:
         except OSError as error:
             if error.errno in _MISSING_ERRNOS and self.dirs.drop_removed_root():
                 return self.names(directory)
+            self.named(error, directory)
             if directory in _STATE_DIRS or not self._is_passed_over(directory, error):
-                raise self.named(error, directory) from None
+                raise
             return []
         try:
             return os.listdir(fd)
@@ -1523,7 +1516,7 @@ class _Files:
             os.close(fd)
 
     def _is_passed_over(self, directory: str, error: OSError) -> bool:
-        if error.errno in (errno.EACCES, errno.EPERM) and directory.startswith("inflight-"):
+        if error.errno in (errno.EACCES, errno.EPERM) and directory not in _STATE_DIRS:
             _warn_once(f"passed over: {error}")
             return True
         return error.errno in (*_MISSING_ERRNOS, errno.ENOTDIR)
@@ -1735,7 +1728,9 @@ class _Files:
         try:
             fd = os.open(source, _CREATE_FLAGS, self._file_mode, dir_fd=creating.fd)
         except OSError as error:
-            if error.errno not in _MISSING_ERRNOS or not self.dirs.refresh():
+            self.dirs.refresh()
+            is_same = dirs.get("creating") is creating
+            if error.errno not in _MISSING_ERRNOS or is_same:
                 raise self.named(error, f"creating/{new_name}") from None
             return self.publish(new_name, data, directory, name, is_synced)
         try:
@@ -1800,8 +1795,9 @@ class _Files:
             try:
                 return os.open(name, _CREATE_FLAGS, self._file_mode, dir_fd=where.fd)
             except OSError as error:
-                if is_last or error.errno not in _MISSING_ERRNOS or not self.dirs.refresh():
+                if is_last or error.errno not in _MISSING_ERRNOS:
                     raise self.named(error, path) from None
+                self.dirs.refresh()
         raise _os_error(errno.ENOENT, path)
 
     def move(self, source: str, target: str) -> str:
@@ -1822,7 +1818,12 @@ class _Files:
         try:
             os.replace(name, new_name, src_dir_fd=old.fd, dst_dir_fd=new.fd)
         except OSError as error:
-            if error.errno not in _MISSING_ERRNOS or not self.dirs.refresh():
+            # RACE: another thread has refreshed the directories.
+            if error.errno not in _MISSING_ERRNOS or not (
+                self.dirs.refresh()
+                or dirs.get(directory, old) is not old
+                or dirs.get(new_directory, new) is not new
+            ):
                 raise self.named(error, source, target) from None
             return self.move(source, target)
         # By POSIX, rename() succeeds and does nothing if both names are links to one file. Then the
@@ -1887,16 +1888,18 @@ class _Files:
         if old.st_size <= _SHRINK_BYTES or is_kept or old.st_uid != os.geteuid():
             return
         self._kept_inode = old.st_ino
+        mode = stat.S_IMODE(old.st_mode)
+        root = self.root
         where, name = self.place(f"creating/{new_name}.pending")
         # RACE: another process renames a file into the directory first. Then our rename fails, and
         # the old directory stays. It also stays if it is a mount point, or if the disk is full.
         with suppress(OSError):
-            os.mkdir(name, dir_fd=where.fd)
+            os.mkdir(name, mode & 0o777, dir_fd=where.fd)
             made = _OpenFile(where, f"{new_name}.pending")
-            _follow_owner(made.fd, old, stat.S_IMODE(old.st_mode))
+            _follow_owner(made.fd, old, mode)
             new = made.status()
             if (new.st_uid, new.st_gid) == (old.st_uid, old.st_gid):
-                os.rename(name, "pending", src_dir_fd=where.fd, dst_dir_fd=self.root.fd)
+                os.rename(name, "pending", src_dir_fd=where.fd, dst_dir_fd=root.fd)
                 # Without this sync, power loss could undo the rename, and with it the later tasks.
                 self.sync_dir("")
         with suppress(OSError):
@@ -1982,7 +1985,7 @@ def _compute_anchor(files: _Files) -> int:
     """Return the anchor for a new queue clock. It starts at the time of the wall clock, or after
     the newest id in data_dir if that is later, because the date was set back."""
     latest_ns, started_ns = _latest_order_ns(), _monotonic_ns()
-    times_ns = [_EARLIEST_NS, _wall_ns()]
+    times_ns = [_EARLIEST_NS, _date_ns()]
     for directory in (*_STATE_DIRS[1:], "keys", *files.node_dirs()):
         # PermissionError: the directory belongs to another user, and the clock must start all the
         # same. FileNotFoundError: a person removed the directory.
@@ -2050,13 +2053,13 @@ class _QueueClock:
 
     def _read(self, name: str) -> int | None:
         """Return the anchor in a clock file. Return None if the file is missing or invalid, or if
-        the queue clock would show a time that no honest clock shows. Then it is written again."""
+        the queue clock would show a time before 2001 or after 2150. Then it is written again."""
         anchor_ns = 0
         with suppress(FileNotFoundError):
             text = self._files.text(name, _CLOCK_BYTES)
             anchor_ns = int(text) if re.fullmatch("[0-9]{1,19}\n", text) else 0
         now_ns = anchor_ns + _monotonic_ns()
-        return anchor_ns if _EARLIEST_NS <= now_ns < _latest_order_ns() else None
+        return anchor_ns if _EARLIEST_NS <= now_ns < _LATEST_CLOCK_NS else None
 
     def _create(self, name: str, anchor_ns: int) -> int:
         """Write a clock file and put it in place, unless a valid one is in place. Return the anchor
@@ -2073,6 +2076,7 @@ class _QueueClock:
                     root.prefix + name,
                     src_dir_fd=creating.fd,
                     dst_dir_fd=root.fd,
+                    follow_symlinks=False,
                 )
             except (AttributeError, NotImplementedError, OSError):
                 # A file of this name exists, valid or not, or the file system has no hard links.
@@ -2247,7 +2251,7 @@ class _LeaseDir:
             self._files.make_dir(self.directory)
             try:
                 lock = self._files.lock_dir(self.directory)
-            except PermissionError:  # another user's
+            except (PermissionError, NotADirectoryError):  # another user's, or a link
                 self._use_another()
                 continue
             except FileNotFoundError:
@@ -2267,7 +2271,7 @@ class _LeaseDir:
     def _use_another(self) -> None:
         """Use a directory of another name, because another user has made or locked the one of our
         node_id. The tasks in it stay there until they can be reclaimed."""
-        other = f"inflight-{os.getpid()}-{self._clock.tag}"
+        other = f"inflight-{os.getpid()}-{os.urandom(8).hex()}"
         text = "%s can't be used by this user, or is locked by another process; using %s"
         _log().warning(text, self.directory, other)
         self.directory = other
@@ -2275,6 +2279,9 @@ class _LeaseDir:
     def _try_to_hold(self, lock: _FileLock, end_s: float) -> bool:
         """Take the shared lock of the directory, and keep the directory open. Return False if it
         must be opened again."""
+        if not os.access(".", os.W_OK, dir_fd=lock.fd):  # another user has made it
+            self._use_another()
+            return False
         # Another process holds the exclusive lock for a moment, to find out whether we live.
         while (is_shared := lock.try_shared()) is False:
             if time.monotonic() >= end_s:
@@ -2294,9 +2301,9 @@ class _LeaseDir:
                 leases = self._files.entries(self.directory)
                 for path in (it.path for it in leases if it.boot != _DETACHED):
                     self.orphans.setdefault(path)
-        lock.try_shared()
-        # RACE: another process removes the directory between our open() and our lock.
-        if not lock.is_at_path():
+        # RACE: try_exclusive() has dropped the shared lock, and another process takes the exclusive
+        # one. Or another process removes the directory between our open() and our lock.
+        if lock.try_shared() is False or not lock.is_at_path():
             return False
         # Not the descriptor of the lock: close() in another thread closes it during a read.
         try:
@@ -2497,15 +2504,16 @@ class _Worker:
         """Move a leased task to done/. If keep_done is False or 0, remove the task instead. Raises
         LeaseLost.
 
-        If done/ can't take the file, because the disk is full or a directory has its name, the task
-        is removed, too. A task that stayed leased would run again and again."""
+        If done/ can't take the file, because the disk is full, or another user's file or directory
+        has its name, the task is removed, too. A task that stayed leased would run again and
+        again."""
         lease = _lease_of(task)
         if self.keep_done:
             try:
                 gone_to = self.move_leased(lease, f"done/{lease.path[-_ID_LENGTH:]}", "done")
             except OSError as error:
                 # If the lease is gone, the rename has succeeded, and only a later step failed.
-                is_refused = error.errno in (*_OUT_OF_SPACE_ERRNOS, errno.EISDIR)
+                is_refused = error.errno in (*_OUT_OF_SPACE_ERRNOS, errno.EISDIR, errno.EPERM)
                 if not is_refused or not self.files.exists(lease.path):
                     raise
                 text = "task %s is done, and removed: done/ can't take it: %s"
@@ -2539,9 +2547,9 @@ class _Worker:
 
     def _failed_path(self, source: str) -> str:
         """Return the path in failed/ for a task: failed/<id>, or a name with its order in front if
-        another user has made a directory of this name."""
+        another user has made a file or a directory of this name."""
         ident = _id_of(source)
-        if stat.S_ISDIR(self.files.mode_of(f"failed/{ident}")):
+        if self.files.mode_of(f"failed/{ident}"):
             return f"failed/{_task_name(_stamp_of(ident), _attempts_of(source), ident)}"
         return f"failed/{ident}"
 
@@ -2838,7 +2846,8 @@ class _Delivery:
             # A MemoryError counts as EFBIG. If a signal handler raised the error, errno is None.
             code = getattr(error, "errno", errno.EFBIG)
             passing = (None, errno.EINTR, *_MISSING_ERRNOS, *_TRANSIENT_ERRNOS)
-            if data is None and code not in passing:
+            is_locked = isinstance(error, BlockingIOError)  # the file, or the key
+            if is_locked or (data is None and code not in passing):
                 error.task_id = ident  # type: ignore[union-attr]
             raise
         if payload is None:
@@ -2853,7 +2862,8 @@ class _Delivery:
         """Undo a claim after an error, by this table:
 
         error                                   where the task goes       counted
-        of this task alone (task_id)            the back of pending/      yes
+        of this task alone (task_id)            the back of pending/      yes, but not if another
+                                                                          process has a lock
         another OSError, but not a passing one  the back of pending/      no
         any other, such as Ctrl-C               where it was              no
 
@@ -2864,7 +2874,8 @@ class _Delivery:
         is_its_own = hasattr(error, "task_id")
         is_passing = getattr(error, "errno", None) in (None, *_TRANSIENT_ERRNOS)
         if place.startswith("pending/") and (is_its_own or not is_passing):
-            counted = _attempts_of(lease.path if is_its_own else place)
+            is_counted = is_its_own and not isinstance(error, BlockingIOError)
+            counted = _attempts_of(lease.path if is_counted else place)
             place = self._worker.back_path(place, counted)
         self._lease_dir.undo_claim(lease, place)
         if not is_its_own:  # else a later listing shows the task
@@ -2931,7 +2942,7 @@ class _Maintenance:
         self._acts: dict[str, Callable[[], None]] = {
             "enqueue": self._enqueue_due,
             "reclaim": self.reclaim_ended,
-            "repair": worker.keys.repair,
+            "repair": self._repair_keys,
             "sweep": self.remove_stale_files,
         }
         self.every_s = {
@@ -2949,7 +2960,9 @@ class _Maintenance:
         self._failed: set[str] = set()  # what raised OSError at its last run
         self._is_paused = False
         self._next_look_s = 0.0
-        self._due_seen = (0, 0)  # the time and inode of scheduled/ when it was last listed
+        # The times and inodes of scheduled/ and keys/ when they were last listed.
+        self._seen = {"enqueue": (0, 0), "repair": (0, 0)}
+        self._first_due_ns = _MAX_STAMP_NS  # the first due time that was seen there
         self._done_scan: Iterator[str] | None = None  # the listing of done/, while a purge goes on
 
     # What runs when
@@ -3017,11 +3030,12 @@ class _Maintenance:
             if self._batch.names:
                 return True
             wanted = [*self._failed]
-            # A task came to scheduled/.
-            is_changed = self._mtime_of_scheduled() != self._due_seen
-            is_changed = is_changed and time.monotonic() >= self.rested_s["enqueue"]
-            if is_changed:
-                wanted.append("enqueue")
+            # A task came to scheduled/, or the date was set. Or a process died while it had a task
+            # in keys/.
+            is_due = _latest_due_ns() >= self._first_due_ns
+            wanted += [
+                it for it in self._seen if self._is_changed(it) or (is_due and it == "enqueue")
+            ]
             for what in wanted:
                 self.run(what)
             return bool(wanted)
@@ -3059,9 +3073,23 @@ class _Maintenance:
 
     # What is done
 
-    def _mtime_of_scheduled(self) -> tuple[int, int]:
-        status = self._files.lstat("scheduled")
-        return status.st_mtime_ns, status.st_ino
+    def _state_of_dir(self, what: str) -> tuple[int, int]:
+        with _ignore_missing(errno.EACCES):
+            status = self._files.lstat("scheduled" if what == "enqueue" else "keys")
+            return status.st_mtime_ns, status.st_ino
+        return 0, 0
+
+    def _is_changed(self, what: str) -> bool:
+        """Say whether scheduled/ or keys/ has changed, and the pause after a long run is over."""
+        now = self._state_of_dir(what)
+        # A push that has a task in keys/ is under way for a moment only.
+        is_settled = what == "enqueue" or not 0 <= _wall_ns() - now[0] < 10**9
+        is_rested = time.monotonic() >= self.rested_s[what]
+        return is_rested and is_settled and now != self._seen[what]
+
+    def _repair_keys(self) -> None:
+        self._seen["repair"] = self._state_of_dir("repair")
+        self._worker.keys.repair()
 
     def _enqueue_due(self) -> None:
         """Move the due tasks to the back of pending/, in the order of their due times.
@@ -3069,12 +3097,14 @@ class _Maintenance:
         Stop after _BASE_INTERVAL_S seconds, and go on in the next run, which comes at once: no
         thread can renew a lease without the worker's lock, which this thread holds."""
         now_ns = _latest_due_ns()
-        self._due_seen = self._mtime_of_scheduled()
+        self._seen["enqueue"] = self._state_of_dir("enqueue")
+        self._first_due_ns = _MAX_STAMP_NS
         due = []
         for name in filter(_FORMS["scheduled"], sorted(self._files.names("scheduled"))):
             due_ns = _stamp_of(name)
             if due_ns > now_ns:
                 self.sooner("enqueue", (due_ns - now_ns) / 1e9)
+                self._first_due_ns = due_ns
                 break
             due.append(f"scheduled/{name}")
         end_s = time.monotonic() + _BASE_INTERVAL_S
@@ -3206,56 +3236,43 @@ class _Maintenance:
 #    each payload just before its push.
 # ==================================================================================================
 
+# TOPIC: what is on disk when a call returns. One rename or unlink commits each call. The rename is
+# atomic (POSIX), so no process sees half a task. If a lease is gone, the rename fails with ENOENT,
+# and the call raises LeaseLost.
+#
+# Each effect survives the death of any process. If the queue is durable (sync_after_write), the
+# calls marked with * also survive power loss. Then a claim or a renewal may be undone, and purged
+# tasks may be back. If the queue is not durable, power loss may undo any call, and tear files.
+#
+# *  push, push_many       the record is in pending/
+# *  push with a key       the same; or in keys/, or in the file of the key's task in scheduled/
+# *  schedule              the record is in scheduled/, under its due time; or as with a key
+#    pop, take, extend     the file is in inflight-<node>/, under its deadline
+# *  checkpoint            the new bytes are in checkpoints/<id>
+# *  done                  the file is in done/; or removed (keep_done, or done/ can't take it)
+# *  fail                  the file is in failed/, and a reason is in failed/<id>.error
+# *  release               the file is in pending/ or scheduled/
+# *  retry, retry_failed   the file is in pending/, and its reason is removed
+#    purge                 the files are removed
+#    pause, resume         the file PAUSED exists; is removed
+#    close                 the files of the leases are in pending/; an empty lease directory is
+#                          removed
+
 
 class FemtoQueue:
     """A queue in the directory `data_dir`. Each object is one worker of the queue.
 
-    data_dir:  the directory. It is made with mode 0700 if it is missing.
-    node_id:  the name of this worker: 1 to 100 of the characters A-Z a-z 0-9 . _ -, but not "." or
-        "..". None: a new name. If a worker restarts under an old name, its first pop() takes back
-        the tasks that the earlier process had leased, except detached leases. Where there is no
-        flock(2), or while another object of this name lives, a restart takes nothing back. Living
-        objects may share a name, and do not take each other's leases before the deadline. If a
-        process is killed while other objects of its name live, its leases end at their deadlines,
-        or earlier, when the last of these objects is closed or dies.
-    timeout_stale_ms:  the length of a lease (visibility timeout), in milliseconds. None: the lease
-        has no deadline, and lasts as long as its worker lives. But after a reboot, only a worker
-        that starts under the same node_id takes the lease back. Where there is no flock(2), no
-        other worker takes back a lease without a deadline. A person can always end the lease, by
-        the command `release` or by moving the file.
-    sync_after_write:  True: the effect of a call that returned survives power loss, by fsync(2).
-        This holds for push, push_many, schedule, done, fail, release, retry, retry_failed and
-        checkpoint. False: the effect survives the death of processes, but power loss may undo it.
-    max_attempts:  after this number of deliveries without done() or fail(), the task goes to
-        failed/ instead of being delivered again. From 1 to 999,999. None: no limit.
-    keep_done:  True: done() keeps the task in done/. False: done() deletes the task. A number:
-        done() keeps the task, and pop() deletes tasks from done/ after that many seconds, a few at
-        a time.
-    retry_delay_s:  the seconds for which a task waits in scheduled/ after its first attempt has
-        failed in processing() or work(). The pause doubles after each further attempt, up to an
-        hour. A random part of up to half is subtracted.
-    poll_interval_s:  the longest pause, in seconds, between two looks at the directories in a call
-        that waits. drain() and join() always look that often. Other calls do so only where
-        inotify(7) is missing or does not report all changes. This is so on systems other than
-        Linux, and on file systems that other hosts write to.
-    detached:  True: the leases outlive this object and its process, and attach() finds the tasks
-        again. Only done(), fail(), release() or its deadline ends such a lease. False: a lease also
-        ends with its worker.
+    If a worker dies, other workers of its host take its tasks back. On other hosts, after a reboot,
+    and where there is no flock(2), they wait for the deadlines. Objects may share a node_id. After
+    a restart under the same node_id, the first pop() takes back the leases of the earlier process.
+    But while another object of this name lives, these leases end by their deadlines only.
 
-    These settings are fixed: assigning to one changes nothing.
+    The order of tasks and the deadlines do not change when the date is set. Threads may
+    share an object. A forked child's copy is another worker. An unpickled object is made anew from
+    the settings. A signal handler may call push() and schedule(), without a key, and no other
+    method. For anything else, let it set a flag, or the Event of work(stop=...).
 
-    Raises TypeError or ValueError if an argument is invalid. Raises OSError if a directory of the
-    queue can't be made or read, or if the path of data_dir is too long.
-
-    The order of tasks and the deadlines of leases follow the queue clock. The queue clock is the
-    monotonic clock plus an anchor that usually all processes of one boot share. Setting the date
-    does not move the queue clock. On systems other than Linux, each process has its own anchor. Its
-    queue clock starts at the time of the wall clock, or of the newest task if that time is later.
-
-    Threads may share an object. A forked child's copy of the object is another worker. An unpickled
-    object is made anew from the settings. A signal handler may call push() and schedule(), without
-    a key, and no other method. For anything else, let the handler set a flag, or the Event that was
-    passed as work(stop=...).
+    Raises TypeError or ValueError if an argument is invalid, OSError if a directory can't be made.
     """
 
     node_id: str
@@ -3273,6 +3290,20 @@ class FemtoQueue:
         poll_interval_s: float = 0.05,
         detached: bool = False,
     ) -> None:
+        """Open the queue, and make data_dir (mode 0700) if it is missing.
+
+        node_id:  1 to 100 of A-Z a-z 0-9 . _ -, but not "." or "..". None: a new name.
+        timeout_stale_ms:  the milliseconds of a lease. None: no deadline. After a reboot, only a
+            restart under the same node_id or the command `release` ends such a lease.
+        sync_after_write:  True: what a call did survives power loss. False: only killed processes.
+        max_attempts:  1 to 999,999: a task that was delivered so often is failed. None: no limit.
+        keep_done:  False or 0: done() deletes the task. A number: pop() does after so many seconds.
+        retry_delay_s:  the seconds before a second attempt in processing() and work(). They double
+            with each attempt, up to an hour. A random part of up to half is subtracted.
+        poll_interval_s:  the longest pause, in seconds, of drain() and join(). Other waits need it
+            only where inotify(7) is missing, or where other hosts write.
+        detached:  True: leases outlive this process, until their deadlines, for attach().
+        """
         path = _check_dir("data_dir", data_dir)
         self._given_node_id = _check_node_id(node_id)
         self._length_ns = _lease_length_ns("timeout_stale_ms", timeout_stale_ms, _FOREVER_NS)
@@ -3305,8 +3336,8 @@ class FemtoQueue:
         self._delivery = self._worker.delivery
 
     def _after_fork(self) -> None:
-        # The lease directory of the parent is no longer open here.
-        self._files.dirs.pop(self._worker.lease_dir.directory, None)
+        # The child opens all directories itself: it may close the descriptors of its parent.
+        self._files.dirs.clear()
         self._clock.init_worker()
         self._init_worker()
 
@@ -3320,42 +3351,20 @@ class FemtoQueue:
         key: str | None = None,
         if_in_flight: _IfInFlight = "buffer",
     ) -> str:
-        """Add a task to the back of the queue and return the id of the task.
-
-        With a key, other rules hold, because a key has at most one task that waits or is leased. If
-        the key has no task, push() adds one. If the task of the key waits, `data` replaces the
-        payload of this task, and push() returns the id of this task. The task keeps its place or
-        its due time. It counts as never attempted, and its checkpoint is removed. If the task of
-        the key is leased, `if_in_flight` says what happens.
+        """Add a task to the back of the queue, and return its id.
 
         data:  the payload: bytes, bytearray or memoryview.
-        delay_s:  the seconds, by the wall clock, for which the task waits in scheduled/ first.
-        key:  a text of 1 to 200 bytes in UTF-8. None: a task without a key.
-        if_in_flight:  what to do if the task of the key is leased. Only with a key.
-            "buffer": `data` waits in keys/ under an id of its own, and push() returns this id. A
-                later push replaces `data` there. When done() or fail() ends the leased task, `data`
-                becomes a task with this id. If the leased task comes back instead, its next
-                delivery carries `data`, as a first attempt.
-            "update": the next delivery of the leased task carries `data`, and push() returns the id
-                of this task. If done() or fail() ends the task before, `data` is never delivered.
-                But if a payload of "buffer" is behind the task already, `data` replaces it there.
-            "reject": raise KeyInFlight.
+        delay_s:  the seconds (wall clock) for which the task waits in scheduled/ first.
+        key:  1 to 200 bytes in UTF-8. A task of the key that waits gets `data` as its payload, for
+            a first attempt. The task keeps its id, and its place unless delay_s is given.
+        if_in_flight:  if the task is leased, "buffer" puts `data` behind it, in place of an earlier
+            one. When the task ends, `data` becomes a task, with the returned id. If it comes back,
+            `data` is its payload. "update" does the same, but returns the id of the task, and drops
+            `data` when it ends, unless "buffer" came first. "reject" raises KeyInFlight.
 
-        Raises TypeError if `data` is not bytes-like, if `key` is not a str, or if `if_in_flight` is
-        "update" or "reject" without a key. Raises ValueError if the key is too long or empty, if
-        `delay_s` is negative, or if `if_in_flight` is not one of the three. Raises KeyInFlight for
-        "reject". Raises the OSError of the system call if the disk did not take the task. With a
-        key, also raises OSError where there is no flock(2), and EDEADLK in a signal handler that
-        has interrupted a call for the same lock.
-
-        If push() raises, `data` is not in the queue, except in three cases. A worker has claimed
-        the task before its sync failed. The disk refused to undo the push. Or `data` has replaced
-        another payload of the key, and only the sync failed.
-
-        On disk: when push() returns, the file of the task is in pending/. With a key, `data` may
-        instead be in keys/, or in the file of the key's task in scheduled/. The file is written in
-        creating/, and then moved by rename(2). A rename is atomic (POSIX): no worker sees half a
-        task. With sync_after_write, push() also calls fsync(2) for the file and for the directory.
+        Raises TypeError or ValueError if an argument is invalid, and OSError. A key needs flock(2).
+        After an OSError, `data` may be in the queue only if a worker took it before the sync
+        failed, if it had replaced a payload, or if the disk refused to undo the push.
         """
         if delay_s != 0:
             return self._push_at(_due_after_ns(delay_s), data, key, if_in_flight)
@@ -3374,13 +3383,9 @@ class FemtoQueue:
 
         Raises TypeError if `iterable` is a single payload, or if one of the payloads is not
         bytes-like. Raises OSError if the disk did not take a task, and any exception that
-        `iterable` raises. The tasks before the error are in the queue. The attribute `pushed_ids`
-        of the exception has the ids of these tasks. If the sync at the end of the batch failed,
-        power loss may still undo them.
-
-        On disk: when push_many() returns, the files of the tasks are in pending/. With
-        sync_after_write, one syncfs(2) makes the whole batch durable on ext4, xfs, btrfs and f2fs.
-        On other file systems, and on systems other than Linux, each task is synced as by push().
+        `iterable` raises. The tasks before the error are in the queue, and the attribute
+        `pushed_ids` of the exception has their ids. If the sync at the end failed, power loss may
+        still undo them.
         """
         if isinstance(iterable, (_BytesLike, str)):
             raise TypeError("push_many takes an iterable of payloads; for one payload use push")
@@ -3407,32 +3412,22 @@ class FemtoQueue:
         key: str | None = None,
         if_in_flight: _IfInFlight = "buffer",
     ) -> str:
-        """Add a task that joins the queue at a given time, and return the id of the task.
+        """Add a task that joins the back of the queue at a given time, and return its id.
 
-        At that time the task goes to the back of the queue.
+        data, key, if_in_flight:  as in push(). A task of the key that waits gets the new time, too.
+        time_us:  the due time by the wall clock. Microseconds since the epoch, as in time.time() *
+            1e6, or a datetime with a time zone. 0 or a time in the past means at once.
 
-        data:  the payload, as in push().
-        time_us:  the due time by the wall clock. The time is a number of microseconds since the
-            epoch, as in time.time() * 1e6, or a datetime with a time zone. If the time is past, the
-            task is due at once. For a task that is due at once, pass 0.
-        key:  as in push(). If a task of the key waits, due or not, the task gets the new time
-            together with the new payload.
-        if_in_flight:  as in push(). A payload that is buffered waits for its time, too.
+        Raises ValueError if the time is not before the year 2255, or if a datetime has no time
+        zone. Also raises ValueError for a time from one second after the epoch to the end of 1972,
+        because such a number is most likely in seconds or milliseconds. Raises TypeError if
+        `time_us` is neither a number nor a datetime, and any error that push() raises.
 
-        Raises TypeError if `time_us` is neither a number nor a datetime. Raises ValueError if the
-        time is not before the year 2255, or if a datetime has no time zone. Raises ValueError for a
-        time from one second after the epoch to the end of 1972, because such a number is most
-        likely a time in seconds or milliseconds. Raises any error that push() raises.
-
-        On disk: when schedule() returns, the file of the task is in scheduled/, under a name that
-        begins with the due time. After that time, a pop() of any worker moves the task to pending/,
-        by rename(2). While some worker waits in pop(), or calls pop() again and again, this usually
-        happens within half a second. With a key, `data` may also be elsewhere, as after push().
+        The maintenance of pop() looks for due tasks every 0.4 s. A pop() that waits does at once.
         """
         return self._push_at(_due_time_ns(time_us), data, key, if_in_flight)
 
     def _push_at(self, due_ns: int, data: _BytesLike, key: str | None, if_in_flight: str) -> str:
-        """Add a task that is due at a time, as push() and schedule() do."""
         if key is not None or if_in_flight != "buffer":
             return self._push_keyed(data, key, if_in_flight, due_ns)
         ident = self._clock.new_id()
@@ -3462,42 +3457,20 @@ class FemtoQueue:
     # Consuming
 
     def pop(self, timeout: float | None = 0, *, lease_ms: float | None = None) -> FemtoTask | None:
-        """Lease the oldest task and return the task, or return None if there is no task to deliver.
+        """Lease the oldest task, and return it. Return None if there is no task to deliver.
 
-        done(), fail() or release() ends the lease. The lease may also end by its deadline, or by
-        the death or the close() of this worker. Then this or another worker may deliver the task
-        again. If a task is corrupt, pop() moves it to failed/, logs the reason, and takes the next
-        task.
+        done(), fail() or release() ends the lease. If it ends otherwise, the task is delivered
+        again. A corrupt task moves to failed/ and is logged, and pop() takes the next.
 
-        timeout:  the seconds to wait for a task. 0: do not wait. None: wait without a limit. During
-            the wait, signal handlers run at once.
-        lease_ms:  the length of this lease, in milliseconds. extend() and processing() renew the
-            lease for the same length. None: timeout_stale_ms.
+        timeout:  the seconds to wait. 0: do not wait. None: no limit.
+        lease_ms:  the milliseconds of the lease and of its renewals. None: timeout_stale_ms.
 
-        Returns None if no task came in time, if the queue stayed paused, or if close() in another
-        thread ended the call. With timeout=0, pop() also returns None if other workers won every
-        claim.
+        Also returns None if the queue stays paused, or if close() in another thread ended the call.
 
-        Raises ValueError or TypeError if an argument is invalid. Raises the OSError of the system
-        call if there is trouble with the disk. If only a housekeeping job met the trouble, for
-        example in scheduled/ or in the directory of another worker, the error is raised only when
-        no task waits.
-
-        If the trouble is with one task, the attribute `task_id` of the OSError or MemoryError has
-        the id of the task. For example, this user has no right to read or move the file, or the
-        payload does not fit into memory. A task that can't be read goes to the back of the queue,
-        and the next pop(), in this process or another, takes the next task. The delivery counts as
-        an attempt: after max_attempts deliveries, the task goes to failed/.
-
-        A call that waits looks for a task when inotify(7) reports a change, when a task comes due,
-        and when a lease ends. It usually finds the tasks of a worker at most half a second after
-        the worker died. Where inotify does not report all changes, the call also looks at least
-        every poll_interval_s.
-
-        On disk: when pop() returns a task, the file of the task is in inflight-<node>/. The name of
-        the file begins with the deadline. If several workers call rename(2) for the same file, one
-        succeeds and the others get ENOENT (POSIX). The rename is not synced: after power loss the
-        task may wait in its old place again.
+        Raises ValueError or TypeError if an argument is invalid, and OSError. An OSError of the
+        maintenance is raised only when no task waits. If the attribute `task_id` of an OSError or
+        MemoryError names a task, this task is at the back of the queue, and the attempt counts. A
+        task that this user may not move is passed over for a minute.
         """
         if os.getpid() != _process_id:  # inlined: a call would be 2 % of pop()
             _after_fork_in_child()
@@ -3511,14 +3484,12 @@ class FemtoQueue:
     async def pop_async(
         self, timeout: float | None = None, *, lease_ms: float | None = None
     ) -> FemtoTask | None:
-        """Do what pop() does, without blocking the event loop.
+        """Do what pop() does, without blocking the event loop: the call waits in a thread.
 
         timeout, lease_ms:  as in pop(), but the default timeout is None: wait without a limit.
 
-        While the call waits, it uses a thread.
-
-        Cancelling the call leaves no task leased. If the call has just taken a task, the task
-        returns to its place, and the delivery is not counted.
+        Cancelling the call leaves no task leased. A task that the call has just taken returns to
+        its place, uncounted.
         """
         length_ns = _lease_length_ns("lease_ms", lease_ms, self._length_ns)
         _notice_fork()
@@ -3535,28 +3506,18 @@ class FemtoQueue:
         lease_ms: float | None = None,
         even_paused: bool = False,
     ) -> FemtoTask | None:
-        """Lease the task of a key, or the task with an id, out of turn, and return the task.
+        """Lease the task of a key, or the task with an id, out of turn, and return it.
 
-        key:  the key of the task. The task must be in pending/, or in scheduled/ and due. The cost
-            of the search does not depend on the number of waiting tasks, except on file systems
-            that other hosts write to. But take() also runs the housekeeping jobs of pop(), and
-            their cost does depend on this number.
+        key:  the key of a task in pending/, or in scheduled/ and due.
         timeout:  the seconds to wait for the task, as in pop().
-        id:  the id of the task. The task must be in pending/ or in scheduled/, due or not. To
-            cancel a waiting task, take it by its id and call done(). If the task is given back or
-            reclaimed instead, its old due time no longer counts.
-        lease_ms:  the length of the lease in milliseconds, as in pop().
-        even_paused:  True: take the task even if the queue is paused, for example to cancel it.
+        id:  the id of a task in pending/ or scheduled/, due or not. If the task comes back, its old
+            due time no longer counts. To cancel a task, take it by its id and call done().
+        lease_ms:  the milliseconds of the lease, as in pop().
+        even_paused:  True: take the task even if the queue is paused.
 
-        Returns None if the task could not be leased in time: the task does not exist, is in flight,
-        or (by key) is not due yet. Also returns None if the queue stayed paused, or if close() in
-        another thread ended the call.
-
-        Raises TypeError unless exactly one of `key` and `id` is given. Raises ValueError if the key
-        or the id is invalid, and any error that pop() raises. For a task with a key, raises OSError
-        where there is no flock(2).
-
-        On disk: as after pop().
+        Returns None if the task could not be leased in time, and in the cases of pop(). Raises
+        TypeError unless exactly one of `key` and `id` is given, ValueError if the key or the id is
+        invalid, and any error that pop() raises. A task with a key needs flock(2).
         """
         end_s = _end_s(timeout)
         # Without a timeout, a lock that is held for a moment must not hide the task.
@@ -3575,10 +3536,8 @@ class FemtoQueue:
         """Do what take() does, without blocking the event loop.
 
         The parameters are as in take(), but the default timeout is None: wait without a limit.
-
-        Cancelling the call has the same effect as in pop_async(). take_async() never blocks on the
-        lock of the key. If another thread or process holds the lock, take_async() tries again a
-        little later, and so on until the timeout.
+        Cancelling works as in pop_async(). While another process holds the lock of the key, the
+        call tries again and again, until the timeout.
         """
         look = self._finder_of(key, id, lease_ms, 0)
         return await self._worker.waits.wait_for_async(look, _end_s(timeout), f"{key} {id}")
@@ -3605,17 +3564,14 @@ class FemtoQueue:
     def drain(self, timeout: float | None = None) -> Iterator[FemtoTask]:
         """Iterate over tasks until no task is pending, scheduled or in flight.
 
-        Each task is leased as by pop(). Tasks of other workers count too: drain() waits for them to
-        end or to come back. End each task before asking for the next: drain() also waits for a task
-        that this worker still holds.
+        Each task is leased as by pop(). Tasks of other workers count, too: drain() waits for them.
+        End each task before asking for the next: drain() also waits for what this worker holds.
 
-        timeout:  the seconds to wait for each task. If no task comes in that time, the iteration
-            ends. None: no limit.
+        timeout:  the seconds to wait for each task. If none comes in that time, the iteration ends.
+            None: no limit.
 
         Raises ValueError or TypeError at once if `timeout` is invalid. The iteration raises the
-        errors of pop(). close() in another thread ends the iteration.
-
-        On disk: as after pop(), for each task.
+        errors of pop(). close() in another thread ends it.
         """
         _end_s(timeout)  # raise for an invalid timeout now, not at the first task
 
@@ -3630,10 +3586,8 @@ class FemtoQueue:
         return iter(wait, None)
 
     def join(self, timeout: float | None = None) -> bool:
-        """Wait until no task is pending, scheduled or in flight, and return True.
-
-        join() itself moves no task. Due tasks, and the tasks of dead workers, move only when some
-        worker calls pop() or take().
+        """Wait until no task is pending, scheduled or in flight, and return True. join() moves no
+        task. Due tasks, and the tasks of dead workers, need a worker that calls pop() or take().
 
         timeout:  the seconds to wait. None: no limit.
 
@@ -3651,24 +3605,13 @@ class FemtoQueue:
 
         task:  the task that pop() or another method leased.
 
+        The checkpoint of the task is removed. A payload behind the task (see push()) becomes a
+        task.
+
         Raises LeaseLost if this delivery no longer holds the lease; then nothing is changed. Raises
-        TypeError if `task` is not a FemtoTask, and the OSError of the system call if there is
-        trouble with the disk.
-
-        After an OSError, done() may be called again. If the rename(2) or unlink(2) failed, the task
-        is still leased, and the next call tries again. If only a later step failed, such as the
-        sync, the task has moved all the same, and the next call raises LeaseLost.
-
-        On disk: when done() returns, the file of the task is in done/. With keep_done=False, or if
-        a full disk has no room for the name in done/, the file is deleted. The rename(2) or
-        unlink(2) is the commit. The system call fails with ENOENT if the lease is gone (POSIX), and
-        then LeaseLost is raised. The checkpoint of the task is removed. A payload that is buffered
-        behind the task becomes a task.
-
-        With sync_after_write, done() also calls fsync(2) for the file and for done/. If the task is
-        to be deleted, power loss must not bring the task back to pending/. The rename of the claim
-        was not synced. So the file and its directory are synced before the unlink(2), and the
-        directory again after it.
+        TypeError if `task` is not a FemtoTask, and the OSError of the system call. After an
+        OSError, done() may be called again. It raises LeaseLost if the task had moved, and only a
+        later step, such as the sync, had failed.
         """
         self._worker.finish(task)
 
@@ -3678,14 +3621,8 @@ class FemtoQueue:
         task:  the task that pop() or another method leased.
         error:  the reason: a text, or an exception, whose traceback is kept. None: no reason.
 
-        Raises LeaseLost, TypeError and OSError as done() does. Also raises TypeError if `error` is
-        of another type.
-
-        On disk: when fail() returns, the file of the task is in failed/, and a given reason is in
-        failed/<id>.error. The rename(2) of the task comes first, because it fails if the lease is
-        gone. So a worker that lost its lease never writes a reason for another delivery. If the
-        process dies before the reason is in place, the task has no reason. The checkpoint, a
-        buffered payload and the syncs are treated as in done().
+        The checkpoint and a payload behind the task are treated as in done(). Raises LeaseLost,
+        TypeError and OSError as done() does. Also raises TypeError if `error` is of another type.
         """
         if not isinstance(error, (str, BaseException, type(None))):
             raise TypeError(f"error must be a text or an exception, not {error!r}")
@@ -3694,23 +3631,19 @@ class FemtoQueue:
     def release(
         self, task: FemtoTask, *, front: bool = False, delay_s: float = 0, counted: bool = True
     ) -> None:
-        """Give the task back, so that it is delivered again.
-
-        Without further arguments the task goes to the back of the queue.
+        """Give the task back, to the back of the queue, so that it is delivered again.
 
         task:  the task that pop() or another method leased.
-        front:  True: the task returns to the place of its push, usually the front of the queue.
+        front:  True: the task returns to the place of its push.
         delay_s:  the seconds, by the wall clock, for which the task waits in scheduled/.
         counted:  False: the attempts of the task do not count this delivery.
 
+        The next delivery gets the checkpoint. If a payload is behind the task (see push()), the
+        next delivery carries that payload instead, as a first attempt without the checkpoint. If
+        that payload is due later, the task waits until then, whatever `front` and `delay_s` say.
+
         Raises ValueError if `delay_s` is negative, or if both `front` and `delay_s` are given.
         Raises LeaseLost, TypeError and OSError as done() does.
-
-        On disk: when release() returns, the file of the task is in pending/ or scheduled/, moved by
-        rename(2). With sync_after_write, fsync(2) of the file and of the directory follows. The
-        checkpoint stays for the next delivery. If a newer payload of the key is buffered, the next
-        delivery carries that payload, as a first attempt and without the checkpoint. If that
-        payload is due later, the task waits until then, whatever `front` and `delay_s` say.
         """
         path = _lease_of(task).path
         ident, attempts = _id_of(path), _attempts_of(path) - (not counted)
@@ -3725,20 +3658,14 @@ class FemtoQueue:
         self._worker.requeue(task, target)
 
     def extend(self, task: FemtoTask, ms: float | None = None) -> None:
-        """Renew the lease of the task: give it a new deadline.
+        """Renew the lease of the task: give it a new deadline, and `task.path` the new path.
 
-        task:  the task that pop() or another method leased. `task.path` gets the new path of the
-            lease.
+        task:  the task that pop() or another method leased.
         ms:  the milliseconds from now until the lease ends. None: the length for which the lease
-            was taken. In a block of processing(), this length is also the minimum: a smaller `ms`
-            is raised to the length for which the lease was taken.
+            was taken. In a block of processing(), a smaller `ms` holds only until the next renewal.
 
         Raises ValueError if `ms` is not greater than 0. Raises LeaseLost, TypeError and OSError as
         done() does.
-
-        On disk: when extend() returns, the file of the task has a new name, with the new deadline,
-        in the same directory. The rename(2) fails with ENOENT if the lease is gone (POSIX), and
-        then LeaseLost is raised. The rename is not synced.
         """
         lease = _lease_of(task)
         self._worker.renew(task, _lease_length_ns("ms", ms, lease.length_ns))
@@ -3748,19 +3675,15 @@ class FemtoQueue:
 
         lease:  `task.path` in the other process, the last part of that path, or the id of the task.
 
-        The payload is not read: `data` is b"". `size_bytes`, `key` and `checkpoint` are None. A
-        saved checkpoint belongs to one payload. So the method checkpoint() reads the payload when
-        it is called. It raises CorruptTask if the file of the task is not a whole record.
+        The payload is not read: `data` is b"". `size_bytes`, `key` and `checkpoint` are None. The
+        method checkpoint() reads the payload, and raises CorruptTask if it is not whole.
+
+        A lease that is not detached still ends with the worker that took it. Without `ms`, extend()
+        renews the lease for timeout_stale_ms of this object. If timeout_stale_ms is None, a
+        detached lease is renewed for the time that was left at attach(), and for at least a second.
 
         Raises LeaseLost if no lease has this path or id: the lease has ended, or a renewal has
         changed the path. Raises TypeError if `lease` is not a str.
-
-        A lease that is not detached still ends with the worker that took the lease. Without `ms`,
-        extend() renews the lease for timeout_stale_ms of this object. If timeout_stale_ms is None,
-        extend() renews a detached lease for the time that was left when attach() was called, and
-        for at least a second.
-
-        On disk: nothing changes.
         """
         directory, _, name = _check_str("lease", lease).rpartition("/")
         is_path = _parse_node_dir(directory) and self._files.exists(lease)  # needs no listing
@@ -3786,52 +3709,34 @@ class FemtoQueue:
 
     def processing(self, task: FemtoTask) -> _Processing:
         """Return a context manager that renews the lease during its block, then ends the delivery.
+        The end of an `async with` runs in a thread, and does not block the event loop.
 
-        task:  the task that pop() or another method leased. The `as` clause of the `with` statement
-            gets the same object.
+        task:  the task that pop() or another method leased, and that the `as` clause gets.
 
-        `async with` takes the same object. Its end runs in a thread, and does not block the event
-        loop.
+        Without an exception, the task is finished, unless the block itself has ended the delivery.
+        An exception propagates, and the task waits for another attempt (see retry_delay_s). If it
+        has had max_attempts, it moves to failed/ instead, with the traceback. After an exception
+        that is not an Exception, such as KeyboardInterrupt or asyncio.CancelledError, the task
+        returns to the place of its push, uncounted.
 
-        A thread in the background renews the lease; each queue object has at most one such thread.
-        When the block ends without an exception, the task is finished, as by done(). If the block
-        itself ended the delivery by done(), fail() or release(), nothing more is done.
-
-        An exception propagates, and the task waits for another attempt (see retry_delay_s). If
-        task.attempts has reached max_attempts, the task moves to failed/ instead, as by fail(task,
-        exception). KeyboardInterrupt, SystemExit, asyncio.CancelledError and other exceptions that
-        are not an Exception return the task to the place of its push. The delivery is not counted
-        then.
-
-        Raises TypeError if `task` is not a FemtoTask. Raises LeaseLost at the beginning or the end
-        of the block if the lease is lost. Raises OSError if the lease can't be renewed at the
-        beginning, or if the end of the delivery can't be written to the disk. In the second case,
-        the task is delivered again soon, unless only a step after the rename(2) or unlink(2)
-        failed.
-
-        On disk: after the block, as after done(), release() or fail().
+        Raises TypeError if `task` is not a FemtoTask, and LeaseLost if the lease is lost at the
+        beginning or the end. Raises OSError if the lease can't be renewed at the beginning, or if
+        the end can't be written. The task is then delivered again, unless it has moved.
         """
         return _Processing(self, task, self._worker)
 
     def checkpoint(self, task: FemtoTask, data: _BytesLike) -> None:
         """Save how far the work on the task has come, and renew the lease.
 
-        The next delivery gets the bytes as `task.checkpoint`. This holds after release(), after an
-        exception in processing(), and after the lease was taken back, for example because this
-        worker died. A delivery with a newer payload of the key gets no checkpoint. done() and
-        fail() remove the checkpoint.
+        The next delivery gets the bytes as `task.checkpoint`, after release(), after an exception
+        in processing(), and after the lease was taken back. A delivery with a newer payload of the
+        key gets none. done() and fail() remove the checkpoint.
 
         task:  the task that pop() or another method leased.
         data:  the progress: bytes, bytearray or memoryview, of any meaning.
 
         Raises LeaseLost, and saves nothing, if this delivery no longer holds the lease. Raises
-        TypeError if `data` is not bytes-like, and the OSError of the system call if the disk did
-        not take the bytes.
-
-        On disk: when checkpoint() returns, checkpoints/<id> has the new bytes. One rename(2)
-        replaces the old file. If the process is killed, either the old or the new file is there,
-        and is whole. With sync_after_write, this also holds after power loss: fsync(2) of the file
-        comes before the rename, and fsync(2) of the directory comes after the rename.
+        TypeError if `data` is not bytes-like, and the OSError of the system call.
         """
         _save_checkpoint(self._worker, task, bytes(_as_bytes(data)))
 
@@ -3845,39 +3750,20 @@ class FemtoQueue:
         idle_timeout_s: float | None = None,
         time_limit_s: float | None = None,
     ) -> WorkCounts:
-        """Call handler(task) for each task, within processing(), until told to stop.
+        """Call handler(task) for each task, within processing(), and return WorkCounts.
 
-        handler:  the function that does the work: a plain function, neither async nor a generator.
-            If the handler raises an exception, the exception is logged (logger "femtoqueue"), and
-            the next task follows.
+        handler:  a plain function, neither async nor a generator. Its exceptions are logged.
         concurrency:  the number of tasks handled at a time. More than 1: in threads.
         drain:  True: return when no task is pending, scheduled or in flight.
-        stop:  a threading.Event. When the event is set, the running handlers finish, and work()
-            returns.
-        idle_timeout_s:  return when this worker has been idle for that many seconds. None: never.
-        time_limit_s:  take no more tasks when that many seconds have passed. None: no limit.
+        stop:  a threading.Event. When it is set, the running handlers finish, and work() returns.
+        idle_timeout_s:  return when this worker has been idle for so many seconds. None: never.
+        time_limit_s:  take no more tasks after so many seconds. None: no limit.
 
-        Returns the number of deliveries by outcome, as WorkCounts.
-
-        If work() runs in the main thread, SIGTERM and SIGINT stop the loop as `stop` does, and a
-        line on standard error says so. A second signal gives back the tasks that are running, and
-        work() returns at once. With concurrency=1, the second signal ends the handler by a
-        KeyboardInterrupt, which work() catches. With a higher concurrency, the handlers still run
-        in their threads, and get LeaseLost when they use their tasks. Two signals within 0.3
-        seconds count as one. close() in another thread stops the loop, too.
-
-        Raises TypeError or ValueError if an argument is invalid. If a handler raises SystemExit,
-        KeyboardInterrupt or another exception that is not an Exception, the loop ends, and the
-        exception propagates. The handler's task is given back, and the delivery is not counted. An
-        OSError of pop() or of the end of a delivery also ends the loop, and is raised when the
-        running handlers have finished. If a signal came, too, the OSError is only logged.
-
-        But if pop() met trouble with a single task (the error has a `task_id`, see pop()), the
-        error is only logged, and work() takes the next task. Such an error is raised only if every
-        attempt to take a task has failed in this way for more than 30 seconds, and no handler is
-        running.
-
-        On disk: each task is where done(), fail() or release() put it.
+        In the main thread, SIGTERM and SIGINT act as `stop`. A second one, at least 0.3 s later,
+        gives the running tasks back, and work() returns. It ends a handler in this thread by
+        KeyboardInterrupt; in other threads, the tasks raise LeaseLost. Raises the exception of a
+        handler that is not an Exception, and the OSError of pop() or of the end of a delivery. An
+        OSError with a `task_id` (see pop()) is logged, and raised after 30 s of such errors.
         """
         import inspect
 
@@ -3908,31 +3794,19 @@ class FemtoQueue:
         ).run()
 
     def pause(self) -> None:
-        """Stop handing out tasks, in all processes, until resume().
-
-        Tasks in flight are not affected, and push() still adds tasks. Other workers usually notice
-        the pause within a second, when they run the housekeeping jobs. Raises OSError if the file
-        can't be made.
-
-        On disk: when pause() returns, the file data_dir/PAUSED is there.
-        """
-        files = self._files
-        flags = _CREATE_FLAGS | _NO_FOLLOW_OR_BLOCK
-        files.dirs.refresh()
-        with suppress(FileExistsError):
-            os.close(os.open(files.root.prefix + "PAUSED", flags, 0o644, dir_fd=files.root.fd))
+        """Stop handing out tasks, in all processes, until resume(). Tasks in flight are not
+        affected, and push() still adds tasks. Other workers notice the pause at their next
+        maintenance, within about a second. Raises OSError if the file data_dir/PAUSED can't be
+        made."""
+        self._files.dirs.refresh()
+        with suppress(FileExistsError):  # O_EXCL: neither a link nor a FIFO is opened
+            os.close(self._files.create("PAUSED"))
         self._worker.maintenance.drop_batch()
 
     def resume(self) -> None:
-        """Hand out tasks again, no matter which process paused the queue.
-
-        Calls that wait look for tasks at once, or after poll_interval_s at most if inotify(7) does
-        not report all changes.
-
-        Raises OSError if the file can't be removed.
-
-        On disk: when resume() returns, the file data_dir/PAUSED is gone.
-        """
+        """Hand out tasks again, no matter which process paused the queue. Calls that wait look for
+        tasks at once, or after poll_interval_s. Raises OSError if data_dir/PAUSED can't be
+        removed."""
         self._files.dirs.refresh()
         self._files.unlink_if_exists("PAUSED")
 
@@ -3953,13 +3827,8 @@ class FemtoQueue:
 
         id:  the id of the task.
 
-        Raises TaskNotFound if the task is not in failed/. Raises KeyInFlight if its key has another
-        task now. Raises ValueError or TypeError if `id` is not a valid id, and the OSError of the
-        system call if there is trouble with the disk.
-
-        On disk: when retry() returns, the file of the task is in pending/, and the reason in
-        failed/ is removed. The file is moved by rename(2). With sync_after_write, fsync(2) of the
-        file and of the directory follows.
+        Raises TaskNotFound if the task is not in failed/, and KeyInFlight if its key has another
+        task. Raises ValueError or TypeError if `id` is invalid, and the OSError of the system call.
         """
         ident = _check_id(id)
         entry = self._files.find_id(ident, "failed")
@@ -3971,11 +3840,8 @@ class FemtoQueue:
     def retry_failed(self) -> int:
         """Put every failed task at the back of the queue, oldest first, and return their number.
 
-        If the key of a task has another task now, the task stays in failed/, and the returned
-        number does not include it. Raises the OSError of the system call if there is trouble with
-        the disk. The tasks that were put back before the error stay in pending/.
-
-        On disk: as after retry(), for each task.
+        A task whose key has another task now stays in failed/, and does not count. Raises the
+        OSError of the system call. The tasks that were put back before the error stay in pending/.
         """
         count = 0
         for entry in self._files.find("failed"):
@@ -3988,16 +3854,13 @@ class FemtoQueue:
     ) -> int:
         """Delete tasks that ended more than older_than_s seconds ago, and return their number.
 
-        older_than_s:  the least age in seconds, by the wall clock. The age is the time since
-            st_ctime of the file. Every common file system sets st_ctime on rename(2), so the age
-            counts from the move to done/ or failed/.
+        older_than_s:  the least age in seconds, by the wall clock, since the move to done/ or
+            failed/ (st_ctime).
         states:  "done" or "failed", or an iterable of them. With "failed", old reasons whose task
             is gone are deleted, too.
 
-        Raises ValueError or TypeError if an argument is invalid, and OSError if there is trouble
-        with the disk.
-
-        On disk: when purge() returns, the files are gone. The deletion is not synced.
+        Raises ValueError or TypeError if an argument is invalid, and the OSError of the system
+        call.
         """
         _not_negative("older_than_s", older_than_s)
         given = {states} if isinstance(states, str) else set(states)
@@ -4013,35 +3876,27 @@ class FemtoQueue:
         return count
 
     def check(self, repair: bool = False) -> list[Finding]:
-        """Return what is wrong in data_dir, as a list. With repair=True, also make safe repairs.
+        """Return what is wrong in data_dir, as a list of Finding. Every task is read. A task that
+        moves meanwhile may be reported wrongly.
 
-        Every task is read. A task that moves meanwhile may be reported wrongly.
+        repair:  True: make the repairs that are safe while workers run. The tasks of ended leases
+            and of dead workers return to pending/. Payloads in keys/ whose task is gone become
+            tasks. Links of keys without a task, and leftovers, are removed. These repairs are no
+            findings. Corrupt tasks that wait go to failed/. False: change nothing.
 
-        repair:  True: make the repairs that are safe while workers run. Corrupt tasks that wait go
-            to failed/. The tasks of dead workers, and of leases past their deadlines, return to
-            pending/. Payloads in keys/ whose task is gone become tasks. After that, key states
-            without a task are removed. Leftovers are removed, too. False: change nothing.
-
-        The findings are:
-        - a network file system, or a directory on another file system than data_dir
-        - a queue clock that is ahead of the wall clock
-        - foreign names
-        - records that are not whole, and files or directories that can't be read
-        - an id in two places
-        - dead workers and ended leases
-        - keys without a task
-        - leftovers in creating/ and checkpoints/ that are more than an hour old
+        The kinds: "trust": this is root, and others own data_dir or may write to it. "foreign": a
+        name that is not of the queue. "corrupt": a record that is not whole. "twice": an id in two
+        places. "unreadable": a file or directory. "dead worker", "expired": leases have ended. "key
+        without a task". "leftover": an old file in creating/ or checkpoints/ (an hour, 30 days).
         """
         return [*_Inspector(self._worker, repair).findings()]
 
     # Looking
 
     def stats(self) -> Stats:
-        """Count the tasks in each state, and return the numbers as Stats.
-
-        Only names are read: with 100,000 tasks in done/, that takes about 50 ms. A task that moves
-        meanwhile may be missed or counted twice.
-        """
+        """Count the tasks in each state, and return the numbers as Stats. Only names are read:
+        100,000 tasks in done/ take about 50 ms. A task that moves meanwhile may be missed or
+        counted twice."""
         files = self._files
         pending, scheduled = map(files.entries, _WAITING_DIRS)
         ages_ns = [max(0, self._clock.now_ns() - it.stamp_ns) for it in pending[:1]]
@@ -4061,36 +3916,28 @@ class FemtoQueue:
         )
 
     def tasks(self, state: _State, *, data: bool = True) -> Iterator[FemtoTask]:
-        """Iterate over the tasks in a state, in the order of their names, without leasing them.
-
-        The tasks in flight come worker by worker. A task that waits is shown with the newest
-        payload of its key.
+        """Iterate over the tasks in a state, in the order of their names, without leasing them. The
+        tasks in flight come worker by worker. A task that waits has the newest payload of its key.
 
         state:  one of STATES.
-        data:  False: read only the headers. The attribute `data` is then b"". If the header is
-            invalid, `size_bytes` is None.
+        data:  False: read only the headers. `data` is then b"", and a corrupt task is not noticed.
 
-        A task that moves meanwhile is left out. A task that this user may not read is left out and
-        logged. So is a corrupt task, unless data=False. peek() raises the error of such a task.
-
-        Raises ValueError if `state` is invalid.
+        Tasks that move meanwhile are left out. Corrupt tasks, and tasks that this user may not
+        read, are left out and logged. Raises ValueError if `state` is invalid.
         """
         return self._read_all(self._files.find(_check_state(state)), data)
 
     def peek(self, id: str | None = None, *, key: str | None = None) -> FemtoTask | None:
-        """Return the task with an id, or the task of a key, without leasing it.
+        """Return the task with an id, or the task of a key, without leasing it. A task that waits
+        has the newest payload of its key.
 
-        A task that waits is shown with the newest payload of its key.
-
-        id:  the id of the task, in any state. The id of a buffered payload is valid, too. In done/
-            and failed/, the file must have the id as its name, as the queue gives it.
+        id:  the id of a task in any state, or of a payload behind a task. In done/ and failed/, the
+            file must have the id as its name, as the queue gives it.
         key:  the key of a task that waits or is in flight.
 
-        Returns None if there is no such task, or if the task moved while peek() looked.
-
-        Raises CorruptTask if the file is not a whole record, and the OSError of the system call if
-        the file can't be read. Raises ValueError if the id or key is invalid, and TypeError unless
-        exactly one of the two is given.
+        Returns None if there is no such task, or if the task moved while peek() looked. Raises
+        CorruptTask if the file is not a whole record, and the OSError of the system call. Raises
+        ValueError if the id or key is invalid, and TypeError unless exactly one is given.
         """
         if (id is None) == (key is None):
             raise TypeError("peek needs either an id or a key")
@@ -4098,29 +3945,21 @@ class FemtoQueue:
             path = self._worker.keys.path_of(_key_tag(_encode_key(key)))
             entry = _parse(*path.split("/")) if path else None
         else:
-            # The states are searched in the order in which a task usually moves. So the search
-            # usually finds a task that moves meanwhile, in a state that is searched later.
-            # A push to the key of the task may have it in keys/ for a moment, so look there twice.
+            # The order is the one in which tasks move: see _LIVE. A push to the key of the task may
+            # have it in keys/ for a moment, so look there twice.
             entry = self._files.find_id(_check_id(id), "keys", *_LIVE, "keys", *_ENDED)
         return entry and self._read_entry(entry)
 
     def contains(self, key: str) -> bool:
-        """Return True if a task of the key waits or is in flight.
-
-        key:  the key, as in push().
-
-        Raises TypeError if the key is not a str, and ValueError if the key is too long or empty.
-        """
+        """Return True if a task of the key waits or is in flight. Raises TypeError if the key is
+        not a str, and ValueError if it is too long or empty."""
         return self._worker.keys.path_of(_key_tag(_encode_key(key))) != ""
 
     def keys(self, state: _State) -> Iterator[str]:
-        """Iterate over the keys of the tasks in a state.
+        """Iterate over the keys of the tasks in a state. Tasks without a key are left out, and so
+        are those that tasks() leaves out.
 
-        Tasks without a key are left out, and so are the tasks that tasks() leaves out.
-
-        state:  one of STATES, as in tasks().
-
-        Raises ValueError if `state` is invalid.
+        state:  one of STATES. Raises ValueError if it is invalid.
         """
         entries = self._files.find(_check_state(state))
         keyed = (entry for entry in entries if _is_keyed(entry.id))
@@ -4131,8 +3970,7 @@ class FemtoQueue:
         with the newest payload of its key. data=False: read only the header."""
         newest, payload = self._worker.keys.newest_path(entry), b""
         # RACE: another worker claims the task, and takes the newer payload out of keys/, before
-        # this read. Then the task's own path is tried. Usually the claim has moved the task away,
-        # and None is returned. If the task has come back to its path, its record is read.
+        # this read. Then the task's own path is tried, to which the task may have come back.
         for record in dict.fromkeys((newest, entry.path)):
             with suppress(FileNotFoundError):
                 if data:
@@ -4160,8 +3998,7 @@ class FemtoQueue:
         return task
 
     def _read_all(self, entries: Iterable[_Entry], data: bool) -> Iterator[FemtoTask]:
-        """Yield the tasks of the entries. Leave out tasks that moved. Leave out and log tasks that
-        are corrupt, or that this user may not read."""
+        """Yield the tasks of the entries, as tasks() does."""
         for entry in entries:
             try:
                 task = self._read_entry(entry, data)
@@ -4176,14 +4013,12 @@ class FemtoQueue:
     def close(self) -> None:
         """Give up the leases of this worker: their tasks return to pending/ at once.
 
-        The lease directory is removed if it is empty then. Some leases stay, and end at their
-        deadlines at the latest: detached leases, all leases where there is no flock(2), and all
-        leases while another object lives under the same node_id. If another process holds the lock
-        of a task's key, the task stays leased until a worker reclaims it.
+        Detached leases stay, and so do all leases where there is no flock(2), and while another
+        object lives under the same node_id. If another process holds the lock of a task's key, the
+        task stays leased until a worker reclaims it.
 
-        Calls of this object that wait in other threads and coroutines return at once. pop() and
-        take() return None, join() returns False, and drain() ends. work() takes no more tasks, and
-        returns when its handlers have finished.
+        In other threads and coroutines, pop() and take() return None, join() returns False, drain()
+        ends, and work() takes no more tasks.
 
         The object may be used again after close(). Dropping the last reference to the object, or
         leaving its `with` block, does what close() does.
@@ -4235,8 +4070,7 @@ def _warn_of_old_tasks(files: _Files) -> None:
                 _warn_once(f'{text}; the README, "Changes", has the program that moves them')
 
 
-# The names of the settings. The settings are fixed when an object is made. An unpickled object is
-# made anew from them.
+# The names of the settings, from which an unpickled object is made anew.
 _SETTINGS = FemtoQueue.__init__.__annotations__.keys() - {"return"}
 
 
@@ -4348,7 +4182,7 @@ class _Keys:
                 lock.close()
 
     def _holder(self, tag: str) -> tuple[object, ...]:
-        return threading.get_ident(), self._files.inode, tag[-2:]
+        return _process_id, threading.get_ident(), self._files.inode, tag[-2:]
 
     def _has_lock(self, tag: str) -> bool:
         held = _key_locks.get(self._holder(tag))
@@ -4358,6 +4192,7 @@ class _Keys:
         try:
             return self._files.open_lock(f"locks/{name}")
         except FileNotFoundError:
+            self._files.dirs.refresh()
             self._make_dir("locks")
             return self._files.open_lock(f"locks/{name}")
 
@@ -4395,8 +4230,8 @@ class _Keys:
             self._make_dir("keys")
         new_path = f"creating/{self._clock.new_id()}"
         where, name = self._files.place(new_path)
-        os.symlink(f"{path} {behind}".rstrip(), name, dir_fd=where.fd)
         try:
+            os.symlink(f"{path} {behind}".rstrip(), name, dir_fd=where.fd)
             self._files.move(new_path, link)
         except BaseException:
             self._files.remove(new_path)
@@ -4615,7 +4450,7 @@ class _Keys:
         tag = _tag_of(lease.path)
         if self._has_nothing_behind(tag, lease.path):
             return data
-        with self.lock(tag):
+        with self.lock(tag, time.monotonic() + _BASE_INTERVAL_S):
             behind = self._link_or_give_way(tag, lease.path)
             if behind is None:
                 return None
@@ -4688,11 +4523,12 @@ class _Keys:
                 target = _fresh_path(target, _later_ns(behind))
             with self._repaired_after_error():
                 target = self._files.move(source, target)
+            # The task has moved. After an error, repair() does the rest.
+            with suppress(OSError), self._repaired_after_error():
                 if is_linked:
                     is_over = _ends_at(target)
                     path, behind = (self._promote(behind), "") if is_over else (target, behind)
-                    with suppress(OSError):
-                        self._link(tag, path, behind)
+                    self._link(tag, path, behind)
         return target
 
     def _promote(self, payload: str) -> str:
@@ -4762,7 +4598,7 @@ class _Keys:
     def _written_ns(self, path: str) -> int:
         with _ignore_missing():  # RACE: a pop() or a person moves the task
             return self._files.lstat(path).st_mtime_ns
-        return 0
+        return _MAX_STAMP_NS
 
     def paths_without_task(self) -> list[str]:
         """Return the paths in keys/ whose hash has no task."""
@@ -5099,9 +4935,7 @@ class _Waits:
 
 # ==================================================================================================
 # 16. Processing: the block of processing(), which keeps a lease and ends the delivery; checkpoints.
-#    A lease is renewed about every third of its length. After a round with a failed renewal, the
-#    next pause is a tenth of the usual one. If the deadline passes before a renewal succeeds, the
-#    lease stays valid until a worker reclaims the task.
+#    A lease is renewed about every third of its length, and ten times as often after a failure.
 #    Invariant: one thread per queue object renews the leases of all blocks that run. A thread that
 #    was replaced or stopped may still finish its round.
 # ==================================================================================================
@@ -5111,23 +4945,19 @@ _LONGEST_RETRY_S = 3600.0  # the longest delay before a retry, after an exceptio
 
 
 def _read_checkpoint(worker: _Worker, ident: str, data: bytes) -> bytes | None:
-    """Return the checkpoint that was saved for the payload `data` of a task. Return None if the
-    task has no checkpoint, or if the file is corrupt. If the checkpoint was saved for another
-    payload, remove the checkpoint's file, and return None. Usually the key of the task has got a
-    newer payload since the checkpoint was saved.
-
-    The file is a record. The payload of this record has two parts. The first part is the line that
-    _header() makes for the task's payload, called without a key. This line tells for which payload
-    the checkpoint was saved. The second part is the checkpoint as it was given."""
+    """Return the checkpoint that was saved for the payload `data` of a task, or None. Remove a
+    checkpoint that was saved for another payload."""
+    # The file is a record. Its payload begins with the header line of the task's payload, made
+    # without a key. The checkpoint as it was given follows.
     files, path = worker.files, f"checkpoints/{ident}"
-    if not files.exists(path):
-        return None
     try:
+        if not files.exists(path):
+            return None
         saved, _ = files.read_path(path)
     except FileNotFoundError:
         return None  # RACE: a push to the task's key, or a person, removed the file after exists()
-    except CorruptTask as error:  # usually after power loss; the work starts from the beginning
-        _log().warning("checkpoints/%s: %s", ident, error.reason)
+    except (CorruptTask, PermissionError) as error:
+        _log().warning("%s: no checkpoint: %s", path, error)
         return None
     of_data = _header(data)
     if saved.startswith(of_data):
@@ -5137,14 +4967,8 @@ def _read_checkpoint(worker: _Worker, ident: str, data: bytes) -> bytes | None:
 
 
 def _save_checkpoint(worker: _Worker, task: FemtoTask, payload: bytes) -> None:
-    """Save the checkpoint of a leased task, in place of an older one. Raises LeaseLost, and saves
-    nothing, if the lease is lost.
-
-    The checkpoint is written to a file in creating/. Then the lease is renewed, and the file is
-    renamed into checkpoints/. The renewal tests the fence: it raises LeaseLost if the lease is
-    lost.
-    CRASH: if the process dies before put_in_place(), the older checkpoint, if any, is still in
-    checkpoints/. The file in creating/ is then stale."""
+    """Save the checkpoint of a leased task, in place of an older one, and renew the lease. Raises
+    LeaseLost, and saves nothing, if the lease is lost."""
     lease, files, data = _lease_of(task), worker.files, task.data
     ident = _id_of(lease.path)
     if task.size_bytes is None:  # attach() made the task, and did not read the payload
@@ -5154,28 +4978,27 @@ def _save_checkpoint(worker: _Worker, task: FemtoTask, payload: bytes) -> None:
             files.lstat("pending")  # raises if data_dir is gone, which is disk trouble
             raise worker.lease_lost(lease) from None
     record = _header(data) + payload
-    # The worker of the next delivery may run under another user, so it gets the rights of data_dir
-    # to read the file. It is replaced by a rename, so only the owner may write to it.
+    # The worker of the next delivery may run under another user, so the file can be read by those
+    # who may read data_dir.
     mode = 0o600 | files.mode & 0o044
     with files.replacement(worker.clock.new_id(), _header(record), record, mode) as path:
         if not files.exists("checkpoints"):
             files.make_dir("checkpoints")
             files.sync_dir("")
         with worker.keys.lock_of(ident), worker.lock:
-            # No other thread of this queue object ends the delivery between renew() and
-            # put_in_place(), because both are under the worker's lock. No other worker reclaims the
-            # task between them, unless this process is stopped for longer than the renewed lease.
+            # The renewal comes first, because it tests the fence. No other thread of this queue
+            # object ends the delivery between the two renames. RACE: this process is stopped
+            # between them for longer than the renewed lease, and another worker takes the task.
             worker.renew(task)
+            # CRASH: the older checkpoint, if any, is still in place.
             files.move(path, f"checkpoints/{ident}")
     files.sync_dir("checkpoints")
     task.checkpoint, lease.has_checkpoint = payload, True
 
 
 class _LeaseRenewer:
-    """Renews the leases of all tasks in blocks of processing(), in one thread.
-
-    The renewer refers to the worker, not to the queue object. So a queue object that the program
-    drops is finalized at once, and gives up its lease directory."""
+    """Renews the leases of all tasks in blocks of processing(), in one thread. It does not refer to
+    the queue object: an object that the program drops is finalized at once."""
 
     def __init__(self, worker: _Worker) -> None:
         self._worker, self._lock = worker, worker.lock
@@ -5183,15 +5006,13 @@ class _LeaseRenewer:
         # `with` statement holds it.
         self.blocks: weakref.WeakValueDictionary[int, _Processing] = weakref.WeakValueDictionary()
         # The lock of the thread that was started last. Each thread has its own lock, which stop()
-        # releases to end the thread. None: no thread was started, or stop() was called. A thread
-        # that ends because no block runs does not change this attribute.
+        # releases to end the thread. None: no thread was started, or stop() was called.
         self._run_lock: threading.Lock | None = None
         self._pause_s = 0.0  # seconds between two rounds of the thread, unless a renewal failed
 
     def add(self, block: _Processing) -> None:
-        """Renew the lease of a block from now on. If the lease has a deadline and no thread runs,
-        start a thread. If the pauses of the current thread are too long for the lease, start a
-        thread with shorter pauses, and tell the current thread to end."""
+        """Renew the lease of a block from now on. Start a thread if none runs, or in place of one
+        whose pauses are too long for this lease."""
         lease = _lease_of(block.task)
         pause_s = lease.length_ns / 1e9 * _RENEWAL
         with self._lock:
@@ -5209,8 +5030,7 @@ class _LeaseRenewer:
             self.blocks.pop(id(task), None)
 
     def stop(self) -> None:
-        """Tell the thread to end, if there is one, but do not wait for its end. The caller holds
-        the worker's lock."""
+        """Tell the thread to end, without waiting. The caller holds the worker's lock."""
         runs, self._run_lock = self._run_lock, None
         if runs is not None:
             runs.release()
@@ -5228,28 +5048,23 @@ class _LeaseRenewer:
                     pause_s = self._pause_s / 10
 
     def _tasks(self, runs: threading.Lock) -> list[FemtoTask]:
-        """Return the tasks of all blocks that run, and set the pause before the next round. `runs`
-        is the lock of the calling thread.
-
-        An empty list ends the calling thread. The list is empty if no block runs. The list is also
-        empty if _run_lock is not `runs`, for one of three reasons: stop() was called, add() has
-        started another thread, or Ctrl-C interrupted add() just after the start of this thread."""
+        """Return the tasks of all blocks that run, and set the pause before the next round. An
+        empty list ends the thread, whose lock is `runs`."""
         with self._lock:
             tasks = [block.task for block in self.blocks.values()]
             length_ns = min((_lease_of(it).length_ns for it in tasks), default=_FOREVER_NS)
+            # stop() was called, add() has started another thread, or Ctrl-C has interrupted add()
+            # just after the start of this thread.
             if self._run_lock is not runs:
                 return []
-            # If no lease has a deadline, or no block is left, this pause is a third of _FOREVER_NS.
-            # A later lease with a deadline needs a shorter pause. So when add() gets such a lease,
-            # it starts a new thread.
+            # Without a lease that has a deadline, this pause is a third of _FOREVER_NS. So add()
+            # starts another thread for such a lease.
             self._pause_s = length_ns / 1e9 * _RENEWAL
             return tasks
 
     def _renew(self, task: FemtoTask) -> None:
-        """Renew the lease of a task if less than two thirds of the lease's length would be left at
-        the next round. Otherwise, leave the renewal to a later round. Do nothing if the block of
-        the task has ended. If the lease is lost, do not renew it in later rounds. Raises OSError if
-        the renewal failed. Then the caller makes the next round come sooner."""
+        """Renew the lease of a task if less than two thirds of its length would be left at the next
+        round. Raises OSError if the renewal failed."""
         lease = _lease_of(task)
         next_left_ns = self._worker.left_ns(task.path) - self._pause_s * 1e9
         if id(task) not in self.blocks or next_left_ns >= lease.length_ns * (1 - _RENEWAL):
@@ -5262,8 +5077,8 @@ class _LeaseRenewer:
                 self._worker.renew(task, until_s=end_s)
                 return
             except LeaseLost:
-                # Do not log this. Usually the end of the block will raise LeaseLost. Or RACE: the
-                # block itself has just ended the delivery, and nothing is wrong.
+                # The end of the block raises LeaseLost, so do not log this. RACE: the block itself
+                # has just ended the delivery, and nothing is wrong.
                 self.remove(task)
                 return
             except OSError as error:
@@ -5272,17 +5087,14 @@ class _LeaseRenewer:
 
 
 class _Processing:
-    """The context manager that FemtoQueue.processing() returns. It uses only public methods and
-    settings of the queue object."""
+    """The context manager that FemtoQueue.processing() returns."""
 
     def __init__(self, queue: Any, task: FemtoTask, worker: _Worker) -> None:
         self._queue, self.task = queue, task
         self._worker, self._lease, self._pid = worker, _lease_of(task), os.getpid()
 
     def __enter__(self) -> FemtoTask:
-        """Let the renewer renew the lease from now on, and return the task. If less than two thirds
-        of the lease's length are left, the lease is renewed at once. If more is left, the method
-        only checks that the file of the lease exists. Raises LeaseLost if the lease is lost."""
+        """Hand the lease to the renewer, and return the task. Raises LeaseLost."""
         task = self.task
         if self._worker.left_ns(task.path) < self._lease.length_ns * 2 / 3:
             self._worker.renew(task)
@@ -5294,12 +5106,8 @@ class _Processing:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: object
     ) -> None:
-        """End the delivery. Without an exception, the task is finished. After an exception, the
-        task is tried again, given back or failed: see _end(). The task stays as it is if the block
-        has ended the delivery itself, or has raised LeaseLost for this task.
-
-        Raises LeaseLost if the lease is lost. Another exception of _end(), such as an OSError,
-        propagates. If the task is still leased then, the reclaim job soon takes it back."""
+        """End the delivery, unless the block has ended it, or has raised LeaseLost for this task.
+        Raises LeaseLost. After another exception, a task that is still leased is reclaimed soon."""
         task = self.task
         # Do nothing in a child that was forked in the block: the child does not own the task.
         if os.getpid() != self._pid:
@@ -5313,7 +5121,7 @@ class _Processing:
             # than this block.
             if error is None or isinstance(error, Exception):
                 raise lost from error
-        except BaseException:  # trouble with the disk, or str() of `error` raises; or Ctrl-C
+        except BaseException:  # trouble with the disk; str() of `error` raises; Ctrl-C
             self.leave_to_reclaim()
             raise
         finally:
@@ -5344,13 +5152,8 @@ class _Processing:
             end()
 
     def _end(self, error: BaseException | None) -> None:
-        """Settle the task. Without an error, the task is finished. After an Exception, the task is
-        tried again; after max_attempts deliveries, it becomes a dead letter instead. After any
-        other error, such as KeyboardInterrupt, the task returns to the place of its push, and the
-        delivery is not counted.
-
-        If a worker is killed during the last attempt, this method is not called. At the next claim
-        of the task, _Worker._deliver() makes a dead letter of the task."""
+        """Finish the task. After an Exception, give it another attempt, or fail it after
+        max_attempts. After any other exception, return it to the place of its push, uncounted."""
         queue, task, attempts = self._queue, self.task, _attempts_of(self.task.path)
         if error is None:
             queue.done(task)
@@ -5365,24 +5168,20 @@ class _Processing:
             self._lease.outcome = "retried"
 
     def leave_to_reclaim(self) -> None:
-        """Make the reclaim job take the task back soon, because the delivery could not be ended."""
+        """Let the next reclaim take the task back, because the delivery could not be ended."""
         self._worker.lease_dir.orphans[self.task.path] = None
         self._worker.maintenance.sooner("reclaim", 0)
 
 
 # ==================================================================================================
 # 17. Worker pool: the loop behind work() and the command `work`.
-#    Invariant: each task that the pool takes is settled or taken back, unless its lease is lost. A
-#     reclaim job takes the task back if the task can't be settled because of trouble with the disk,
-#     or because the process ends first. This holds whatever step of the pool a signal interrupts.
+#    Invariant: each task that the pool takes is settled or reclaimed, unless its lease is lost,
+#    whatever step of the pool a signal interrupts.
 # ==================================================================================================
 
-# The pool ends with an error if it has taken no task for so many seconds, because of errors with a
-# task_id: see _take_untroubled().
-_TROUBLE_S = 30.0
-# Two signals within so many seconds count as one. If a signal has ended the command of a task or
-# the reader of the output, the same signal may still be on its way to this process. _CommandPool
-# (23) waits for that signal, also for so many seconds.
+_TROUBLE_S = 30.0  # the longest series of errors with a task_id: see _take_untroubled()
+# Two signals within so many seconds count as one. timeout(1) sends two, one to the process and one
+# to the process group. A terminal that is closed may send SIGHUP in the same way.
 _ONE_SIGNAL_S = 0.3
 _SIGNAL_POLL_S = 0.15  # the pause between two looks at `signals`, while handlers run in threads
 _AFTER_FAILURE = {
@@ -5403,17 +5202,8 @@ def _write_stop_line(begin: bytes) -> None:
 
 
 class _WorkerPool:
-    """The loop of work(): takes tasks and calls the handler for each.
-
-    The loop runs in `concurrency` threads. If `concurrency` is 1, work() runs the loop in the
-    calling thread instead, but the command `work` still uses a thread. One thread at a time takes a
-    task. Before a thread looks for a task, and again after a task was taken, is_stopped() is
-    called. A true result stops the pool. With drain, the pool also stops when no task is left.
-    drain() may yield nothing just because its timeout is over, so _take() then asks queue.join(0).
-
-    Invariant: a task is in `_running` from before its handler is called until its delivery is
-    counted. The thread that removes the task from `_running` counts the delivery. The lock of
-    `_changed` is held while `_running` or `counts` changes."""
+    """The loop of work(): takes tasks and calls the handler for each, in `concurrency` threads. If
+    `concurrency` is 1, work() runs the loop in the calling thread."""
 
     stops: tuple[str, ...] = ("SIGINT", "SIGTERM")  # the signals that stop the pool
 
@@ -5435,32 +5225,27 @@ class _WorkerPool:
         self._is_threaded = concurrency > 1
         self._idle_timeout_s = idle_timeout_s
         self._idle_end_s = _end_s(idle_timeout_s, "idle_timeout_s")
-        # The time when the pool stops taking tasks (monotonic clock). The time is set to 0 when the
-        # queue is drained, or when this worker has been idle for idle_timeout_s.
+        # The time when the pool stops taking tasks (monotonic clock). 0: the queue is drained, or
+        # this worker has been idle for idle_timeout_s.
         self._end_s = _end_s(time_limit_s, "time_limit_s")
         self.stop_numbers = [int(signal.Signals[name]) for name in self.stops]
         self.signals: list[int] = []  # the signals that _on_signal() did not ignore
         self._last_signal_s = 0.0
         self.counts: Counter[str] = Counter()  # by the fields of WorkCounts
-        self._running: dict[int, FemtoTask] = {}  # by the id() of the task
-        self._changed = threading.Condition()
+        # By the id() of the task. A task is here from before its handler is called until its
+        # delivery is counted. The thread that removes the task counts the delivery.
+        self._running: dict[int, FemtoTask] = {}
+        self._changed = threading.Condition()  # held while `_running` or `counts` changes
         self._take_lock = threading.Lock()  # held by the thread that takes a task
-        # The time of the first error in the current series of errors with a task_id (monotonic
-        # clock). inf: there is no series. _take_untroubled() says what ends a series.
+        # When the current series of errors with a task_id began (monotonic clock). inf: there is no
+        # series.
         self._trouble_s = float("inf")
         self._is_interruptible = False  # True: the second signal interrupts the handler
-        # The exception that ends the pool, for example of a handler, of pop(), or of the end of a
-        # delivery.
-        self._error: BaseException | None = None
+        self._error: BaseException | None = None  # the exception that ends the pool
 
     def run(self) -> WorkCounts:
-        """Work until the pool is told to stop, until idle_timeout_s or time_limit_s is over, or
-        (with drain) until no task is left. Return the counts.
-
-        Raises the exception with which a handler ended the pool, such as SystemExit. Also raises
-        the error of pop(), or of the end of a delivery, that ended the pool. But if a signal to
-        stop also came while the pool worked, an OSError is logged and not raised. After a second
-        signal, the tasks of the running handlers are given back, and nothing is raised."""
+        """Work until the pool is told to stop, or no work is left, and return the counts. Raises
+        the exception that ended the pool. But after a signal, an OSError is only logged."""
         with self._signals_handled():
             if self._is_threaded:
                 self._work_in_threads()
@@ -5475,8 +5260,7 @@ class _WorkerPool:
         return WorkCounts(**self.counts)
 
     def _work_in_threads(self) -> None:
-        """Run the loop in threads, until the threads end or the second signal comes. Raises
-        RuntimeError if not even one thread can be started."""
+        """Run the loop in threads, until they end or the second signal comes."""
         # Daemon threads, so that a handler that never returns does not keep the process alive.
         threads = [
             threading.Thread(target=self._work, daemon=True) for _ in range(self._concurrency)
@@ -5494,8 +5278,7 @@ class _WorkerPool:
                 thread.join(_SIGNAL_POLL_S)
 
     def _work(self) -> None:
-        """Take tasks and handle them until _is_stopping() returns True. An exception that reaches
-        this method stops all threads of the pool. The first such exception is kept in `_error`."""
+        """Take tasks and handle them. An exception that comes here stops all threads."""
         try:
             while True:
                 with self._take_lock:
@@ -5512,14 +5295,9 @@ class _WorkerPool:
         return bool(is_over or self._is_stopped())
 
     def _take_untroubled(self) -> FemtoTask | None:
-        """Take a task as _take() does. If an error concerns a single task, and so has a task_id,
-        log the error and return None, because the other tasks are not affected.
-
-        Raises an OSError or MemoryError without a task_id. Also raises an error with a task_id if
-        a series of such errors has lasted for more than _TROUBLE_S, and no handler runs. A series
-        ends when a task is taken. Without drain, a series also ends when a wait finds no task. With
-        drain, such a wait does not end the series, because the pool may be waiting for the tasks
-        that make trouble."""
+        """Take a task as _take() does. Log an error with a task_id, and return None: the other
+        tasks are not affected. Raises such an error when a series of them has lasted for
+        _TROUBLE_S, and no handler runs. Raises other errors of the disk."""
         try:
             task = self._take()
         except (OSError, MemoryError) as error:
@@ -5533,21 +5311,20 @@ class _WorkerPool:
             _log().error("task %s is passed over: %s", ident, why)
             time.sleep(_BASE_INTERVAL_S)  # it may be the only task
             return None
+        # With drain, a wait without a task does not end the series: the pool may be waiting for the
+        # tasks that make trouble.
         if task is not None or not self._drain:
             self._trouble_s = float("inf")
         return task
 
     def _take(self) -> FemtoTask | None:
-        """Take a task, put it into `_running`, and return it. Return None if no task comes within
-        _BASE_INTERVAL_S. The wait is short, because no event reports that the result of
-        is_stopped() has changed.
-
-        If the pool is stopping when a task comes, give the task back and return None. If the queue
-        is drained, or if this worker has been idle for idle_timeout_s, stop the pool (`_end_s`)."""
+        """Take a task, put it into `_running`, and return it. Return None if none comes within
+        _BASE_INTERVAL_S: the wait is short, because is_stopped() makes no event."""
         queue, wait_s = self._queue, _BASE_INTERVAL_S
         task: FemtoTask | None = (
             next(queue.drain(wait_s), None) if self._drain else queue.pop(wait_s)
         )
+        # drain() may have ended because its timeout is over, so ask join().
         is_drained = self._drain and task is None and queue.join(0)
         with self._changed:
             if task is None:
@@ -5563,8 +5340,7 @@ class _WorkerPool:
 
     def _process(self, task: FemtoTask) -> None:
         """Call the handler for a task, within processing(), and count how the delivery ended. Log
-        an Exception of the handler or of the end of the delivery. Any other exception, such as
-        SystemExit, propagates."""
+        an Exception."""
         processing, lease, has_begun = self._queue.processing(task), _lease_of(task), False
         try:
             with processing:
@@ -5577,10 +5353,12 @@ class _WorkerPool:
             tell = _log().warning if lease.outcome == "retried" else _log().error
             text = self._failure_text(task, lease.outcome, error)
             tell("%s", text, exc_info=None if isinstance(error, _CommandFailed) else cause)
-            # Without an outcome, the delivery has not ended. For example, the disk failed, or no
-            # thread could be started to renew the lease. So `error` ends the pool, like an
-            # error without a task_id that pop() raises.
-            if not lease.outcome:
+            # Without an outcome, the delivery has not ended: the disk failed, or no thread could be
+            # started to renew the lease. So `error` ends the pool, unless it is of one file: the
+            # task is taken back.
+            if not lease.outcome and getattr(error, "errno", None) in _ONE_FILE_ERRNOS:
+                time.sleep(_BASE_INTERVAL_S)
+            elif not lease.outcome:
                 if has_begun or not self._is_passing(error):
                     self._error = self._error or error
                 if not has_begun:
@@ -5589,7 +5367,7 @@ class _WorkerPool:
             self._count(task, lease.outcome or "lost")
 
     def _failure_text(self, task: FemtoTask, outcome: str, error: Exception) -> str:
-        """Return the line of the log about a failed try."""
+        """Return the line of the log about a failed attempt."""
         why = type(error).__name__
         with suppress(Exception):  # str() of the handler's exception may raise
             why = str(error).partition("\n")[0]
@@ -5597,22 +5375,19 @@ class _WorkerPool:
         return f"{task.id}: try {task.attempts} failed, {then}: {why}"
 
     def _is_passing(self, error: BaseException) -> bool:
-        """Return True if the pool should go on after an error of its own. A subclass may override
-        this method, and wait first."""
+        """Return True if the pool should go on after an error of its own. A subclass may wait
+        first."""
         return False
 
     def _count(self, task: FemtoTask, outcome: str) -> None:
         with self._changed:
             self._idle_end_s = _end_s(self._idle_timeout_s)
-            # _process() and _abort() may call this method for the same task, in two threads. If the
-            # task is not in `_running`, the other caller has counted the delivery.
+            # RACE: _process() and _abort(), in two threads, end the same delivery.
             if self._running.pop(id(task), None) is not None:
                 self.counts[outcome] += 1
             self._changed.notify_all()
 
     def _handle(self, task: FemtoTask) -> None:
-        """Call the handler. If the handler runs in the calling thread of work(), the second signal
-        interrupts the handler."""
         try:
             self._is_interruptible = not self._is_threaded
             self._handler(task)
@@ -5620,16 +5395,14 @@ class _WorkerPool:
             self._is_interruptible = False
 
     def _abort(self) -> None:
-        """Give back the tasks that other threads handle. If the calling thread handled a task, the
-        delivery of that task has ended, and the task is not in `_running`."""
+        """Give back the tasks that other threads handle."""
         for task in [*self._running.values()]:
             if self._give_back(task):
                 self._count(task, "released")
 
     def _give_back(self, task: FemtoTask) -> bool:
-        """Release a task to the front of the queue, uncounted, and return True. Return False if the
-        delivery has just ended, or if the lease is lost. Also return False if release() raises
-        OSError. If the task is still leased then, the reclaim job soon takes it back."""
+        """Release a task to the place of its push, uncounted. Return whether this was done. After
+        an OSError, the next reclaim takes the task back."""
         try:
             self._queue.release(task, front=True, counted=False)
             return True
@@ -5642,8 +5415,8 @@ class _WorkerPool:
 
     @contextmanager
     def _signals_handled(self) -> Iterator[None]:
-        """While the block runs, pass the signals in `stops` to _on_signal(). Outside the main
-        thread, do nothing: Python sets signal handlers in the main thread only."""
+        """While the block runs, pass the signals in `stops` to _on_signal(). Python allows this in
+        the main thread only: elsewhere, do nothing."""
         import signal
 
         is_main = threading.current_thread() is threading.main_thread()
@@ -5669,16 +5442,12 @@ class _WorkerPool:
                 signal.signal(number, handler)
 
     def _tell_stop(self) -> None:
-        """Write a line about the first signal. The signal handler calls this method."""
+        """Write a line about the first signal. Runs in the signal handler."""
         _write_stop_line(b"\n")  # a terminal may show "^C" in front
 
     def _on_signal(self, number: int) -> None:
-        """Note a signal. The first signal stops the pool: no further task is taken. The second
-        signal gives back the tasks whose handlers still run. A handler in this thread is ended by
-        KeyboardInterrupt, and run() does not wait for handlers in other threads. A third signal is
-        only noted."""
-        # timeout(1) sends two signals, one to the process and one to the process group. A terminal
-        # that is closed may send SIGHUP in the same way. The second of the two is ignored here.
+        """Note a signal. The first one stops the pool. The second one ends a handler in this thread
+        by KeyboardInterrupt, and run() gives the running tasks back. A third one is only noted."""
         if self.signals and time.monotonic() < self._last_signal_s + _ONE_SIGNAL_S:
             return
         self._last_signal_s = time.monotonic()
@@ -5697,7 +5466,7 @@ class _WorkerPool:
 
 
 def _node_stats(worker: _Worker, directory: str) -> NodeStats:
-    """Count the leases of one worker, and find out whether the worker is alive."""
+    """Count the leases of one worker, and find out whether it is alive."""
     leases = worker.files.entries(directory)
     now_ns = worker.clock.now_ns()
     is_free = None
@@ -5720,8 +5489,8 @@ class _Inspector:
         self._worker, self._files, self._repair = worker, worker.files, repair
 
     def findings(self) -> Iterator[Finding]:
-        """Yield the findings. With `repair`, the maintenance runs first, and what it mends is no
-        finding. If a part raises OSError, the error is a finding, and the other parts still run."""
+        """Yield the findings. With `repair`, the maintenance runs first. If a part raises OSError,
+        the error is a finding, and the other parts still run."""
         maintenance = self._worker.maintenance
         if self._repair:
             for mend in (
@@ -5750,7 +5519,6 @@ class _Inspector:
             yield Finding("trust", ".", text)
 
     def _left(self) -> Iterator[Finding]:
-        """Yield a finding for each dead worker, ended lease, key without a task and leftover."""
         for directory in self._files.node_dirs():
             stats = _node_stats(self._worker, directory)
             if stats.liveness == "dead":
@@ -5788,9 +5556,7 @@ class _Inspector:
                     yield Finding("foreign", path, "does not belong to the queue")
 
     def _records(self) -> Iterator[Finding]:
-        """Read the record of each task and of each buffered payload. Yield a finding for each id
-        that is in two places, and for each record that is corrupt or can't be read. With `repair`,
-        a corrupt task that waits is moved to failed/."""
+        """Read each record. With `repair`, move a corrupt task that waits to failed/."""
         seen: dict[str, str] = {}
         for entry in self._files.find(*STATES, "keys"):
             other, seen[entry.id] = seen.get(entry.id, ""), entry.path
@@ -5805,7 +5571,7 @@ class _Inspector:
                 yield Finding("unreadable", entry.path, str(error))
             except CorruptTask as error:
                 if entry.directory == "failed" and self._files.exists(f"{entry.path}.error"):
-                    continue  # usually the reason says that this dead letter is corrupt
+                    continue  # a dead letter, whose reason tells why it failed
                 is_mended = False
                 if self._repair and entry.directory in _WAITING_DIRS:
                     with suppress(OSError):
@@ -5818,10 +5584,9 @@ class _Inspector:
 # 19. Tickets: first come, first served, between processes.
 #    A line is a directory. A member is a participant in the line; its ticket is a file, which the
 #    member keeps locked.
-#    Invariant: a ticket's file is locked before the file gets the name of a ticket. Files get these
-#    names in the order of their numbers: a member draws a number, and locks and renames its file,
-#    while it holds the lock of the file "last". After the lock of a ticket has ended, the member
-#    never locks it again. So any process may remove the ticket of a dead member.
+#    Invariant: a ticket's file is locked before the file gets the name of a ticket. A member draws
+#    its number, and locks and renames its file, while it holds the lock of the file "last". A lock
+#    that has ended is never taken again. So any process may remove the ticket of a dead member.
 # ==================================================================================================
 
 _MAX_REDRAWS = 8  # how often a member draws another number: see _join_with() and check()
@@ -5831,11 +5596,10 @@ _REDRAW_ERRNOS = (*_MISSING_ERRNOS, errno.EEXIST, errno.ENOTSUP)
 
 class _Numbers:
     """The numbers of the tickets in a line. The file "last" holds the number that was drawn last.
-    The caller of each method holds the lock of "last".
+    The caller of each method holds the lock of "last"."""
 
-    late_part: a part of stale_timeout. If a member has not touched its ticket for so long, another
-    host may be about to pass the ticket over. On a local file system, no host does."""
-
+    # The part of stale_timeout after which another host may be about to pass over a ticket that was
+    # not touched. On a local file system, no host does.
     late_part = _FOREVER_S
 
     def __init__(self, files: _Files) -> None:
@@ -5843,7 +5607,7 @@ class _Numbers:
 
     def draw(self, last: _FileLock, highest: int) -> int:
         """Return the next number, and write it to "last". highest: the highest number in line.
-        Raises the OSError of open() if this user may only read "last"."""
+        Raises OSError if this user may only read "last"."""
         if last.refused is not None:
             raise last.refused
         fd = last.fd or 0
@@ -5864,8 +5628,8 @@ class _Numbers:
 
 
 class _HeldTicket:
-    """A ticket that a TicketQueue object holds. `member`: the name of its file. `lock`: the locked
-    file. `touched_s`: the start of the last touch that came in time (wall clock)."""
+    """A ticket that a TicketQueue object holds: the name of its file, the locked file, and the
+    start of the last touch that came in time (wall clock)."""
 
     had_turn = False  # True: is_head() has found this ticket to be the first in line
 
@@ -5874,9 +5638,9 @@ class _HeldTicket:
 
 
 def _despite_cleanup(step: Callable[[], _Found], path: str) -> _Found:
-    """Call step(), and return the result. If step() raises FileNotFoundError, usually
-    because maybe_cleanup() in another process removed the directory, call step() again. Raises
-    FileNotFoundError after _MAX_REPLACED attempts: most likely the path is a broken link."""
+    """Call step() until it does not raise FileNotFoundError, because maybe_cleanup() in another
+    process removed the directory. Raises FileNotFoundError after _MAX_REPLACED calls: the path is
+    most likely a broken link."""
     for _ in range(_MAX_REPLACED):
         with suppress(FileNotFoundError):
             return step()
@@ -5884,39 +5648,20 @@ def _despite_cleanup(step: Callable[[], _Found], path: str) -> _Found:
 
 
 class TicketQueue:
-    """Let processes take turns, first come, first served: a line of tickets in a directory.
+    """A line of tickets in a directory, in which processes take turns: first come, first served.
 
         with TicketQueue("line").turn():
-            ...                         # one process at a time, first come, first served
+            ...  # one process at a time
 
-    queue_dir:  the directory of the line, which is made if it is missing.
-    stale_timeout:  seconds (wall clock). A ticket of another host, or of an earlier boot, is passed
-        over when it was not touched for so long. None: such a ticket is never passed over. Hosts
-        that share a line need the same value, of more than 10 seconds. On a file system that is
-        certainly local, the value has no effect (see below).
+    queue_dir:  the directory of the line. It is made if it is missing.
+    stale_timeout:  the seconds (wall clock, more than 10) after which an untouched ticket of
+        another host or an earlier boot is passed over. None: never. Hosts need the same value. On
+        Linux, it has no effect on a local file system.
 
-    A member is a participant in the line. Its ticket is a file, <number>~<boot>~<random>, which the
-    member keeps locked. The lock ends with the process. So processes on the same host pass a dead
-    member over at once, and never pass over a living one.
-
-    Other hosts do not rely on that lock, and neither does the same host after a reboot. They pass a
-    ticket over when its file was not touched for stale_timeout seconds. But if the file system is
-    certainly local (on Linux), the host still relies on the lock after a reboot. Where the system
-    shows no boot id, the reboot may go unnoticed. Then, too, the host still relies on the lock.
-
-    Each call of is_head(ticket) on the object that holds the ticket touches the file. With a
-    stale_timeout, turn() touches the file regularly, from the start of the wait to the end of the
-    block.
-
-    On a file system that other hosts write to, a member may be cut off from the network. If a
-    waiting member could not touch its ticket for three quarters of stale_timeout, another host may
-    be about to pass the ticket over. So is_head() and turn() give the ticket up. A member that is
-    cut off for so long during its turn may be passed over, too. Then is_head() returns False, but
-    turn() does not interrupt the block.
-
-    Threads may share an object. A forked child, a copy and an unpickled object hold no ticket.
-    Raises OSError if queue_dir can't be made, and ValueError or TypeError for an invalid argument.
-    Where flock is not available, register(), turn() and maybe_cleanup() raise OSError.
+    A member keeps the file of its ticket locked. So processes of one host pass over a dead member
+    at once, and never a living one. is_head() and turn() touch the file. Threads may share an
+    object. A forked child, a copy and an unpickled object hold no ticket. Raises OSError,
+    ValueError or TypeError. register(), turn() and maybe_cleanup() need flock(2).
     """
 
     def __init__(
@@ -5933,7 +5678,11 @@ class TicketQueue:
         self._files = _despite_cleanup(lambda: _open_files(path, is_durable=False), path)
         self._boot = _boot_tag(boot_id, self._files.root)
         self._numbers: _Numbers = self._files.parts[-1](self._files)
-        _fork_hooks[self] = lambda line: line._held_tickets.clear()
+        _fork_hooks[self] = TicketQueue._after_fork
+
+    def _after_fork(self) -> None:
+        self._held_tickets.clear()
+        self._files.dirs.clear()
 
     def __repr__(self) -> str:
         return f"TicketQueue({os.fspath(self.queue_dir)!r})"
@@ -5941,11 +5690,8 @@ class TicketQueue:
     def register(self) -> tuple[int, str]:
         """Take the next ticket, and return its number, and the name of its file in queue_dir. The
         number is 1 or more. The name stands for the member: pass it to remove(). The call blocks
-        only while another process or thread takes a ticket, or runs maybe_cleanup().
-
-        Raises OSError for trouble with the disk. Also raises OSError if each of several attempts
-        failed because this host was cut off from the network and another host registered meanwhile.
-        """
+        only while another process or thread takes a ticket, or runs maybe_cleanup(). Raises
+        OSError, also if this host was cut off from the network again and again."""
         held = self._join_line(_FOREVER_S)
         # If Ctrl-C comes before this line, the lock ends with the last reference to `held`.
         self._held_tickets[held.member] = held
@@ -5967,43 +5713,37 @@ class TicketQueue:
             time.sleep(_REDRAW_PAUSE_S)
 
     def _join_with(self, last: _FileLock) -> _HeldTicket:
-        """Take the next ticket. The caller holds the lock of "last".
-
-        RACE: this host is cut off from the network, and loses that lock without notice. Another
-        host draws a number, or removes this member's file as a leftover. Then OSError is raised
-        with one of _REDRAW_ERRNOS, and the caller tries again. ENOTSUP is among them: flock()
-        raises EBADF for a removed file (NFS), which acquire_exclusive() turns into ENOTSUP."""
+        """Take the next ticket. The caller holds the lock of "last"."""
+        # RACE: this host is cut off from the network, and loses the lock of "last" without notice.
+        # Another host draws a number, or removes the new file as a leftover. Then OSError is raised
+        # with one of _REDRAW_ERRNOS, and the caller tries again. ENOTSUP is among them: flock()
+        # raises EBADF for a removed file (NFS), which acquire_exclusive() turns into ENOTSUP.
         number = self._numbers.draw(last, max(map(_stamp_of, self._tickets()), default=0))
         began_s = time.time()
         name = f"{number:020d}~{self._boot}~{os.urandom(8).hex()}"
-        # A name that begins with "." is no ticket. The file gets the name of a ticket after it was
-        # locked.
         lock = self._files.open_lock(f".{name}")
         try:
             lock.acquire_exclusive()
             self._files.move(f".{name}", name)
             self._numbers.check(number)
         except BaseException:
-            # Remove the ticket if the file was renamed. If not, the name still begins with ".", and
-            # the next _locked(), in any process, removes the file.
+            # If the file was not renamed, its name still begins with ".", and the next _locked(),
+            # in any process, removes it.
             self._files.remove(name)
             lock.close()
             raise
         return _HeldTicket(name, lock, began_s)
 
     def is_head(self, ticket: int) -> bool:
-        """Return True if a ticket is the first one in line whose member lives.
+        """Return True if a ticket is the first one in line whose member lives. Tickets of dead
+        members in front are removed.
 
-        ticket:  a number that register() returned, in this process or another.
+        ticket:  a number that register() returned, in this process or another. If this object holds
+            the ticket, the call touches its file.
 
-        If this object holds the ticket, the call touches its file. Tickets of dead members at the
-        front of the line are removed.
-
-        Also returns False if this object holds the ticket and could not touch its file in time:
-        another host may have passed the ticket over. In this case, the ticket is removed if
-        is_head() of this object has never returned True for the ticket. Otherwise the ticket is
-        kept, but another member may have the turn now: the caller must stop the work, and call
-        remove().
+        Where other hosts write, also returns False if the file was not touched for three quarters
+        of stale_timeout, because another host may have passed the ticket over. If the ticket had
+        its turn, the caller must stop the work, and call remove(). Else the ticket is removed.
         """
         _notice_fork()
         first = next(filter(self._lives, self._tickets()), "")
@@ -6026,9 +5766,8 @@ class TicketQueue:
     def remove(self, member: str) -> bool:
         """Remove the ticket of a member, and return whether the member had one.
 
-        member:  a name that register() returned, in this process or another.
-
-        Raises ValueError if the name is not of that form.
+        member:  a name that register() returned, in this process or another. Raises ValueError if
+            it is not of that form.
         """
         if not isinstance(member, str) or not _parse_ticket(member):
             raise ValueError(f"member must be a name that register() returned, not {member!r}")
@@ -6041,8 +5780,7 @@ class TicketQueue:
                 held.lock.close()
 
     def cleanup_stale(self) -> int:
-        """Remove the tickets of dead members, and return how many were removed. A member counts as
-        dead when its ticket is to be passed over: see TicketQueue. The number includes tickets that
+        """Remove the tickets of dead members, and return their number. It includes tickets that
         other calls removed meanwhile."""
         return sum(not self._lives(member) for member in self._tickets())
 
@@ -6052,15 +5790,12 @@ class TicketQueue:
         return not any(map(self._lives, self._tickets()))
 
     def maybe_cleanup(self) -> bool:
-        """Remove queue_dir if no living member is in line, and return whether it was removed.
+        """Remove queue_dir if no living member is in line, and return whether it was removed. After
+        a removal, the numbers start at 1 again.
 
-        Returns False if queue_dir does not exist, or if queue_dir has other files. A register()
-        that comes during this call waits until queue_dir is removed, and then makes queue_dir
-        again. So this call may return False, though it has removed queue_dir. After a removal, the
-        numbers start at 1 again.
-
-        On a file system that other hosts write to, queue_dir is never removed. Another host might
-        lock the removed file "last", and take the removed file for the new one.
+        Returns False if queue_dir does not exist, has other files, or is on a file system that
+        other hosts write to. Also returns False if a register() that waited has made queue_dir
+        again.
         """
         if not os.path.isdir(self._files.path):
             return False
@@ -6071,16 +5806,15 @@ class TicketQueue:
 
     @contextmanager
     def turn(self, timeout: float | None = None) -> Iterator[int]:
-        """Take a ticket, wait for its turn, and hold the turn for the block of `with`.
+        """Take a ticket, wait for its turn, and hold the turn for the block of `with`. Yield the
+        number of the ticket. The ticket is given up at the end.
 
-        timeout:  seconds to wait for the turn. None: no limit.
+        timeout:  the seconds to wait for the turn. None: no limit.
 
-        Yields the number of the ticket. The ticket is given up at the end of the block, and also if
-        the wait ends with an exception.
-
-        Raises TimeoutError if the turn did not come within `timeout`. Raises FemtoQueueError if the
-        ticket was removed during the wait, or if another host may have passed the ticket over.
-        Raises OSError as register() does, and ValueError or TypeError for an invalid timeout.
+        Raises TimeoutError if the turn did not come in time. Raises FemtoQueueError if the ticket
+        was removed during the wait, or if another host may have passed it over. In the block,
+        is_head() tells this: turn() does not interrupt the block. Raises OSError as register()
+        does, and ValueError or TypeError for an invalid timeout.
         """
         end_s = float("inf") if timeout is None else time.monotonic() + _finite("timeout", timeout)
         late = TimeoutError(f"no turn within {timeout} s")
@@ -6107,13 +5841,10 @@ class TicketQueue:
         finally:
             try:
                 over.set()
-                # The member is not in `_held_tickets` in a forked child, or if is_head() or a call
-                # of remove() has removed the ticket.
-                if member in self._held_tickets:
+                if member in self._held_tickets:  # not in a forked child
                     self.remove(member)
             finally:
-                # Do this even if Ctrl-C ends remove(): the lock ends with the last reference to
-                # `held`.
+                # Even if Ctrl-C ends remove(): the lock ends with the last reference to `held`.
                 self._held_tickets.pop(member, None)
 
     def __del__(self) -> None:
@@ -6128,23 +5859,17 @@ class TicketQueue:
     def _touch_until(self, member: str, over: threading.Event) -> None:
         pause_s = min(self._stale_s / 4, threading.TIMEOUT_MAX)
         while not over.wait(pause_s) and (held := self._held_tickets.get(member)):
-            # An OSError is ignored: after trouble with the disk, the next round tries again. If the
-            # ticket was given up meanwhile, the next round does not find the ticket in
-            # `_held_tickets`, and this thread ends.
-            with suppress(OSError):
+            with suppress(OSError):  # the next round tries again
                 self._touch(held)
 
     def _touch(self, held: _HeldTicket) -> bool:
-        """Touch the file of a ticket, and return True. Return False if the touch came too late: in
-        that case, another host may have passed the ticket over. Also return False if the ticket was
-        given up.
-
-        The time is read again after the touch, because the touch itself may have taken long."""
+        """Touch the file of a ticket. Return False if the touch came too late, so that another host
+        may have passed the ticket over, or if the ticket was given up."""
         began_s = time.time()
         # RACE: another thread gives the ticket up, and closes its file. Then os.utime() raises
         # EBADF or EINVAL.
         with _ignore_missing(errno.EBADF, errno.EINVAL):
-            os.utime(held.lock.fd or 0)
+            os.utime(held.lock.fd or 0)  # this may take long, so the time is read again
             if time.time() - held.touched_s <= self._numbers.late_part * self._stale_s:
                 held.touched_s = began_s
                 return True
@@ -6159,9 +5884,9 @@ class TicketQueue:
         """Hold the lock of the file "last", and yield that lock. until_s: as in _join_line()."""
         lock = _despite_cleanup(lambda: self._lock_last(until_s), self._files.path)
         try:
-            # CRASH: a process that dies in _join_with(), after open_lock() and before the rename,
-            # leaves a file whose name begins with ".". A process needs such a file only while it
-            # holds the lock of "last", so each of them is a leftover here.
+            # CRASH: a process dies in _join_with(), after open_lock() and before the rename, and
+            # leaves a file whose name begins with ".". Such a file is needed only under the lock of
+            # "last", so each of them is a leftover here.
             for name in self._files.names(""):
                 if name[0] == "." and _parse_ticket(name[1:]):
                     self._files.unlink_if_exists(name)
@@ -6186,17 +5911,14 @@ class TicketQueue:
         return sorted(filter(_parse_ticket, self._files.names("")))
 
     def _lives(self, member: str) -> bool:
-        """Return whether a member lives. If not, remove its ticket. A member of this boot counts as
-        dead when the lock of its ticket is free. A member of another host, or of an earlier boot,
-        counts as dead when its ticket was not touched for stale_timeout. But if only processes of
-        this kernel use the line, the lock decides for every member."""
+        """Return whether a member lives. If not, remove its ticket. For a member of this boot, or
+        if only this kernel uses the line, the lock decides, else the last touch."""
         with _ignore_missing():  # RACE: the member or another process removed the ticket
             with closing(self._files.open_lock(member, os.O_RDWR)) as lock:
                 if member.split("~")[1] == self._boot or self._files.is_local:
                     is_dead = lock.try_exclusive()
                 else:
-                    # Ask by the descriptor for the time of the last touch. If asked by the path, a
-                    # network file system may return a time that is a minute old.
+                    # Not by the path: a network file system may return a time of a minute ago.
                     is_dead = time.time() - lock.status().st_mtime > self._stale_s
             if not is_dead:
                 return True
@@ -6205,9 +5927,8 @@ class TicketQueue:
 
 
 # ==================================================================================================
-# 20. Other file systems: those that other hosts may write to, and systems without flock. When a
-#    queue object or a TicketQueue is made, _open_files() chooses the classes for its files, lease
-#    directory, keys and ticket numbers.
+# 20. Other file systems: those that other hosts may write to, and systems without flock.
+#    _open_files() chooses the classes.
 #
 #    TOPIC: what differs on other file systems. Five facts about NFS and GlusterFS have names. The
 #    comments in this part give these names in parentheses.
@@ -6234,8 +5955,7 @@ class TicketQueue:
 #      flock     A host that is cut off from the network may lose its locks, and is not told (both).
 #
 #    The overrides, the facts that make them necessary, and the file systems ("both": NFS and
-#    GlusterFS). With a *, the override does on FUSE what the row says for GlusterFS, elsewhere what
-#    it says for NFS.
+#    GlusterFS). With a *, the override does nothing more on FUSE.
 #
 #      _SharedLock.reading_is_enough         flock (NFS)
 #      _SharedFiles.syncs_after_rename       a torn file would be visible to other hosts (both)
@@ -6243,7 +5963,8 @@ class TicketQueue:
 #      _SharedFiles.sync_file, open_lock     replaced (GlusterFS)
 #      _SharedFiles.exists, has_work, names  stale (NFS)
 #      _SharedFiles.read                     stale (both), replaced (GlusterFS)
-#      _SharedFiles.move, unlink *           replies (NFS)
+#      _SharedFiles.move, move_onto *        replies (NFS)
+#      _SharedFiles.unlink *                 replies (NFS)
 #      _SharedFiles.shrink                   stale (both)
 #      _SharedLeaseDir.claim *               replies (NFS)
 #      _SharedKeys._linked                   stale, flock (both), healed (GlusterFS)
@@ -6256,8 +5977,8 @@ class TicketQueue:
 #      _SharedNumbers.late_part              a host may be cut off or stopped for long (both)
 #      _SharedNumbers.remove_dir             stale (both)
 #
-#    On systems without flock (Python has no module fcntl), the leases of a worker that died or was
-#    closed end at their deadlines only. Tasks with a key and tickets are not available.
+#    Without flock (Python has no module fcntl), the leases of a worker that died or was closed end
+#    at their deadlines only. Tasks with a key and tickets are not available.
 # ==================================================================================================
 
 _FUSE_TYPE = 0x65735546  # f_type of every FUSE mount, not of GlusterFS alone
@@ -6273,10 +5994,8 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 def _open_files(data_dir: str, is_durable: bool) -> _Files:
     """Make data_dir if it is missing, open it, and return the _Files object for its file system.
-
-    A file system whose type is not in _LOCAL_TYPES counts as one that other hosts write to. Where
-    statfs(2) does not exist (not Linux), every file system counts as a local one. Raises OSError if
-    data_dir can't be made or opened, or if statfs(2) fails."""
+    Other hosts may write to a file system whose type is not in _LOCAL_TYPES. Where statfs(2) does
+    not exist (not Linux), every file system counts as local."""
     data_dir = data_dir.rstrip(os.sep) or os.sep
     _make_dir(data_dir, 0o700, is_durable)
     root = _OpenFile(None, data_dir, _ROOT_FLAGS)
@@ -6336,9 +6055,8 @@ class _UnlockedLeaseDir(_LeaseDir):
 
 
 def _afresh(look: _Method) -> _Method:
-    """Return a method that calls `look`, and repeats the call at once after ENOENT or ESTALE,
-    up to _LOOKS times in all (replaced). Each call looks the name up again, so no listing is needed
-    between the calls. If the last call raises ENOENT or ESTALE, too, the method raises
+    """Return a method that calls `look`, and again after ENOENT or ESTALE, up to _LOOKS times
+    (replaced). Each call looks the name up again. The last ENOENT or ESTALE is raised as
     FileNotFoundError."""
 
     @functools.wraps(look)
@@ -6362,10 +6080,8 @@ class _SharedLock(_FileLock):
 
 
 class _SharedFiles(_Files):
-    """The steps on files that other hosts read and write at the same time.
-
-    is_fuse: the file system is a FUSE mount. It is treated as GlusterFS, which heals names and
-    loses no replies."""
+    """The steps on files that other hosts read and write at the same time. is_fuse: the file system
+    is treated as GlusterFS, which heals names and loses no replies."""
 
     # A file is synced before its rename. Otherwise another host could read a torn file between the
     # rename and the sync.
@@ -6384,8 +6100,8 @@ class _SharedFiles(_Files):
     sync_file = _afresh(_Files.sync_file)
 
     def _refresh(self, directory: str) -> None:
-        """Open a directory, so that the names in it are looked up anew. nfs(5) calls this
-        close-to-open consistency."""
+        """Open a directory, so that the names in it are looked up anew (close-to-open, see
+        nfs(5))."""
         with suppress(OSError):  # the look that follows meets the same trouble, and raises OSError
             _OpenFile(self.root, directory or ".").close()
 
@@ -6405,16 +6121,13 @@ class _SharedFiles(_Files):
         return super().has_work()
 
     def read(self, directory: str, name: str, ident: str) -> _Record:
-        """Read a record. For a checkpoint, and for the lease of a task with a key, list the
-        directory first. Another host may have replaced the file before this host claimed the task.
-        A read that follows a listing is not stale. If the read finds no file, read again as long as
-        the listing shows the name: another file may have been renamed over it (replaced).
-
-        The limit is a number of looks, not a time: while a mount hangs, time passes without an
-        answer from the server."""
+        """Read a record. If another host may have replaced the file before, list the directory
+        first: then the read is not stale. Read again while the listing shows the name
+        (replaced)."""
         state = _state_of(directory)
         if not (state == "checkpoints" or (state == "inflight" and _is_keyed(ident))):
             return self._read_once(directory, name, ident)
+        # A number of looks, not a time: while a mount hangs, time passes without an answer.
         for pause_s in itertools.islice(_backoff_s(0.001, _STALE_S / 24), _LISTED_LOOKS):
             is_listed = name in self.names(directory)
             try:
@@ -6436,21 +6149,15 @@ class _SharedFiles(_Files):
         with self._found_moved(source, target):
             super().move_onto(source, target)
 
-    def unlink(self, path: str) -> None:
-        with self._found_moved(path, ""):
-            super().unlink(path)
-
     @contextmanager
     def _found_moved(self, source: str, target: str) -> Iterator[None]:
-        """Wrap a block that renames source to target, or removes it (target ""). Suppress a
-        FileNotFoundError of the block if the rename was carried out in spite of the error
-        (replies).
-
-        If the source is a lease whose deadline has passed, the error is not suppressed: another
-        worker may have reclaimed the task and ended it in the same way."""
+        """For a block that renames source to target, or removes it (target ""): suppress a
+        FileNotFoundError if the rename was carried out in spite of it (replies)."""
         before = None
         began_ns = _wall_ns()
         is_lease = _state_of(source) == "inflight"
+        # RACE: the deadline of a lease has passed, and another worker has reclaimed the task and
+        # ended it in the same way. Then the error is not suppressed.
         if not (self.is_fuse or (is_lease and _stamp_of(source) <= self.clock.now_ns())):
             before = super().lstat(source)
         try:
@@ -6460,14 +6167,13 @@ class _SharedFiles(_Files):
                 raise
 
     def _was_moved(self, before: os.stat_result, began_ns: int, source: str, target: str) -> bool:
-        """Return whether this call has moved a file from source to target. `before`: what lstat()
-        returned for the file before the call, which began at began_ns (wall clock)."""
+        """Return whether this call has moved a file from source to target. before: the result of
+        lstat() before the call, which began at began_ns (wall clock)."""
         if self.exists(source):
             return False
         is_ours = _state_of(source) == "creating"
-        # If the file comes from creating/ and is younger than half an hour, the missing source is
-        # enough: others remove a file there only after an hour. Another worker may have moved the
-        # file on from the target.
+        # Others remove a file in creating/ only after an hour. So if a file is gone within half an
+        # hour, this call has moved it. RACE: another worker moves the file on from the target.
         if not target or (is_ours and _wall_ns() < before.st_mtime_ns + _LEFTOVER_NS // 2):
             return True
         if not self.exists(target):
@@ -6491,8 +6197,7 @@ class _SharedLeaseDir(_LeaseDir):
         return super().claim(directory, name, lease) or self._was_claimed(lease.path)
 
     def _was_claimed(self, lease: str) -> bool:
-        """Return whether the rename of a claim was carried out, although super().claim() returned
-        False (replies)."""
+        """Return whether a claim that returned False was carried out (replies)."""
         files: Any = self._files
         if files.is_fuse or self._held is None:
             return False
@@ -6514,14 +6219,13 @@ class _SharedKeys(_Keys):
 
     def _linked(self, tag: str, but: str = "") -> tuple[str, str]:
         """Return the paths of a key's task and of the payload behind it, as the listings show them,
-        without the file at `but`. If this thread has the lock, remove an older payload.
-
-        RACE: a host is cut off while it pushes a payload behind a task, and loses the lock (flock).
-        Another host takes the lock, and also pushes a payload. Then both payloads are in keys/."""
+        without the file at `but`. If this thread has the lock, remove an older payload."""
         path = behind = ""
         for entry in self._files.find("keys", *_LIVE):
             if _tag_of(entry.id) != tag or entry.path == but:
                 continue
+            # RACE: a host is cut off while it pushes a payload, and loses the lock (flock). Another
+            # host pushes a payload, too. Then both are in keys/.
             if entry.directory == "keys":
                 older, behind = sorted((behind, entry.path), key=_id_of)
                 if older and _id_of(older) != _id_of(behind) and self._has_lock(tag):
@@ -6551,24 +6255,19 @@ class _SharedKeys(_Keys):
         return False
 
     def _link_or_give_way(self, tag: str, lease: str) -> str | None:
-        """Return the path of the payload behind a claimed task, or "". But if the key has another
-        task, one of the two gives way. Return None if it is the claimed one.
-
-        - The other task is younger: the claimed task is quarantined.
-        - The other task is older, and waits or has a lease whose deadline has passed: the other
-          task is quarantined.
-        - The other task is older, and the deadline of its lease has not passed: a worker may be
-          running it, or that lease may only have come back (healed). So the claimed task waits in
-          scheduled/ until that deadline, but for at most _STALE_S, uncounted.
-
-        RACE: two workers claim the two tasks at once. Each lists the directories after its own
-        claim. The worker of the older task finds the younger one, and quarantines the older one. So
-        at most one of the tasks runs."""
+        """Return the path of the payload behind a claimed task, or "". If the key has another task,
+        one of the two gives way: return None if it is the claimed one."""
+        # RACE: two workers claim the two tasks of a key at once. Each lists the directories after
+        # its own claim. The worker of the older task finds the younger one, and quarantines the
+        # older one. So at most one of the two runs.
         directory, ident = os.path.dirname(lease), _id_of(lease)
         if os.path.basename(lease) not in self._files.names(directory):
             raise _os_error(errno.ENOENT, lease)
         path, behind = self._linked(tag, but=lease)
         other = _id_of(path)
+        # The younger task counts. But a leased older task may run, or only its lease may have come
+        # back (healed). So the claimed task waits until that deadline, uncounted, for at most
+        # _STALE_S.
         if other > ident:
             self._quarantine_second(path, lease)
             return None
@@ -6585,16 +6284,13 @@ class _SharedKeys(_Keys):
 
 class _SharedNumbers(_Numbers):
     """The numbers of the tickets, on a file system that other hosts write to. The last number is in
-    the name of an empty file, last~<number>, because a listing is correct even while contents are
-    stale. If a host has lost the lock of "last" (flock), two hosts may rename last~<number> at the
-    same time. Then one of the renames fails."""
+    the name of an empty file, last~<number>, because contents may be stale, but a listing is not.
+    If two hosts hold the lock of "last" (flock), one of their renames fails."""
 
     # RACE: another host finds this member's ticket stale, and is about to remove the ticket and to
-    # take the turn. Meanwhile the member touches the ticket. This touch comes too late: the other
-    # host removes the ticket all the same. Until the removal, the ticket may still be the first in
-    # line, but the member must not take the turn. So the member gives the ticket up if it was not
-    # touched for three quarters of stale_timeout. No host finds the ticket stale as early as that:
-    # the last quarter is for clocks that differ.
+    # take the turn. Then the member touches the ticket, too late, and finds it first in line. So
+    # the member gives up a ticket that was not touched for three quarters of stale_timeout. The
+    # last quarter is for clocks that differ.
     late_part = 0.75
     _parse = re.compile(r"last~[0-9]{20}").fullmatch
 
@@ -6613,18 +6309,16 @@ class _SharedNumbers(_Numbers):
 
     def check(self, number: int) -> None:
         """Raise FileExistsError if another host drew a higher number before this ticket was in
-        line.
-
-        RACE: this host lost the lock of "last" between draw() and the rename of the ticket (flock).
-        Another host drew a higher number, was the first in line, and may have its turn now. The
-        lower number of this ticket would give this member a turn at the same time."""
+        line."""
+        # RACE: this host lost the lock of "last" between draw() and the rename of the ticket
+        # (flock). Another host drew a higher number, was the first in line, and may have its turn
+        # now. The lower number of this ticket would give this member a turn at the same time.
         if self._last_name() > f"last~{number:020d}":
             raise FileExistsError(errno.EEXIST, "another host was faster", self._files.path)
 
     def remove_dir(self) -> None:
-        """Do nothing. If "last" were removed, another host could still open and lock the removed
-        file, and take it for the current one (stale). Then two hosts would hold the lock of one
-        line."""
+        """Do nothing: another host could open and lock a removed "last" (stale), and two hosts
+        would hold the lock of one line."""
 
 
 # ==================================================================================================
@@ -8012,8 +7706,6 @@ def _lease_seconds(text: str) -> float:
 
 def _timestamp(text: str) -> float:
     """Return the seconds since the epoch. A text without an offset from UTC is in local time."""
-    from datetime import datetime
-
     with suppress(ValueError):
         return datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp()
     raise _invalid(text, f"WHEN is {_TIMES}")

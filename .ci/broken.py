@@ -143,8 +143,13 @@ def parse_faults(text: str) -> Iterator[Fault]:
 
 
 FAULTS = r"""
-a new directory of the queue is synced, and so is its parent | Durability
--            _sync_dir(parent)
+a new data_dir is synced into its parent | Durability
+-        if sync:
+-            _sync_path(parent or ".")
+a new directory of the queue is synced | Durability
+         if self.is_durable:
+-            self.sync_dir("")
+             # Another process may just
 a file whose lstat() fails does not count as missing | Faults
              self.lstat(path)
 -        except (FileNotFoundError, NotADirectoryError):
@@ -156,14 +161,14 @@ an error in one directory does not delay work in the others | Faults
 -            errors.append(error)
 +            raise error
 an id shows whether its task has a key | Keyed
--binascii.crc32(name.encode()) | 1 << 31:08x
-+binascii.crc32(name.encode()) & ~(1 << 31):08x
+-int.from_bytes(digest, 'big') | 1 << 63:016x
++int.from_bytes(digest, 'big') & ~(1 << 63):016x
 a name whose number does not have 20 digits is foreign | ForeignFiles
 -_NS = "0[0-8][0-9]{18}"
 +_NS = "0[0-8][0-9]{17,18}"
-a name whose tag is not 8 hex digits is foreign | ForeignFiles; fuzz: names
--_ID = f"({_NS}-[0-9a-f]{{8}})"
-+_ID = f"({_NS}-[0-9a-zA-Z]{{8}})"
+a name whose tag is not 16 hex digits is foreign | ForeignFiles; fuzz: names
+-_ID = f"({_NS}-[0-9a-f]{{16}})"
++_ID = f"({_NS}-[0-9a-zA-Z]{{16}})"
 a file with a foreign name is not removed | ForeignFiles; storm: ~ left over:
 +        [self.remove(f"{directory}/{name}") for name in names if not _parse(directory, name)]
          return [entry for name in names if (entry := _parse(directory, name))]
@@ -174,8 +179,8 @@ a key of more than 200 bytes is refused | Lifecycle
 -_MAX_KEY_BYTES = 200
 +_MAX_KEY_BYTES = 300
 a key that is an Enum counts by its value | Lifecycle
--    return _quote_key(raw)  # not str(key)
-+    return _quote_key(str(key))  # not str(key)
+-    return _quote_key(raw)
++    return _quote_key(str(key))
 front=True puts a task back where its push had put it | Model
 -    return f"pending/{_task_name(_stamp_of(ident), attempts, ident)}"
 +    return f"pending/{_task_name(_stamp_of(ident) + 10**15, attempts, ident)}"
@@ -227,102 +232,135 @@ an error of flock() is raised, unless the file system does not support locks | F
 +        if error.errno:
 sync_after_write: the bytes of a push are synced | Durability
 ; power_loss: ext4; power_loss: xfs; power_loss: btrfs
--                if sync:
+-                if is_synced:
 +                if not source:
+                     os.fsync(fd)
 sync_after_write: the name of a push is synced | Durability
--            if sync_dir:
-+            if sync_dir and not source:
+-            if is_synced:
++            if is_synced and not source:
+                 self.sync_dir(directory)
 sync_after_write: the file of a finished task is synced | Durability
--            _sync_path(self.root + path, _READ_FLAGS)
+-            self.sync_file(path)
 sync_after_write: the directory of a finished task is synced | Durability
--            _sync_dir(self.root + directory)
+-        self.sync_dir(os.path.dirname(path))
 a file that replaces another is synced before the rename | Durability
 -                if self.is_durable:
 +                if not path:
 a push that raises an error leaves nothing in creating/ | Faults; faults: writev write
--            for leftover in (source, path):
-+            for leftover in (path,):
+-            for leftover in (f"creating/{new_name}", f"{directory}/{name}"):
++            for leftover in (f"{directory}/{name}",):
 a push that raises an error leaves no task | Faults
--            for leftover in (source, path):
-+            for leftover in (source,):
+-            for leftover in (f"creating/{new_name}", f"{directory}/{name}"):
++            for leftover in (f"creating/{new_name}",):
 push() does not return an id if the task was not written | Faults
 ; faults: writev write rename; storm: ~ found:; hosts: quorum ~ is lost|never delivered
--        self._files.publish(ident, data, f"pending/{ident}")
+-        self._files.publish(ident, data, "pending", ident, self.sync_after_write)
 +        with suppress(OSError):
-+            self._files.publish(ident, data, f"pending/{ident}")
-a batch whose sync failed is removed again | Durability
--            if not is_synced:
-+            if not is_synced and not ids:
++            self._files.publish(ident, data, "pending", ident, self.sync_after_write)
+an error of push_many() tells the ids of the tasks that were pushed | Lifecycle
+-                error.pushed_ids = ids
++                error.pushed_ids = ids[:-1]
+sync_after_write: a batch is synced | Durability
+-                _call_libc("syncfs", opened.path, opened.fd)
+sync_after_write: each task of a batch is synced where syncfs() does not sync all | Durability
+-        syncs_each = self.sync_after_write and not syncs_once
++        syncs_each = False
 keep_done=False: the lease is synced before it is removed | Durability
 -            self.files.sync_with_dir(lease.path)
-a move succeeds though pending/ is replaced meanwhile | Shrinking
--_MAX_REPLACED =
-+_MAX_REPLACED = 0 *
+a move succeeds though the directory is replaced meanwhile | Shrinking
+             if error.errno not in _MISSING_ERRNOS or not self.dirs.refresh():
+-                raise self.named(error, source, target) from None
++                raise
+a push succeeds though pending/ is replaced meanwhile | Shrinking
+-                except FileNotFoundError:  # the directory was replaced
++                except FileExistsError:
+a push succeeds though creating/ is replaced meanwhile | Shrinking
+-            if error.errno not in _MISSING_ERRNOS or not self.dirs.refresh():
++            if error:
+                 raise self.named(error, f"creating/{new_name}") from None
 a pending/ that is replaced keeps its mode | Shrinking
--        os.fchmod(fd, stat.S_IMODE(old.st_mode))
-a large pending/ is replaced only when it is empty | Shrinking
--            if not self._backlog.seen:
-+            if self._backlog.seen:
+-            _follow_owner(made.fd, old, stat.S_IMODE(old.st_mode))
+a large pending/ is replaced when it is empty | Shrinking
+-        if not self._batch.seen:
++        if self._batch.seen:
 a finished task is not delivered, even if a second name of it came back | Lifecycle
--        if "~1~" not in source and _ends_at(target):
-+        if not source:
+-        if "~1~" not in source and
++        if not source and
 the claim is one rename: a task is leased once | Crash
 ; faults: SIGKILL; hosts: calm ~ leased twice|stands in; nfs: calm ~ leased twice|stands in
--            os.rename(self._root + source, held.prefix + name, dst_dir_fd=held.fd)
-+            os.link(self._root + source, held.prefix + name, dst_dir_fd=held.fd)
-+            _unlink_if_exists(self._root + source)
+-            os.rename(old_name, held.prefix + new_name, src_dir_fd=where.fd, dst_dir_fd=held.fd)
++            os.link(old_name, held.prefix + new_name, src_dir_fd=where.fd, dst_dir_fd=held.fd)
++            with suppress(FileNotFoundError):
++                os.unlink(old_name, dir_fd=where.fd)
 the claim is one rename: a task is in one state at each instant | Crash; faults: SIGKILL
--            os.rename(self._root + source, held.prefix + name, dst_dir_fd=held.fd)
-+            with open(self._root + source, "rb") as file:
+-            os.rename(old_name, held.prefix + new_name, src_dir_fd=where.fd, dst_dir_fd=held.fd)
++            with open(os.open(old_name, os.O_RDONLY, dir_fd=where.fd), "rb") as file:
 +                content = file.read()
-+            os.unlink(self._root + source)
-+            with open(f"{self._root}{path}", "wb") as file:
++            os.unlink(old_name, dir_fd=where.fd)
++            with open(f"{self._files.path}/{lease.path}", "wb") as file:
 +                file.write(content)
+a claim moves a task only into the directory whose lock the worker holds | LeaseDirectoryLost
+-            os.rename(old_name, held.prefix + new_name, src_dir_fd=where.fd, dst_dir_fd=held.fd)
++            os.rename(old_name, f"{self._files.path}/{lease.path}", src_dir_fd=where.fd)
 work() passes over a task that can't be read | TroubleOfOneTask
 -            error.task_id = ident  # type: ignore[union-attr]
 a task that can't be read has its attempts counted | TroubleOfOneTask
--                place = self.back_path(place, _attempts_of(lease.path))
-+                place = self.back_path(place, _attempts_of(place))
-a task whose reading has failed several times is passed over for longer | TroubleOfOneTask
--            self._troubles[ident] = times + 1, now_s + pause_s
-+            self._troubles[ident] = 1, now_s + pause_s
+-            counted = _attempts_of(lease.path if is_its_own else place)
++            counted = _attempts_of(place)
+a task whose claim failed by another error goes to the back uncounted | Faults
+-            counted = _attempts_of(lease.path if is_its_own else place)
++            counted = _attempts_of(lease.path)
+a task whose claim failed because of the disk does not block other tasks | Faults
+- and (is_its_own or not is_passing):
++ and is_its_own:
+a task goes where it was if the system had no descriptor left to read it | Faults
+-        is_passing = getattr(error, "errno", None) in (None, *_TRANSIENT_ERRNOS)
++        is_passing = getattr(error, "errno", None) is None
+a scheduled task whose reading failed keeps its due time | Lifecycle
+-        if place.startswith("pending/") and (is_its_own or not is_passing):
++        if is_its_own or not is_passing:
+work() pauses after a task that it passes over | TroubleOfOneTask
+-            time.sleep(_BASE_INTERVAL_S)  # it may be the only task
 work() ends if no task can be read | TroubleOfOneTask hangs
 -            self._trouble_s = min(self._trouble_s, now_s)
 root changes the mode only of a file that it made itself | ManyUsers
--                fd = os.open(path, flags | os.O_EXCL, 0o666)
-+                fd = os.open(path, flags, 0o666)
+-                return self._create(flags | os.O_EXCL)
++                return self._create(flags)
+root changes the owner only of a directory that is empty | ManyUsers
+- or (stat.S_ISDIR(made.st_mode) and os.listdir(fd)):
++:
 a due time is compared with a margin of a microsecond | ReplacedClock
--    return int(time.time() * 1e9) + 1000
-+    return int(time.time() * 1e9)
-a monotonic clock that began again gets a new anchor | ReplacedClock
--            if anchor_ns is not None and self._clock_began_anew(anchor_ns):
-+            if False:
+-    return _wall_ns() + 1000
++    return _wall_ns()
+a clock file whose time no honest clock shows is written again | Ordering
+-        return anchor_ns if _EARLIEST_NS <= now_ns < _latest_order_ns() else None
++        return anchor_ns or None
 orders of one object strictly increase | Model
 -            order_ns = self._order = now_ns if now_ns > self._order else self._order + 1
 +            order_ns = self._order = now_ns
 after a boot with an earlier date, new tasks sort behind old ones | Ordering
--            times_ns += [_stamp_of(entry.id) + 1 for entry in entries]
+-            times_ns += [order_ns + 1 for order_ns in orders if order_ns < latest_ns]
+a machine that boots decades in the past sorts new tasks behind old ones | Ordering
+-    return max(_wall_ns(), _RELEASE_NS) +
++    return _wall_ns() +
 the processes of a boot agree on one clock | Ordering
--        os.link(root + new_path, root + name)
-+        os.replace(root + new_path, root + name)
+-                os.link(
++                os.replace(
 setting the date changes neither order nor deadlines | Ordering; fuzz: lives; storm: ~ first:
 -            now_ns = int(time.monotonic() * 1e9) + self.anchor_ns
 +            now_ns = int(time.time() * 1e9)
-a name of the year 2200 does not move the queue clock | Ordering
--(it for it in times_ns if it < _LATEST_CLOCK_NS)
-+times_ns
-leases of an earlier boot end even if the wall clock was set far back | Liveness
--                times_ns.append(min(files.lstat(directory).st_mtime_ns, entries[-1].stamp_ns))
-a wall clock in the year 2100 does not set the queue clock | Ordering
--    times_ns, started_ns = [_EARLIEST_NS, _wall_ns()], _monotonic_ns()
-+    return max(_wall_ns(), _EARLIEST_NS) - _monotonic_ns()
-+    times_ns, started_ns = [_EARLIEST_NS], 0
+a forged id of the far future does not move the queue clock | Ordering
+- for order_ns in orders if order_ns < latest_ns]
++ for order_ns in orders]
 the batch of a huge directory has the oldest names | Ordering
 -                names = sorted(names, reverse=True)[-keep:]
 +                names = sorted(names, reverse=True)[:keep]
 tasks are delivered in the order of push() | Model; fuzz: lives; hosts: calm ~ in the order
--    return sorted(names, reverse=True)[-keep:], seen
-+    return sorted(names)[-keep:], seen
+-        self.names = sorted(names, reverse=True)[-keep:]
++        self.names = sorted(names)[-keep:]
+tasks of a short listing are delivered in the order of push() | Model
+-            self.names = sorted(filter(_is_task_name, names), reverse=True)
++            self.names = sorted(filter(_is_task_name, names))
 a task put back to the front is delivered next | Model
 -            if names and name < names[0]:
 +            if names and name > names[0]:
@@ -330,29 +368,33 @@ a task put back to the front has the order of its push | Lifecycle
 -            if names and name < names[0]:
 +            if names and name < names[-1]:
 a worker that restarts under its node_id takes back its tasks | Model
--            elif self._dir_lock is None and lock.try_exclusive() and lock.is_at_path():
-+            elif self._dir_lock is None and not lock.try_exclusive():
+-        elif self._held is None and lock.try_exclusive() and lock.is_at_path():
++        elif self._held is None and not lock.try_exclusive():
 a detached lease outlives a restart of its node_id | CommandLine
 - for it in leases if it.boot != _DETACHED)
 + for it in leases)
 a claim that is interrupted is undone | Faults; faults: read
--                self._undo_after_error(lease, waiting, error)
+             except BaseException as error:
+-                self._undo_after_error(lease, error)
+                 raise
+a claim by key or id that is interrupted is undone | Lifecycle
+             except BaseException as error:
+-                self._undo_after_error(lease, error)
+                 if not isinstance
 an error is raised, not taken for an empty queue | Faults; faults: read
-                 self._undo_after_error(lease, waiting, error)
+                 self._undo_after_error(lease, error)
 -                raise
 +                return None
-a worker can start on a full disk | Faults
--                if error.errno in _OUT_OF_SPACE_ERRNOS and not os.listdir(spare):
-+                if not error.errno:
+             if not name:
+a queue can be opened although no clock file can be made | Faults
+-                if error.errno not in _NO_WRITE_ERRNOS:
++                if error:
 close() gives back the worker's tasks | Model
 -                    if is_alone:
 +                    if not is_alone:
 the interpreter exits even if a thread holds the worker's lock | InterruptedDelivery hangs
 -        if not worker.lock.acquire(blocking=not sys.is_finalizing()):
 +        if not worker.lock.acquire():
-the interpreter exits even if a thread is opening a lock | InterruptedDelivery hangs
--    if sys.is_finalizing() or thread in
-+    if thread in
 close() does not touch the leases of another worker with the same node_id | Model
 -            if is_alone is None or (is_alone and lock.is_at_path()):
 +            if is_alone in (None, True):
@@ -366,37 +408,254 @@ if a lease can't be moved, other leases still end | Liveness
 +            if True:
 +                _for_each(self._worker.reclaim, [*self._lease_dir.orphans])
 an interrupted opening of the lease directory leaves no lock | Faults
--                if lock is not self._dir_lock:
+-                if lock is not self._held:
 -                    lock.close()
-a process that can't see the boot id can tell that a worker is dead | Liveness
--        elif self._files.is_local:
-+        elif False:
-a process that can't see the boot id does not take another host's clock for its own | Liveness
--                    return "" if self._files.has_other_mounts() else name[6:]
-+                    return name[6:]
-clock files of earlier boots do not pile up | Ordering
--                    self._remove_others()
-+                    pass
-a clock file that was removed while its worker lives is made again | Ordering
--        self._clock.restore()
-+        pass
-the task of a key is found even if a client on another kind of mount pushed the task | TwoMounts
--        if not self._files.has_other_mounts():
-+        if True:
-tickets of two kinds of mount have one order | TwoMounts
--        if self._files.has_other_mounts():
--            self._numbers
-+        if False:
-+            self._numbers
-join() waits for a longer tick on a file system whose times have whole seconds | Lifecycle
--(_COARSE_TICK_S if is_coarse else _TICK_S, 0)
-+(_TICK_S, 0)
-an empty scheduled/ that was large is replaced | Shrinking
--            self._files.shrink("scheduled", self._clock.new_id())
-+            pass
+a process that can't see the boot id has a boot of its own | Liveness
+-        return os.urandom(4).hex(), _compute_anchor(self._files)
++        return "7" * 8, _compute_anchor(self._files)
+a process that can't see the boot id starts its clock after the newest id | Ordering
+-        return os.urandom(4).hex(), _compute_anchor(self._files)
++        return os.urandom(4).hex(), _wall_ns() - _monotonic_ns()
+where flock does not work, no worker takes the leases of a living one | MissingFunctions
+-            self._clock.boot = os.urandom(4).hex()
 register() takes another ticket if flock() fails for a removed file | SharedTickets
 -(*_MISSING_ERRNOS, errno.EEXIST, errno.ENOTSUP)
 +(*_MISSING_ERRNOS, errno.EEXIST)
+a directory of the queue that is a link is refused | Durability
+-_DIR_FLAGS = _ROOT_FLAGS | _NO_FOLLOW_OR_BLOCK
++_DIR_FLAGS = _ROOT_FLAGS
+a lock file that is a link is not followed | ManyUsers
+-_LOCK_FLAGS = os.O_RDWR | os.O_CREAT | _NO_FOLLOW_OR_BLOCK
++_LOCK_FLAGS = os.O_RDWR | os.O_CREAT
+a lease directory that is a link is left alone | ForeignFiles
+-        return [name for name in names if not stat.S_ISLNK(self.mode_of(name))]
++        return names
+pause() makes no file behind a link | ManyUsers
+-        flags = _CREATE_FLAGS | _NO_FOLLOW_OR_BLOCK
++        flags = os.O_WRONLY | os.O_CREAT
+a push writes only into the directory that the queue has opened | Faults
+-            fd = os.open(source, _CREATE_FLAGS, self._file_mode, dir_fd=creating.fd)
++            fd = os.open(f"{creating.path}/{source}", _CREATE_FLAGS, self._file_mode)
+a move stays in the directories that the queue has opened | Faults
+-            os.replace(name, new_name, src_dir_fd=old.fd, dst_dir_fd=new.fd)
++            os.replace(f"{self.path}/{source}", f"{self.path}/{target}")
+a read stays in the directory that the queue has opened | Faults
+-                fd = os.open(where.prefix + name, _READ_FLAGS, dir_fd=where.fd)
++                fd = os.open(f"{where.path}/{name}", _READ_FLAGS)
+a new file is made only in the directory that the queue has opened | Faults
+-                return os.open(name, _CREATE_FLAGS, self._file_mode, dir_fd=where.fd)
++                return os.open(f"{self.path}/{path}", _CREATE_FLAGS, self._file_mode)
+a file is removed only from the directory that the queue has opened | Faults
+-            os.unlink(name, dir_fd=where.fd)
++            os.unlink(f"{self.path}/{path}")
+a listing shows only a directory of the queue that was opened, not what a link leads to | Faults
+-            fd = os.open(directory or ".", _DIR_FLAGS, dir_fd=root.fd)
++            fd = os.open(f"{root.path}/{directory}", _ROOT_FLAGS)
+a directory that was replaced is opened anew | Shrinking
+-        gone = [name for name, it in [*self.items()] if name and not it.is_at_path()]
++        gone: list[str] = []
+a data_dir that was removed and made again is opened anew | Faults
+-            if root is None or root.status().st_nlink:
++            if root is None or root.fd != -1:
+a process that only pushes notices that a directory was replaced | Shrinking
+-                self._files.dirs.refresh()
+             return f"0{order_ns}-{self.tag}"
+a worker notices that a directory was replaced | Shrinking
+-        self._files.dirs.refresh()
+         self._lease_dir.ensure_open()
+a lease directory that was replaced is made and locked again | LeaseDirectoryLost
+-            if self._held is None or not self._held.is_at_path():
++            if self._held is None:
+a worker uses another directory if another user has made the one of its node_id | ManyUsers
+-            except PermissionError:  # another user's
+-                self._use_another()
+-                continue
++            except PermissionError:
++                raise
+a worker uses another directory if another process keeps its own locked | Liveness hangs
+             if time.monotonic() >= end_s:
+-                self._use_another()
++                end_s += 1
++                continue
+a lease directory that this user may not read does not end the work | ManyUsers
+-        if error.errno in (errno.EACCES, errno.EPERM) and directory.startswith("inflight-"):
++        if not directory:
+root is told that others decide what it works on | Checking
+-    if not hasattr(os, "geteuid") or os.geteuid() != 0:
++    if files:
+the opening of a queue as root logs who else decides what root works on | ManyUsers
+-            _warn_once(f"{self._files.path}: {text}")
+the text that is shown of a reason has a limit | ManyUsers
+-            return os.read(fd, most_bytes).decode("utf-8", "replace")
++            return os.read(fd, most_bytes << 8).decode("utf-8", "replace")
+close() closes the directories of the queue | Lifecycle
+-            self._files.dirs.clear()
+         finally:
+             worker.lock.release()
+an error of one file does not end the maintenance | ManyUsers
+-            if error.errno in _ONE_FILE_ERRNOS:
++            if error.errno in ():
+an error of one file is logged once | ManyUsers
+-@functools.lru_cache(maxsize=256)
+ def _warn_once(text: str) -> None:
+a missing data_dir is trouble with the disk, not a lost lease | Faults
+-                self.files.dirs[directory if directory in _STATE_DIRS else "pending"]
++                _no_op(directory)
+a look for a key in a missing queue raises an error | Keyed
+-            self._files.lstat("pending")  # a missing pending/ is disk trouble
+those who may not write to data_dir can't read the lock files | ManyUsers
+-        return 0o600 | write | write << 1
++        return 0o644 | write
+all who may write to data_dir can take the locks | ManyUsers
+-        return 0o600 | write | write << 1
++        return 0o600
+only its owner writes the clock file | ManyUsers
+-b"%d\n" % anchor_ns, mode=0o644)
++b"%d\n" % anchor_ns, mode=0o666)
+all who have access to data_dir read the clock file | Faults
+-b"%d\n" % anchor_ns, mode=0o644)
++b"%d\n" % anchor_ns, mode=0o600)
+only its owner writes a checkpoint | ManyUsers
+-    mode = 0o600 | files.mode & 0o044
++    mode = 0o600 | files.mode & 0o066
+those who may not write to data_dir can't write to a task | ManyUsers
+-        self._file_mode = 0o644 | self.mode & 0o022
++        self._file_mode = 0o666
+a wait for a lock ends at the caller's timeout | Keyed hangs
+-            if now_s >= until_s:
++            if not until_s:
+a try to take a lock does not wait | Keyed hangs
+-            if now_s >= until_s:
++            if until_s and now_s >= until_s:
+turn() waits no longer than its timeout for the lock of the line | Tickets hangs
+-            held = self._join_line(end_s)
++            held = self._join_line(_FOREVER_S)
+take() without a timeout waits a little for the lock of the key | Keyed
+-        until_s = end_s if timeout != 0 else time.monotonic() + _LONG_WAIT_S
++        until_s = end_s
+a lease directory that is removed while it is opened is made again | Liveness
+-        except FileNotFoundError:  # a person has removed the empty directory
++        except BlockingIOError:
+a line whose directory was made anew is read anew | Tickets
+-        self._files.dirs.refresh()  # another process may have made the directory anew
+take_async() does not wait for the lock of a key | Coroutines hangs
+-        look = self._finder_of(key, id, lease_ms, 0)
++        look = self._finder_of(key, id, lease_ms, _FOREVER_S)
+the reclaim does not wait for the lock of a key | Keyed hangs
+-            self.note_arrival(self.move_task(lease, target, 0))
++            self.note_arrival(self.move_task(lease, target))
+the move of due tasks does not wait for the lock of a key | Keyed hangs
+-            self.files.sync_with_dir(self.move_task(source, target, 0))
++            self.files.sync_with_dir(self.move_task(source, target))
+the repair of keys does not wait for the lock of a key | Races hangs
+-                with self.lock(tag, 0):
++                with self.lock(tag):
+a long wait for a lock is logged | KeyedConcurrency
+-            if now_s >= began_s + _LONG_WAIT_S and not is_told:
++            if is_told:
+a lock that was freed is taken within some hundredths of a second | KeyedConcurrency
+-_LOCK_PAUSE_S, _LONGEST_LOCK_PAUSE_S = 0.00005, 0.01
++_LOCK_PAUSE_S, _LONGEST_LOCK_PAUSE_S = 0.00005, 3.0
+a push that interrupted a call for the same key raises EDEADLK | Keyed
+-        if self._has_lock(tag):
++        if not tag:
+a child forked unseen by Python makes ids of its own | Liveness
+-        if os.getpid() != _process_id:  # inlined: a call would be 5 % of push()
++        if not _process_id:
+a child forked unseen by Python claims no task under its parent's name | Liveness
+-        if os.getpid() != _process_id:  # inlined: a call would be 2 % of pop()
++        if not _process_id:
+a child forked unseen by Python takes no task by key under its parent's name | Liveness
+-        _notice_fork()
+         look = self._delivery.take_named
+the close() of a child forked unseen by Python does not give back its parent's tasks | Liveness
+-        _notice_fork()
+         worker = self._worker
+a keyed push of a child forked unseen by Python does not use its parent's lock | Liveness
+-        _notice_fork()
+         # RACE: another worker's pop() claims the waiting task before put()
+a child forked unseen by Python draws tickets of its own | Tickets
+-        _notice_fork()
+         redraws = 0
+a child forked unseen by Python does not remove its parent's tickets | Tickets
+-            _notice_fork()
+             for member in list(self._held_tickets):
+a child's close of its copy of a lock does not unlock the parent's | Liveness
+-        if self._pid != os.getpid():  # _after_fork_in_child() closes the child's copy
++        if not self._pid:
+a child of a worker with a given node_id has a lease directory of its own open | Liveness
+-        self._files.dirs.pop(self._worker.lease_dir.directory, None)
+         self._clock.init_worker()
+no pop() claims a task while its payload is replaced | KeyedConcurrency
+-        aside = _payload_path(ident, _stamp_of(target) if is_scheduled else None)
++        aside = path
+a push that replaces a payload delivers the new one | Model
+-            self._files.move_onto(new_path, aside)  # the push is committed
++            self._files.remove(new_path)
+a payload whose replacement was interrupted is not delivered before its due time | KeyedInterrupted
+-        aside = _payload_path(ident, _stamp_of(target) if is_scheduled else None)
++        aside = _payload_path(ident, None)
+a payload that replaces another starts with attempt 1 | Model
+-        target = _fresh_path(path, due_ns)
+-        # In keys/, the task has its new time
++        target = path if due_ns is None else _fresh_path(path, due_ns)
++        # In keys/, the task has its new time
+a push whose task was claimed meanwhile is not lost | KeyedInterrupted
+             self._files.remove(new_path)
+-            return ""
++            return ident
+after a replacement, no older payload comes from behind the task | KeyedInterrupted
+-            self._files.unlink_if_exists(behind)
+a push does not raise an error after its payload is in the queue | KeyedInterrupted
+             # The new payload is in the queue: find() or repair() makes the task of it.
+-            _raise_if_no_errno(error)
++            raise
+a payload in keys/ becomes a task soon after a push that raised an error | KeyedInterrupted
+-            self._repair_soon()
+             raise
+a payload whose replacement ended by a kill becomes a task | KeyedInterrupted
+-        if task and not path and (aside := self._locate(task, "keys")):
++        if not tag and (aside := self._locate(task, "keys")):
+a payload of "update" ends with its task | Model
+-        if _is_update(payload):
++        if not payload:
+a payload of "update" does not reset the attempts of its task | Model
+-        if _is_update(behind) or (due_ns is None
++        if (due_ns is None
+a task that is released keeps its attempts in spite of a payload of "update" | Model
+-            if behind and not _is_update(behind) and
++            if behind and
+a push with if_in_flight="update" returns the id of the leased task | Model
+-        return _id_of(path) if is_update else ident
++        return ident
+a pop() that close() meets does not open the lease directory again | InterruptedDelivery
+- or is_closed or not self._maintenance.refill():
++ or not self._maintenance.refill():
+a file is opened when another process gives up its lease of the kernel | TroubleOfOneTask
+-                if error.errno != errno.EAGAIN or tries > _KERNEL_LEASE_TRIES:
++                if error:
+a lease of the kernel on a task's file is not the fault of the task | TroubleOfOneTask
+-errno.ENOMEM, errno.EAGAIN)
++errno.ENOMEM)
+if a listing shows only tasks pushed meanwhile, a second one gives their order | Races
+-        for _ in range(2):
+-            self._list(now_s)
++        for _ in range(1):
++            self._list(now_s)
+the lost+found of a mount point is no foreign name | Checking
+-        return name in (*directories, "lost+found")
++        return name in (*directories,)
+maybe_cleanup() returns False for a mount point | Tickets
+-        with suppress(OSError):
+-            os.rmdir(self._files.path)
++        os.rmdir(self._files.path)
+an exception whose traceback can't be formatted still has a reason | Work
+-    except Exception:
++    except ValueError:
+         return f"{type(error).__name__} (its traceback
+work() goes on after an exception that has no text | Work
+-        with suppress(Exception):  # str() of the handler's exception may raise
++        with suppress(ValueError):
 if a worker is killed while a job ends, no process of the job is left | CommandLine
 -            _kill({self.pid})
 +            pass
@@ -419,7 +678,7 @@ a stopped job can handle SIGTERM | CommandLine
 -self._number, signal.SIGCONT)
 +self._number)
 a dead worker's lease from another boot ends at its deadline | Liveness
--[it.path for it in leases if not boots or it.boot in boots])
+-[it.path for it in leases if boot in ("", it.boot)])
 +[it.path for it in leases])
 another host's lease that was just renewed is not reclaimed | Healed
 -            elif not self._renewed_recently(entry):
@@ -440,22 +699,23 @@ files that others write in creating/ are left alone for an hour | Crash
 -_LEFTOVER_NS = 3600 * 10**9
 +_LEFTOVER_NS = 1
 an error in a directory is raised when no task waits | Faults
--                    raise job.error
-+                    continue
+             for what in wanted:
+-                self.run(what)
++                self.try_to_run(what)
 no task is delivered while PAUSED exists | ByHand
--            is_paused = self._files.exists("PAUSED")
-+            is_paused = False
+-        self._is_paused = self._files.exists("PAUSED")
++        self._is_paused = False
 done tasks are kept for keep_done seconds | Lifecycle
-- + _PURGE_SLICE_S, time.time() - keep_s
-+ + _PURGE_SLICE_S, time.time()
+-        before_s = time.time() - keep_s
++        before_s = time.time()
 max_attempts is a limit | Model
--        if self.max_attempts is not None and before >= self.max_attempts:
-+        if self.max_attempts is not None and before > self.max_attempts:
+-        if self._max_attempts is not None and before >= self._max_attempts:
++        if self._max_attempts is not None and before > self._max_attempts:
 attempts are counted | Model
--        attempts = min(_attempts_of(source) + 1, _MAX_ATTEMPTS) if "~" in source else 1
+-        attempts = min(_attempts_of(name) + 1, _MAX_ATTEMPTS) if "~" in name else 1
 +        attempts = 1
 a corrupt task goes to failed/, and pop() goes on | Corruption
--            self.quarantine(path, error.reason)
+-            self._worker.quarantine(path, error.reason)
 a worker that lost its lease can't end the task | Model
 ; fuzz: lives; storm: ~ settled:; hosts: cut ~ \(\) by .*, when|not refused
 -                raise self.lease_lost(lease) from None
@@ -466,16 +726,23 @@ done() and fail() raise the OSError of their rename | Faults; faults: rename
 +                gone_to = target
 the rename to failed/ is the fence: the reason is written after the rename | Model
 -            self.move_leased(lease, target, "failed")
--            # A person may have moved the task out of failed/ before, but not its older reason.
--            _unlink_if_exists(f"{self.files.root}{target}.error")
-             if path:
-                 self.files.put_in_place(path, f"{target}.error")
+-            # The rename comes before the reason, because it tests the fence. CRASH: the task is in
+-            # failed/, without a reason, or with an older one if a person has moved the task out of
+-            # failed/ before.
+-            self._put_reason(ident, path)
++            self._put_reason(ident, path)
 +            self.move_leased(lease, target, "failed")
+a task fails although a directory has its name in failed/ | Faults
+-        if stat.S_ISDIR(self.files.mode_of(f"failed/{ident}")):
++        if not ident:
+a task is done although a directory has its name in done/ | Lifecycle
+-(*_OUT_OF_SPACE_ERRNOS, errno.EISDIR)
++_OUT_OF_SPACE_ERRNOS
 retry() removes the reason of a task | Model
--                _unlink_if_exists(f"{self.files.root}failed/{ident}.error")
+-                self.files.unlink_if_exists(f"failed/{ident}.error")
 retry() puts a task at the back | Model
--        ident, target = _id_of(source), self.back_path(source, 0)
-+        ident, target = _id_of(source), _front_path(_id_of(source), 0)
+-        target = self.back_path(source, 0)
++        target = _push_place(ident, 0)
 a checkpoint is removed with its task | Model
 -        if lease.has_checkpoint and _ends_at(target):
 +        if lease.has_checkpoint and not target:
@@ -486,113 +753,142 @@ a renewal never shortens a lease | Model
 -                length_ns = max(lease.length_ns, self.left_ns(lease.path))
 +                length_ns = lease.length_ns
 the lock of a key is taken | KeyedConcurrency
--            lock.acquire_exclusive(wait)
+-                lock.acquire_exclusive(until_s)
 the lock file of a key is never removed | -
 ; hosts: key ~ crowded|overlapping; nfs: keys ~ crowded|overlapping
              if lock is not outer:
 +                os.unlink(lock.path)
                  lock.close()
 a task in flight is found by its key | Model; hosts: key ~ found nothing
--        return self._worker.keys.path_of(_encode_key(key)) != ""
-+        return self._worker.keys.path_of(_encode_key(key)).startswith(("pending", "scheduled"))
-a key's state that names another key's task is not trusted | Keyed; fuzz: contents
--        if match and _tag_of(match[2]) == tag and match[4][-9:] in ("-", f"-{tag}"):
-+        if match:
+-        return self._worker.keys.path_of(_key_tag(_encode_key(key))) != ""
++        path = self._worker.keys.path_of(_key_tag(_encode_key(key)))
++        return path.startswith(("pending", "scheduled"))
+a link in keys/ that names another key's task is not trusted | Keyed; fuzz: contents
+-            if match and {_tag_of(match[2]), _tag_of(match[4] or match[2])} == {tag}:
++            if match:
 a push with if_in_flight="reject" raises an error if the task of the key is leased | Model
 -            if is_leased and if_in_flight == "reject":
 +            if is_leased and if_in_flight == "refuse":
 done() promotes the payload that is buffered behind a task | Keyed; fuzz: lives; storm: ~ keys:
--                    states[name] = self._promote(buffered), ""
-+                    states[name] = "", ""
+-(self._promote(behind), "") if is_over
++("", "") if is_over
 a claim takes along the payload that is buffered behind a task | Keyed
--        return _id_of(path) == _id_of(lease) and not buffered
+-        return _id_of(path) == _id_of(lease) and not behind
 +        return _id_of(path) == _id_of(lease)
-a buffered payload is not delivered before its due time, even after a move | KeyedInterrupted
--        due_ns = _future_due_ns(buffered)
+a claim whose lease has ended delivers no older payload | Races
+-        self._files.lstat(lease)
+         return _id_of(path) == _id_of(lease) and not behind
+a buffered payload is not delivered before its due time | Keyed
+-        due_ns = _later_ns(behind)
 +        due_ns = None
+a task that is released waits for the due time of its buffered payload | KeyedInterrupted
+-                target = _fresh_path(target, _later_ns(behind))
++                target = _fresh_path(target, None)
 a buffered payload starts with attempt 1, even after an undone claim | InterruptedDelivery
--        if due_ns is None and _attempts_of(lease) == 1:
-+        if due_ns is None:
+-(due_ns is None and _attempts_of(path) == 1)
++(due_ns is None)
 a schedule() that raised an error does not change the due time of the buffered payload | Keyed
--                self._files.move(target, path)
-a payload that is due later and whose sync failed is not delivered now | KeyedByRename
--            if self._files.exists(new_path):  # else the new
-+            if new_path:  # else the new
+-                    self._files.move(target, behind)
 a buffered payload starts with attempt 1 | Model
--                target = _fresh_path(target, _future_due_ns(buffered))
-+                target = _fresh_path(target, 0) if _future_due_ns(buffered) else target
-a child closes its parent's locks, even if Ctrl-C came during the fork | Liveness
--    with suppress(RuntimeError):  # _fork_lock is
-+    with suppress():  # _fork_lock is
+-                target = _fresh_path(target, _later_ns(behind))
++                due_ns = _later_ns(behind)
++                target = target if due_ns is None else _fresh_path(target, due_ns)
 a task is delivered again if Ctrl-C ends the block of processing() | Work
 -        except BaseException:  # trouble with the disk, or
 +        except Exception:  # trouble with the disk, or
 the older of two pushes during a listing with foreign files comes first | Races
 -            if self.seen <= _AT_ONCE:
 +            if len(self.names) <= _AT_ONCE:
-a housekeeping job pauses for longer than it took | Faults
--        self._next_s = max(ended_s + self.every_s, self.rest_end_s)
-+        self._next_s = ended_s
+a part of the maintenance pauses for longer than it took | Faults
+-                self.next_s[what] = max(ended_s + self.every_s[what], self.rested_s[what])
++                self.next_s[what] = ended_s
 an error of a listing is raised in the coroutine that waits | Coroutines
 -                request.answer.set_exception(error)
 +                request.answer.set_result(task)
-a payload that is in no key state does not replace a younger payload | Keyed
--                if _id_of(buffered) < max(_id_of(path), _id_of(before)):
-+                if not buffered:
-a keyed task that came back is saved in its key's state before its delivery | Keyed
--        self._save(_tag_of(lease), states)
-+        _no_op(_tag_of(lease), states)
+a payload that no link names does not replace a younger payload | Keyed
+-        youngest = max([*strays, *filter(None, [behind or path])], key=self._written_ns)
++        youngest = max(strays, key=self._written_ns)
+of the payloads that no link names, the one written last stays, whatever its id | Keyed
+-        youngest = max([*strays, *filter(None, [behind or path])], key=self._written_ns)
++        youngest = max([*strays, *filter(None, [behind or path])], key=_id_of)
+of the payloads that no link names, only one stays | Keyed
+-            self._files.remove(it)
++            pass
+         if youngest in strays:
+a payload that no link names is delivered | Keyed
+-        if youngest in strays:
++        if youngest == tag:
+a keyed task that a person moved back is linked before its delivery | Keyed
+-        self._link(tag, lease, behind)
+         return behind
 after a promotion, the promoted payload is the key's task, not the older task | Keyed
--        if behind and not buffered:
-+        if not behind and buffered:
+-        if behind and not payload:
++        if behind and payload is None:
 moving due tasks does not hold the lock for long | Lifecycle
 -lambda _: time.monotonic() < end_s, due
 +lambda _: True, due
 the newer of two payloads behind a leased task is kept | Model
--                    elif if_in_flight == "update" and not buffered:
-+                    elif if_in_flight == "update":
-a push with a key saves the key's state before it puts the payload in place | Durability hangs
--            self._save(_key_tag(name), states, sync=True)
+-        is_update = is_update and (not behind or _is_update(behind))
++        _is_update(behind)
+a push with a key makes the link before it puts the payload in place | Durability hangs
+-            self._link(tag, path or target, target if path else "", sync=True)
+sync_after_write: the link of a key is synced before the payload is put in place | Durability
+-            self._link(tag, path or target, target if path else "", sync=True)
++            self._link(tag, path or target, target if path else "")
 a second task of a key, put in place by hand, becomes a dead letter | Keyed
 -        if path and _id_of(path) != _id_of(lease):
-+        if not name:
++        if not tag:
 a record that a healed replica brings back does not become its key's task | Healed
--                elif entry.id >= _id_of(path):
-+                else:
+-            elif entry.id >= _id_of(path):
++            else:
 if an older task of a key comes back, the newer task does not become a dead letter | Healed
 -        if other > ident:
 +        if path and other != ident:
 a younger task of a key waits while an older one runs | KeyedOnSharedFileSystem
 -            if left_ns > 0:
-+            if not name:
++            if not tag:
 a payload that a healed replica brings back in keys/ is not promoted after a younger task | Healed
--                    states[name] = entry.path, _younger(buffered, entry.path)
-+                    states[name] = entry.path, buffered
+-        return path, behind if _id_of(behind) > _id_of(path) else ""
++        return path, behind
 a payload that a healed replica brings back in keys/ is not taken along by a claim | Healed
--        states[name] = lease, _younger(buffered, lease)
-+        states[name] = lease, buffered
+-        return behind if _id_of(behind) > ident else ""
++        return behind
 the older of two payloads that two hosts put behind a task is removed | KeyedOnSharedFileSystem
--                        states.outdated += (older,)
-ending a lease that a healed replica brings back does not replace a newer record | Healed
--        target = self._free_path(target)
-the rename of a task that came back is synced before its payload is replaced | Durability
--            # Without this sync, btrfs shows the old name, too, after power loss.
--            self._files.sync_with_dir(target)
-+            pass  # else btrfs
+-                    self._files.remove(older)
+sync_after_write: a replaced payload is synced in its place | Durability
+         self._worker.note_arrival(target)
+-        self._files.sync_with_dir(target)
+         return ident
+sync_after_write: a promoted payload is synced | Durability
+-        self._files.sync_with_dir(path)
+         return path
+sync_after_write: a released task is synced | Durability
+         self.note_arrival(gone_to)
+-        self.files.sync_with_dir(gone_to)
+sync_after_write: a retried task is synced | Durability
+-        self.files.sync_with_dir(target)
+         return True
+sync_after_write: a due task is synced in pending/ | Durability
+-            self.files.sync_with_dir(self.move_task(source, target, 0))
++            self.move_task(source, target, 0)
+keep_done=False: the directory is synced after the removal | Durability
+-            self.files.sync_dir(os.path.dirname(lease.path))
 a payload pushed behind a task has a later order, even if clocks differ | KeyedOnSharedFileSystem
--        order = max(self._clock.next_order(), younger)
-+        order = self._clock.next_order()
+-            order_ns = max(order_ns, _stamp_of(_id_of(path)) + 1)
+a payload pushed behind a task with a forged id has an order of the present | Keyed
+-        if path and _stamp_of(_id_of(path)) < _latest_order_ns():
++        if path:
 a payload that replaces an older one does not get the checkpoint of the older one | Cost
--            self._files.remove(f"checkpoints/{_id_of(path)}")
+-            self._files.remove(f"checkpoints/{ident}")
 a payload that a claim takes along does not get the checkpoint of the older one | Keyed
--        self._files.remove(f"checkpoints/{_id_of(lease)}")  # of the older payload
+-        self._files.remove(f"checkpoints/{ident}")  # of the older payload
 retry() of a task raises an error if its key has another task | Model
          if path:
--            raise KeyInFlight(_decode_key(name), _id_of(path))
+-            raise KeyInFlight(key or "", _id_of(path))
 +            return
 close() ends a wait in another thread | Waiting hangs
--                if found is not None or left_s <= 0 or self._lease_dir.close_count != close_count:
-+                if found is not None or left_s <= 0:
+-            while self._lease_dir.close_count == close_count:
++            while True:
 a wait notices that pending/ was replaced | WaitingWithInotify hangs
 -        if self._watch():
 +        if not self._watches:
@@ -603,7 +899,7 @@ a `pop` that can't print the payload does not print the path of the lease | Comm
 -                _put(sys.stdout, task.data)
 +                sys.stdout.buffer.write(task.data)
 a cancelled pop_async() loses no task | Coroutines hangs
--        except InvalidStateError:  # RACE: the coroutine was cancelled, or has been answered
+-        except InvalidStateError:  # RACE: the coroutine was cancelled
 -            self._give_back(task)
 +        except InvalidStateError:
 +            pass
@@ -620,13 +916,12 @@ processing() renews the lease | Processing
 - or next_left_ns >= lease.length_ns * (1 - _RENEWAL):
 + or next_left_ns:
 a child forked in processing() does not end the task | Processing
--        if os.getpid() != self._pid or
-+        if not self._pid or
-a processing() block that is collected with its queue does not end the task | Processing
-- or not vars(self._worker):
-+:
+-        if os.getpid() != self._pid:
++        if not self._pid:
+             return
+         try:
 a pause is noticed soon, however long the last listing took | Lifecycle
-- or self._files.exists("PAUSED"):
+- or self._is_paused:
 +:
 a task that moves during each listing counts as work that is left | Lifecycle
 -        return self._changed() != before
@@ -645,22 +940,21 @@ work() leaves the signal handlers as they were | Work
 work() runs no more than `concurrency` handlers | Work
 -for _ in range(self._concurrency)
 +for _ in range(self._concurrency + 1)
-rm cancels a scheduled task where the file system can't exchange names | KeyedByRename
--            is_safe = _state_of(target) == "scheduled"  # no
-+            is_safe = not _state_of(target)  # no
+rm cancels a task even while its payload is replaced | KeyedInterrupted
+-        self.lstat(target)
+         _Files.move(self, source, target)
 an exception that a signal handler raises while a lock is closed is not lost | Faults
--ignore a disk error
--                _raise_if_no_errno(error)
-+ignore a disk error
-+                pass
+         except OSError as error:  # the work under the lock is done, so ignore a disk error
+-            _raise_if_no_errno(error)
++            pass
 a payload scheduled behind a task moves with the task to the new time | Keyed
--            self._files.put_in_place(buffered, target, must_exist=True)
--            states[name] = target, ""
+-            self._files.move_onto(behind, target)
+-            behind = ""
 if a lease can't be reclaimed because its key's lock is held, the lease is reclaimed later | Keyed
 -            return  # RACE: another process holds the key's lock. The next reclaim tries again.
 a TicketQueue directory that is removed while it is opened is made again | Tickets
--_despite_cleanup(open_dir, path)
-+open_dir()
+-        self._files = _despite_cleanup(lambda: _open_files(path, is_durable=False), path)
++        self._files = _open_files(path, is_durable=False)
 a member whose ticket was removed gets no turn with another member's number | Tickets
 -            is_first = member == first
 +            is_first |= member == first
@@ -673,9 +967,6 @@ check(repair=True) does not touch tasks in flight | Checking
 only its user can read a new queue | Faults
 -    _make_dir(data_dir, 0o700, is_durable)
 +    _make_dir(data_dir, 0o755, is_durable)
-an assignment to a setting raises an error | Lifecycle
--        if name in _SETTINGS and name in self.__dict__:
-+        if name in _SETTINGS and name not in self.__dict__ and name == "":
 a program that outlives its shell during a stop keeps its task until the program ends | CommandLine
 -            if is_stopped or len(self.signals) > 1:
 +            if len(self.signals) > 1:
@@ -702,8 +993,8 @@ the time since which a task is in its state counts from the last move | Lifecycl
 -                since_ns = self._files.lstat(entry.path).st_ctime_ns
 +                since_ns = self._files.lstat(entry.path).st_mtime_ns
 tasks of 0.4 are not passed over in silence | Compatibility
--        with suppress(PermissionError), os.scandir(root + directory) as entries:
-+        with suppress(PermissionError), os.scandir(root + "done") as entries:
+-(files.scan(directory), 100)
++(files.scan("done"), 100)
 the first signal to work() is answered by a line | Work
 -        _write_stop_line(b"\n")  # a terminal may show "^C" in front
 +        pass
@@ -721,48 +1012,31 @@ the younger of two pushes during a listing does not come first | Races
 a TimeoutError from a signal handler does not count as a disk error of a job | Faults
 -    if error.errno is None:
 +    if error is None:
-a fork does not copy a lock that another thread is opening | Races
--        with _no_fork():
-+        if path:
-             self.fd = self._open(path, flags, data_dir)
 a renewal gets a key's lock even if the key is pushed all the time | Races
--                time.sleep(_LOCK_PAUSE_S)
-+                return False
-a synced push that raises an error restores the earlier payload | Keyed
--                    self._files.swap(new_path, path)
+-        end_s = time.monotonic() + self._pause_s / 10
++        end_s = 0.0
+a push whose payload can't be put in place gives the task back at once | KeyedInterrupted
+-                    self._files.move(aside, path)
 repair() retries soon if a key's lock is held | Races
--                self._worker.house.repairing.sooner(1)
+-                self._worker.maintenance.sooner("repair", 1)
 take_async() retries soon if a key's lock is held | Races
--                self.house.wake_s = min(self.house.wake_s, time.monotonic() + 0.01)
-a claim that could be neither read nor undone is not a delivery | Faults
-- self.lease_dir.undelivered.pop(lease, None) or orphans.get(lease)
-+ self.lease_dir.undelivered.pop(lease, None)
-a task that a reclaim could not put back is not delivered | Races
--            return  # RACE: another process holds the key's lock. The next reclaim tries again.
-+            self.lease_dir.undelivered[lease] = source or ""
-+            return
-a claim that could not be undone does not count as a delivery | InterruptedDelivery
--            name = lease.path.partition("/")[2]
-+            name = self.undelivered.pop(lease.path) and lease.path.partition("/")[2]
+-                self._maintenance.wake_by(time.monotonic() + _LONGEST_LOCK_PAUSE_S)
 a claim whose undo failed is put back uncounted later | Faults
 -                self.orphans[lease.path] = target
-+                self.orphans[lease.path] = self.undelivered.clear()
-a file that can't be claimed does not delay other tasks | Races
--            place = self.back_path(place, _attempts_of(place))
-a task found by a wait is put back uncounted if the caller does not get it | InterruptedDelivery
--        if found is not None or time.monotonic() >= end_s:
--            return self.hand_over(found)
-+        if self.hand_over(found) is not None or time.monotonic() >= end_s:
-+            return found
-a task found by a coroutine goes back uncounted if the caller does not get it | InterruptedDelivery
--            return self.hand_over(await asyncio.wrap_future(request.answer), wait=False)
-+            return await asyncio.wrap_future(request.answer)
++                self.orphans[lease.path] = None
+a task that this user may not claim does not delay other tasks | TroubleOfOneTask
+-                self._worker.batch.bar(_id_of(name))
+a task that this user could not claim is tried again after a minute | TroubleOfOneTask
+- if until_s > now_s}
++}
+a task found for a coroutine that was cancelled goes back | Coroutines
+-                self._give_back(request.answer.result(), 0)
+a task that a wait gives back is not counted | Coroutines
+-        self._lease_dir.orphans.setdefault(found.path, _lease_of(found).source)
++        self._lease_dir.orphans.setdefault(found.path)
 a cancelled coroutine does not wait for the lock of a key | Coroutines hangs
--            with self._worker.keys.lock_of(found.id, wait), self._worker.lock:
-+            with self._worker.keys.lock_of(found.id), self._worker.lock:
-a claim that is lost does not touch another worker's claim of the same task | Races hangs
--        self.undelivered.pop(path, None)
-+        self.undelivered.clear()
+-                self._give_back(request.answer.result(), 0)
++                self._give_back(request.answer.result())
 work() raises the error of a task that can't be ended | Work
 -                self._error = self._error or error
 `release --all` gives back a task that is renewed meanwhile | CommandLine
@@ -784,8 +1058,8 @@ release() refuses a delay together with front=True | Lifecycle
 - or (front and delay_s):
 +:
 a queue object that is collected gives up its lease directory | Liveness
--            _finalize(self.close)
-             # The worker and its parts
+ _SETTINGS = FemtoQueue.__init__.__annotations__.keys() - {"return"}
++del FemtoQueue.__del__
 a dead member's ticket is passed over at once | Tickets hangs
 -is_dead = lock.try_exclusive()
 +is_dead = None
@@ -811,11 +1085,14 @@ a forked child holds none of its parent's tickets | Tickets
 -lambda line: line._held_tickets.clear()
 +lambda line: None
 a rename whose reply was lost counts as done | LostReply; nfs: replay ~ but:
--            if before is None or not self._was_moved(before, source, target):
+-            if before is None or not self._was_moved(before, began_ns, source, target):
 +            if source:
 a rename whose reply was lost counts as done only if the same file is at the target | LostReply
--        return self._is_at(before, target)
-+        return self.exists(target)
+-        return os.path.samestat(before, after) and after.st_ctime_ns > began_ns - 10**9
++        return after.st_ctime_ns > began_ns - 10**9
+a file that another host moved before the call does not count as moved by the call | LostReply
+-        return os.path.samestat(before, after) and after.st_ctime_ns > began_ns - 10**9
++        return os.path.samestat(before, after)
 a young file that left creating/ has arrived, even if another worker has moved it on | LostReply
 -        is_ours = _state_of(source) == "creating"
 +        is_ours = False
@@ -823,40 +1100,26 @@ an old file that is gone from creating/ does not count as moved for this reason 
 -_wall_ns() < before.st_mtime_ns + _LEFTOVER_NS // 2
 +self.clock
 a host whose queue clock is ahead does not remove files that others write | LostReply
--            return self._files.lstat(entry.path).st_ctime_ns < _wall_ns() - _LEFTOVER_NS
+-            return self._files.lstat(entry.path).st_ctime_ns < _wall_ns() - age_ns
 +            return bool(self._files.lstat(entry.path))
 after the deadline, a rename of a lease that raised an error does not count as done | LostReply
 -        if not (self.is_fuse or (is_lease and _stamp_of(source) <= self.clock.now_ns())):
 +        if not self.is_fuse:
 a claim whose reply was lost is a delivery | LeaseDirectoryLost
--            return os.path.basename(lease) in os.listdir(self.path)
-+            return False
-a finished task that a healed replica brings back is not delivered | Healed
--        if not self._files.came_back(lease.path):
-+        if True:
-a late worker is fenced although the name of its lease came back | Healed
--        if _stamp_of(lease) > self.clock.now_ns():
-+        if True:
-another worker's lease of a task fences a late worker | Healed
--        if max(stamps, default=0) > _stamp_of(lease) or self._is_at(ours, f"done/{ident}"):
-+        if self._is_at(ours, f"done/{ident}"):
-a late worker can end its delivery if no other worker got the task | Healed
--        if max(stamps, default=0) > _stamp_of(lease) or self._is_at(ours, f"done/{ident}"):
-+        if max(stamps, default=0) > _stamp_of(lease) or ours.st_nlink > 1:
+-            if os.path.basename(lease) in names:
++            if not lease:
 a sync of a file that another host moved is not an error | Healed
 -    sync_file = _afresh(_Files.sync_file)
 +    _sync = _afresh(_Files.sync_file)
-an error of statfs() is raised | Faults
--    _call_libc("statfs", path, os.fsencode(path), status)
-+    _libc().statfs(os.fsencode(path), status)
+an error of statfs() is raised | Healed
+-    _call_libc("fstatfs", directory.path, directory.fd, status)
++    _libc().fstatfs(directory.fd, status)
 a file that was replaced is looked up again | Healed hangs
 -        for _ in range(_LOOKS):
 +        for _ in range(1):
-a mount that hangs does not make a file a phantom | Healed
--        looks = 5 if path in self.phantoms else _LISTED_LOOKS
-+        looks = 1
-a phantom stays a phantom | Healed hangs
--        self.phantoms.add(path)
+a file that the listing shows is read again if its name leads to no file | Healed
+-_backoff_s(0.001, _STALE_S / 24), _LISTED_LOOKS)
++_backoff_s(0.001, _STALE_S / 24), 1)
 a command's exit status is 1 for a FemtoQueueError, 2 for another error | CommandLine
 -        return 1 if isinstance(error, FemtoQueueError) else 2
 +        return 2 if isinstance(error, FemtoQueueError) else 1
