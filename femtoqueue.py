@@ -101,7 +101,7 @@ import sys
 import threading
 import time
 import weakref
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, TypeVar
@@ -6647,6 +6647,10 @@ def _named(error: Any, name: Any) -> Any:
     return error
 
 
+def _text_of(error: BaseException, name: Any = None) -> str:
+    return str(_named(error, name)) or type(error).__name__
+
+
 def _printable(text: str) -> str:
     """Escape the characters that are not printable: they may move the cursor."""
     return "".join(it if it.isprintable() else ascii(it)[1:-1] for it in text)
@@ -6664,8 +6668,6 @@ class _Progress:
     the tasks that this worker ends per second if these are more.
     """
 
-    # The rate is measured over at least _SPAN_S seconds and _SPAN_TASKS tasks, or over all samples.
-    _SPAN_S, _SPAN_TASKS = 10.0, 20
     # Without an end for the time of _STALL_TASKS tasks, and for _STALL_S, no rate is shown.
     _STALL_S, _STALL_TASKS = 2.0, 5
 
@@ -6673,7 +6675,8 @@ class _Progress:
         self._files = files
         # A sample: the time, the number of tasks left, and how many this worker has ended.
         self._last = (0.0, 0, 0)
-        self._ends: list[tuple[float, int, int]] = []  # the first, and each that saw a task end
+        # The first sample, and those that saw a task end. The rate is measured over all of them.
+        self._ends = deque[tuple[float, int, int]](maxlen=30)
         self._later, self._last_due_ns = 0, 0  # the tasks that are not due, and when the last is
         self.waiting, self.running, self.is_paused = 0, 0, False
 
@@ -6711,26 +6714,23 @@ class _Progress:
 
     def add_sample(self, now_s: float, left: int, ended: int = 0) -> None:
         sample = now_s, left, ended
-        if not self._ends:
-            self._ends = [sample]
-        elif left < self._last[1] or ended > self._last[2]:
-            # A pause that is over must not lower the rate.
-            before = [self._last] if self._is_stalled() else self._ends[-99:]
-            self._ends = [*before, sample]
+        has_ended = left < self._last[1] or ended > self._last[2]
+        if has_ended and self._ends and self._is_stalled():
+            self._ends.clear()  # a pause that is over must not lower the rate
+            self._ends.append(self._last)
+        if has_ended or not self._ends:
+            self._ends.append(sample)
         self._last = sample
 
     def _rates(self) -> tuple[float, float]:
         """Return the rate, and the decrease of the tasks left, per second; 0 if the samples do not
         span a second."""
+        begin_s, before, earlier = self._ends[0]
         end_s, left, ended = self._ends[-1]
-        span_s, shrunk, count = 0.0, 0, 0
-        for since_s, before, earlier in reversed(self._ends):
-            span_s = end_s - since_s
-            shrunk = before - left
-            count = max(shrunk, ended - earlier)
-            if span_s >= self._SPAN_S and max(count, -shrunk) >= self._SPAN_TASKS:
-                break
-        return (count / span_s, shrunk / span_s) if span_s >= 1 else (0.0, 0.0)
+        if end_s - begin_s < 1:
+            return 0.0, 0.0
+        shrinks = (before - left) / (end_s - begin_s)
+        return max(shrinks, (ended - earlier) / (end_s - begin_s)), shrinks
 
     def _is_stalled(self) -> bool:
         rate, _ = self._rates()
@@ -6739,19 +6739,15 @@ class _Progress:
         return self.is_paused or is_long
 
     def pace_text(self) -> str:
-        """Return the rate, the time left or "growing", and when the scheduled tasks are due, as far
-        as they are known."""
+        """Return the rate, the time left, and when the scheduled tasks are due, as far as they are
+        known."""
         due_s = (self._last_due_ns - _wall_ns()) / 1e9
         texts = []
         if self._ends and not self._is_stalled():
             rate, shrinks = self._rates()
-            units = (it for it in reversed(_UNITS) if rate * it[1] >= 1)
-            unit, size = next(units, _UNITS[0])
-            if rate > 0:
+            for unit, size in [it for it in _UNITS if rate * it[1] >= 1][-1:]:
                 texts.append(f"{round(rate * size, 1):g}/{unit}")
-            if shrinks < -rate / 10:
-                texts.append("growing")
-            elif shrinks > 0 and self._last[1]:
+            if shrinks > rate / 20 and self._last[1]:  # else it is noise
                 texts.append(f"about {_rough_time(max(self._last[1] / shrinks, due_s))} left")
         if self._later and due_s > 0:
             texts.append(f"{self._later} due in {_rough_time(due_s)}")
@@ -6871,7 +6867,7 @@ class _Output:
             last, pause_s = "", least_s
             while not is_over.wait(pause_s):
                 began_s = time.monotonic()
-                with suppress(OSError, FemtoQueueError):
+                with suppress(OSError):
                     line = text()
                     if self.has_terminal:
                         self._show(line)
@@ -6938,12 +6934,13 @@ _VARIABLES = (b"FEMTOQUEUE_ID", b"FEMTOQUEUE_ATTEMPT", b"FEMTOQUEUE_KEY")
 _LAUNCHER_ENDED = "the launcher of this worker has ended; its jobs are killed"
 
 
-def _has_own_proc() -> bool:
-    """Return whether /proc shows this process under its own pid. A container may see the /proc of
-    its host."""
+def _processes() -> list[str]:
+    """Return the names of the processes in /proc. Return an empty list if /proc is not that of
+    this process: a container may see the /proc of its host."""
     with suppress(OSError):
-        return os.readlink("/proc/self") == str(os.getpid())
-    return False
+        if os.readlink("/proc/self") == str(os.getpid()):
+            return [*filter(str.isdigit, os.listdir("/proc"))]
+    return []
 
 
 def _is_signalled(group: int, number: int) -> bool:
@@ -6958,10 +6955,10 @@ def _is_signalled(group: int, number: int) -> bool:
 def _groups_of(leaders: set[int]) -> list[int]:
     """Return the process groups with running processes in the sessions of these leaders. Without a
     /proc, only the groups of the leaders are known."""
-    if not _has_own_proc():
+    names, groups = _processes(), set[int]()
+    if not names:
         return [it for it in leaders if _is_signalled(it, 0)]
-    groups = set[int]()
-    for name in filter(str.isdigit, os.listdir("/proc")):
+    for name in names:
         with suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:  # RACE: it has just ended
             state, _, group, session, *more = file.read().rpartition(b")")[2].split()
             # A process whose first thread has ended has the state Z, too: more[13] is num_threads.
@@ -7003,8 +7000,7 @@ class _Session:
         self._limit_s = self.wake_s = time.monotonic() + limit_s
         self._status: int | None = None
         self._number: int | None = None  # the signal that ends the job; 0: only wait for its end
-        self._asked_s = 0.0  # when the end was asked for
-        self._is_sent = False
+        self._kill_s = 0.0  # when SIGKILL follows
 
     def is_forgotten(self) -> bool:
         """Obey a request of the worker. Return True if the launcher no longer cares for the job."""
@@ -7018,9 +7014,13 @@ class _Session:
         return number == _FORGET
 
     def _end(self, number: int) -> None:
+        import signal
+
         if not self._number:
-            self._number = number
-            self._asked_s = self.wake_s = time.monotonic()
+            self._number, self.wake_s = number, 0.0
+            self._kill_s = time.monotonic() + _GRACE_S
+            if number:  # a stopped process can't handle the signal, so continue it
+                _signal({self.pid}, number, signal.SIGCONT)
 
     def is_over(self) -> bool:
         """Report what has happened to CMD, and do what is due. Return True if an end was asked for,
@@ -7038,11 +7038,8 @@ class _Session:
         if now_s >= self._limit_s and not self._number:
             _report(self.link, "is_late", 1)
             self._end(signal.SIGTERM)
-        if self._number and now_s >= self._asked_s + _GRACE_S:
+        if self._number and now_s >= self._kill_s:
             _signal({self.pid}, signal.SIGKILL)
-        elif self._number and not self._is_sent:
-            # A stopped process can't handle the signal, so continue it.
-            self._is_sent = _signal({self.pid}, self._number, signal.SIGCONT)
         self.wake_s = now_s + 0.05
         if self._status is None or _groups_of({self.pid}):
             return False
@@ -7122,7 +7119,7 @@ def _launch(requests: Any, words: list[bytes], limit_s: float) -> None:
     """Start jobs, and end them, until EOFError tells that the worker has ended. Then kill the jobs
     that are left."""
     waking = _handle_signals()
-    _Session.keeps_zombie = hasattr(os, "waitid") and _has_own_proc()
+    _Session.keeps_zombie = hasattr(os, "waitid") and bool(_processes())
     sessions: dict[int, _Session] = {}  # by the descriptor of the link
     ready: list[int] = []
     try:
@@ -7192,7 +7189,7 @@ class _CommandJob:
 
     def _sessions_of_stdin(self) -> set[int]:
         found = set[int]()
-        for name in filter(str.isdigit, os.listdir("/proc") if _has_own_proc() else ()):
+        for name in _processes():
             with suppress(OSError):  # RACE: it has just ended; or it belongs to another user
                 if os.path.samestat(os.stat(f"/proc/{name}/fd/0"), self._stdin):
                     found.add(os.getsid(int(name)))
@@ -7357,8 +7354,7 @@ class _CommandPool(_WorkerPool):
         # SystemExit: trouble of this worker. RuntimeError: the system allows no more threads.
         # OSError, MemoryError: trouble with the queue.
         except (SystemExit, RuntimeError, OSError, MemoryError) as error:
-            text = str(_named(error, self._queue.data_dir)) or type(error).__name__
-            trouble = f"femtoqueue: {text}\n"
+            trouble = f"femtoqueue: {_text_of(error, self._queue.data_dir)}\n"
         # After the second signal, report nothing: a thread that is stuck in a write may hold the
         # lock of the stream.
         if len(self.signals) > 1:
@@ -7433,7 +7429,7 @@ class _CommandPool(_WorkerPool):
             except (_CommandFailed, LeaseLost):
                 raise
             except Exception as error:  # a missing module, no reader of the output, ...
-                raise SystemExit(str(error) or type(error).__name__) from error
+                raise SystemExit(_text_of(error)) from error
 
     def _try(self, task: FemtoTask, files: ExitStack) -> None:
         step = _PAYLOAD
@@ -7632,9 +7628,8 @@ def _open_output(path: str) -> int:
 def _end_of_file(fd: int, begin: int) -> bytes:
     """Return the last bytes of a file, at most _REASON_BYTES. Bytes before `begin` are left out,
     because an earlier attempt wrote them."""
-    size = os.fstat(fd).st_size
-    start = max(begin, size - _REASON_BYTES)
-    return os.pread(fd, max(0, size - start), start)
+    start = max(begin, os.fstat(fd).st_size - _REASON_BYTES)
+    return os.pread(fd, _REASON_BYTES, start)
 
 
 # ==================================================================================================
@@ -7649,7 +7644,7 @@ def _end_of_file(fd: int, begin: int) -> bytes:
 # ==================================================================================================
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None) -> Any:
     """Run a command, and return the exit status.
 
     0: success. 1: nothing was there, a condition was not met, or the queue raised FemtoQueueError.
@@ -7661,25 +7656,15 @@ def main(argv: list[str] | None = None) -> int:
         _open_closed_streams()
         options = _parse_arguments(sys.argv[1:] if argv is None else argv)
         directory = options.dir
-        status: int | None = options.run(options)
-        sys.stdout.flush()
-        return status or 0
+        return options.run(options) or 0
     except BrokenPipeError:  # the reader of the output, such as `head`, has ended
         return 0
     except KeyboardInterrupt:
         return 130  # 128 + SIGINT
     except (FemtoQueueError, OSError, ValueError, MemoryError) as error:
-        text = str(_named(error, directory)) or type(error).__name__
+        text = _text_of(error, directory)
         _write_error(_PARAMETER.sub(lambda it: _OPTIONS[it[0]], text))
         return 1 if isinstance(error, FemtoQueueError) else 2
-    finally:
-        for stream in (sys.stdout, sys.stderr):
-            try:
-                stream.flush()
-            except OSError:
-                # The error was reported, or the reader has ended. The interpreter flushes the
-                # streams again when it exits. This flush must not fail, so it goes to /dev/null.
-                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 # Parameters of FemtoQueue at the beginning of its messages, and the options that they come from.
@@ -7691,15 +7676,6 @@ _OPTIONS = {
     "time_us": "--at or --delay",
 }
 _PARAMETER = re.compile(rf"^({'|'.join(_OPTIONS)})\b(?= must )")
-
-
-def _import_only_libraries() -> None:
-    """Remove from sys.path the directory of this file, and the current directory if Python has put
-    it there (`python -m`). A user's random.py there must not hide a module of Python."""
-    ours = {"", os.path.dirname(os.path.abspath(__file__))}
-    if not getattr(sys.flags, "safe_path", False):
-        ours.update(sys.path[:1])
-    sys.path[:] = [path for path in sys.path if path not in ours]
 
 
 def _open_closed_streams() -> None:
@@ -7739,13 +7715,6 @@ def _print(*texts: object) -> None:
     _put(sys.stdout, "".join(f"{it}\n" for it in texts))
 
 
-def _print_all(lines: Iterable[str]) -> None:
-    """Print lines, many with one call."""
-    lines = iter(lines)
-    while some := [*itertools.islice(lines, 500)]:
-        _print(*some)
-
-
 def _input() -> Iterator[bytes]:
     """Yield the bytes of standard input, in pieces, as they come."""
     try:
@@ -7764,16 +7733,16 @@ def _input() -> Iterator[bytes]:
 
 # Command line: how commands are declared, and parsed
 
-_Run = Callable[[Any], "int | None"]  # a command: takes options, and returns the exit status
 # An argument of a command: the name of the group, and the names and settings for add_argument().
 _Argument = tuple[str, list[str], dict[str, Any]]
-_COMMANDS: dict[str, tuple[_Run, tuple[_Argument, ...]]] = {}
+_COMMANDS: dict[str, tuple[Any, tuple[_Argument, ...]]] = {}
 
 
-def _command(*arguments: _Argument) -> Callable[[_Run], _Run]:
-    """Declare a function _NAME_command as the command NAME, with its arguments after DIR."""
+def _command(*arguments: _Argument) -> Callable[[Any], Any]:
+    """Declare a function _NAME_command as the command NAME, with its arguments after DIR. The
+    function takes options, and returns the exit status; None: 0."""
 
-    def declare(run: _Run) -> _Run:
+    def declare(run: Any) -> Any:
         _COMMANDS[run.__name__[1:].removesuffix("_command")] = run, arguments
         return run
 
@@ -7799,18 +7768,22 @@ def _parse_arguments(argv: list[str]) -> Any:
     import argparse
 
     name = argv[0] if argv else ""
-    if name == "--version":
-        _print(f"femtoqueue {__version__}")
-        sys.exit(0)
-    if name in ("-h", "--help"):
-        titles = {it: (run.__doc__ or "").partition("\n")[0] for it, (run, _) in _COMMANDS.items()}
-        _print(_SUMMARY, *(f"    {it:9} {title}" for it, title in titles.items()), _NOTES)
+    if name in ("--version", "-h", "--help"):
+        titles = [f"    {it:9} {_help_of(it)[0]}" for it in _COMMANDS]
+        version = f"femtoqueue {__version__}"
+        _print(*[version] if name == "--version" else [_SUMMARY, *titles, _NOTES])
         sys.exit(0)
     if name not in _COMMANDS:
         _refuse_command(name)
     dashes = argv.index("--") if name in ("push", "work") and "--" in argv else len(argv)
     options = argparse.Namespace(after_dashes=argv[dashes + 1 :])
     return _parser_of(name).parse_intermixed_args(argv[1:dashes], options)
+
+
+def _help_of(name: str) -> tuple[str, str]:
+    """Return the title of a command, and the other text of its help."""
+    title, _, text = (_COMMANDS[name][0].__doc__ or "").partition("\n\n")
+    return title, re.sub("(?m)^    ", "", text)
 
 
 def _parser_of(name: str) -> Any:
@@ -7829,7 +7802,7 @@ def _parser_of(name: str) -> Any:
             _put(sys.stdout, self.format_help())  # argparse itself ignores an error of the write
 
     default_dir, (run, arguments) = os.environ.get("FEMTOQUEUE_DIR"), _COMMANDS[name]
-    title, _, text = re.sub("(?m)^    ", "", run.__doc__ or "").partition("\n\n")
+    title, text = _help_of(name)
     parser = Parser(f"femtoqueue {name}", description=title, epilog=text)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.set_defaults(run=run, error=parser.error, dir=default_dir)
@@ -7965,17 +7938,20 @@ def _time_text(seconds: float | None) -> str:
     return f"{seconds:.0f}s"
 
 
+def _since_s(at: datetime | None, sign: int = 1) -> float | None:
+    return None if at is None else round(sign * (time.time() - at.timestamp()), 3)
+
+
 def _task_row(q: FemtoQueue, task: FemtoTask) -> dict[str, Any]:
     """Return the fields of a task that `ls` and `show` print, in the order of the table."""
-    since, until = task.since, task.until
     return {
         "state": task.state,
         "id": task.id,
-        "age_s": round(time.time() - task.created.timestamp(), 3),
-        "since_s": None if since is None else round(time.time() - since.timestamp(), 3),
+        "age_s": _since_s(task.created),
+        "since_s": _since_s(task.since),
         "attempts": _tries_of(task),
         "size_bytes": task.size_bytes,
-        "left_s": None if until is None else round(until.timestamp() - time.time(), 3),
+        "left_s": _since_s(task.until, -1),
         "key": task.key,
         "node": task.node,
         "data_preview": _preview(task.data or _beginning(q, task)),
@@ -8008,11 +7984,13 @@ def _cell(name: str, value: Any) -> str:
     return _quote_key(value) if name == "key" else str(value)
 
 
+_TABLE_HEAD = """\
+STATE     ID                                       AGE  SINCE TRY    BYTES   LEFT KEY NODE DATA"""
+
+
 def _task_table(q: FemtoQueue, tasks: Iterable[FemtoTask]) -> Iterator[str]:
     form = "{:9} {:37} {:>6} {:>6} {:>3} {:>8} {:>6} {} {} {}"
-    yield form.format(
-        *("STATE", "ID", "AGE", "SINCE", "TRY", "BYTES", "LEFT", "KEY", "NODE", "DATA")
-    )
+    yield _TABLE_HEAD
     for task in tasks:
         yield form.format(*(_cell(*it) for it in _task_row(q, task).items()))
 
@@ -8028,9 +8006,8 @@ def _fitting(lines: Iterable[str]) -> Iterator[str]:
     columns = _terminal_size(1)[0] if sys.stdout.isatty() else 0
     for line in map(_printable, lines):
         # Letters of China and Japan take two columns.
-        widths = (1 + (unicodedata.east_asian_width(it) in "WF") for it in line)
-        end = bisect.bisect([*itertools.accumulate(widths)], columns or float("inf"))
-        yield line[:end]
+        widths = [1 + (unicodedata.east_asian_width(it) in "WF") for it in line]
+        yield line[: bisect.bisect([*itertools.accumulate(widths)], columns or 1 << 31)]
 
 
 # Command line: push
@@ -8088,7 +8065,7 @@ def _payloads(options: Any) -> Iterable[bytes]:
 def _push_all(push: Callable[[bytes], str], payloads: Iterable[bytes]) -> None:
     """Push payloads, and print an id for each. An id that can't be printed is no error: the caller
     would try again, and all tasks would be pushed twice."""
-    count, lost = 0, None
+    count, show = 0, _print
     with nullcontext() if sys.stdout.isatty() else _Output().reporting(lambda: f"{count} pushed"):
         for payload in payloads:
             try:
@@ -8099,13 +8076,12 @@ def _push_all(push: Callable[[bytes], str], payloads: Iterable[bytes]) -> None:
                     _write_error(f"the first {count} tasks are pushed, the others are not")
                 raise
             count += 1
-            if lost is None:
-                try:
-                    _print(ident)
-                except OSError as error:
-                    lost = error
-    if lost is not None and not isinstance(lost, BrokenPipeError):
-        _write_error(f"all {count} tasks are pushed, but their ids can't be printed: {lost}")
+            try:
+                show(ident)
+            except OSError as error:
+                show = _no_op
+                if not isinstance(error, BrokenPipeError):
+                    _write_error(f"tasks are pushed, but their ids can't be printed: {error}")
 
 
 def _pieces(chunks: Iterable[bytes], end: bytes) -> Iterator[bytes]:
@@ -8402,10 +8378,9 @@ def _ls_command(options: Any) -> None:
     states = options.states or [it for it in STATES if options.all or it != "done"]
     q = _open_queue(options)
     tasks = itertools.chain(*[q.tasks(state, data=False) for state in states])
-    if options.json:
-        _print_all(json.dumps(_task_row(q, task)) for task in tasks)
-    else:
-        _print_all(_fitting(_task_table(q, tasks)))
+    rows = (json.dumps(_task_row(q, task)) for task in tasks)
+    for line in rows if options.json else _fitting(_task_table(q, tasks)):
+        _print(line)
 
 
 @_command(_argument("id ID", _ID_HELP), _argument("--payload", "print the payload only"))
@@ -8418,21 +8393,19 @@ def _show_command(options: Any) -> None:
     task = q.peek(ident)
     if task is None:
         raise TaskNotFound(f"no task {ident}")
-    is_terminal = sys.stdout.isatty()
+    head = ""
     if not options.payload:
         row = _task_row(q, task)
         del row["data_preview"]
-        # No line of the reason may look like a field.
-        reason = (task.error or "").split("\n")
-        row |= {} if task.error is None else {"reason": f"\n{'':21}".join(reason)}
-        text = "\n".join([*_field_lines(row), "", ""])
-        _put(sys.stdout, _escaped(text) if is_terminal else text)
-    data = task.data
-    _put(sys.stdout, _escaped(data.decode("utf-8", "replace")) if is_terminal else data)
-
-
-def _escaped(text: str) -> str:
-    return "\n".join(map(_printable, text.split("\n")))
+        if task.error is not None:  # no line of the reason may look like a field
+            row["reason"] = task.error.replace("\n", f"\n{'':21}")
+        head = "\n".join([*_field_lines(row), "", ""])
+    if sys.stdout.isatty():
+        lines = (head + task.data.decode("utf-8", "replace")).split("\n")
+        _put(sys.stdout, "\n".join(map(_printable, lines)))
+    else:
+        _put(sys.stdout, head)
+        _put(sys.stdout, task.data)
 
 
 @_command(
@@ -8454,10 +8427,8 @@ def _stat_command(options: Any) -> int:
     stats = q.stats()
     figures = _figures(q, stats)
     _print(*[json.dumps(figures)] if options.json else _field_lines(figures))
-    ages_s = [stats.oldest_pending_age_s or 0.0]
-    if stats.expired:
-        untils = (it.until for it in q.tasks("inflight", data=False))
-        ages_s += [time.time() - it.timestamp() for it in untils if it is not None]
+    leases = q.tasks("inflight", data=False) if stats.expired else ()
+    ages_s = [stats.oldest_pending_age_s or 0.0, *(_since_s(it.until) or 0.0 for it in leases)]
     return int(stats.pending > options.max_pending or max(ages_s) > options.max_age)
 
 
@@ -8491,18 +8462,17 @@ def _top_command(options: Any) -> None:
     Example: femtoqueue top jobs
     """
     begins, ends, ends_all = ("\x1b[H", "\x1b[K", "\x1b[J") if sys.stdout.isatty() else ("",) * 3
-    pause_s = min(options.interval, 86400)
     if not _has_queue(options.dir):
         _print(f"{options.dir}: waiting for a queue")
     while not _has_queue(options.dir):
-        time.sleep(min(pause_s, 1.0))
+        time.sleep(1)
     q = _open_queue(options)
     progress = _Progress(_open_files(options.dir, False))
     while True:
         rows = _terminal_size(1)[1] or 999
         lines = itertools.islice(_fitting(_top_lines(options.dir, q, progress)), rows - 1)
         _put(sys.stdout, begins + "".join(f"{it}{ends}\n" for it in lines) + ends_all)
-        time.sleep(pause_s)
+        time.sleep(options.interval)
 
 
 def _top_lines(name: str, q: FemtoQueue, progress: _Progress) -> Iterator[str]:
@@ -8515,23 +8485,21 @@ def _top_lines(name: str, q: FemtoQueue, progress: _Progress) -> Iterator[str]:
     yield f"{name} {time.strftime('%H:%M:%S')}  {progress.pace_text()}".rstrip()
     yield from _field_lines(figures)
     if stats.nodes:
-        form = "{:>6} {:>7} {:8} {}"
-        yield from ("", form.format("LEASED", "EXPIRED", "WORKER", "NODE"))
-        yield from (
-            form.format(it.inflight, it.expired, it.liveness, it.node) for it in stats.nodes
-        )
+        yield from ("", "LEASED EXPIRED WORKER   NODE")
+    for it in stats.nodes:
+        yield f"{it.inflight:6} {it.expired:7} {it.liveness:8} {it.node}"
     yield ""
     yield from _task_table(q, q.tasks("inflight", data=False))
     if failed := progress.latest_dead_letters():
         yield from ("", "LATEST DEAD LETTERS")
     for ident in failed:
         with suppress(CorruptTask):
-            # None: a person moved the task there, under another name.
             task = q.peek(ident)
-            row = {} if task is None else _task_row(q, task)
-            preview, key = row.get("data_preview") or "-", row.get("key")
-            reason = (task and task.error) or "-"
-            yield " ".join([ident, _cell("key", key), preview, reason.partition("\n")[0]])
+            if task is None:  # a person moved the task there, under another name
+                yield ident
+                continue
+            reason = (task.error or "-").partition("\n")[0]
+            yield f"{ident} {_cell('key', task.key)} {_cell('data', _preview(task.data))} {reason}"
 
 
 # Command line: maintenance
@@ -8613,5 +8581,8 @@ def _purge_command(options: Any) -> None:
 
 
 if __name__ == "__main__":
-    _import_only_libraries()
+    if not (sys.flags.isolated or getattr(sys.flags, "safe_path", False)):
+        # The directory of this file, or with `python -m` the current directory. A user's random.py
+        # there must not hide a module of Python.
+        del sys.path[0]
     sys.exit(main())

@@ -8910,7 +8910,7 @@ $ ulimit -f 60; { echo small; head -c 100000 /dev/zero; } | femtoqueue push limi
 ! femtoqueue: [Errno 27] File too large: 'limited'
 [2]
 # if an id can't be printed, push says that its task is pushed; unprintable letters are escaped
-$ femtoqueue push jobs x > /dev/full -> ! femtoqueue: all 1 tasks are pushed, but ...
+$ femtoqueue push jobs x > /dev/full -> ! femtoqueue: tasks are pushed, but ...
 $ femtoqueue pop jobs -> <lease>
 $ femtoqueue extend jobs $lease > /dev/full -> ! femtoqueue: renewed, but ... new path: <lease2>
 $ femtoqueue fail jobs $lease2 --reason 'über'
@@ -9518,7 +9518,7 @@ class CommandLine(QueueCase):
         minutes = [(60.0 * s, 9 - s, s) for s in range(5)]
         for samples, text in (
             (others_work, "500/s  about 70 s left"),
-            (grows, "10/s  growing"),
+            (grows, "10/s"),
             (pushed_as_fast_as_done, "13/s"),
             (slower_now, "10/s  about 58 min left"),
             (minutes, "1/min  about 5 min left"),
