@@ -6662,11 +6662,8 @@ def _preview(data: bytes) -> str:
 
 
 class _Progress:
-    """The progress of a queue: the tasks left, the rate, and the time until none is left.
-
-    A task is left if it waits or is leased. The rate is the decrease of this number per second, or
-    the tasks that this worker ends per second if these are more.
-    """
+    """The progress of a queue. A task is left if it waits or is leased. The rate is the decrease of
+    this number per second, or the tasks that this worker ends per second if these are more."""
 
     # Without an end for the time of _STALL_TASKS tasks, and for _STALL_S, no rate is shown.
     _STALL_S, _STALL_TASKS = 2.0, 5
@@ -6685,8 +6682,8 @@ class _Progress:
         return {*filter(_FORMS[_state_of(directory)], self._files.names(directory))}
 
     def latest_dead_letters(self, count: int = 5) -> list[str]:
-        """Return the ids of the tasks that came to failed/ last, the latest first. Only the
-        thousand names that sort last are looked at, to save time."""
+        """Return the ids of the tasks that came to failed/ last, the latest first, among the
+        thousand youngest."""
 
         def moved_s(name: str) -> float:
             with suppress(OSError):  # RACE: another process has retried or removed the task
@@ -6698,8 +6695,7 @@ class _Progress:
         return [*dict.fromkeys(map(_id_of, sorted(youngest, key=moved_s)[::-1]))][:count]
 
     def count_left(self, ended: int) -> None:
-        """Count the tasks that are left, and add a sample. `ended`: how many tasks this worker has
-        ended. Raises OSError."""
+        """Count the tasks left, and add a sample. ended: the tasks that this worker has ended."""
         self.waiting = len(self.tasks_in("pending")) + self.count_scheduled()
         self.running = sum(len(self.tasks_in(it)) for it in self._files.node_dirs())
         self.is_paused = self._files.exists("PAUSED")
@@ -6723,8 +6719,7 @@ class _Progress:
         self._last = sample
 
     def _rates(self) -> tuple[float, float]:
-        """Return the rate, and the decrease of the tasks left, per second; 0 if the samples do not
-        span a second."""
+        """Return the rate, and the decrease of the tasks left, per second; 0: not known."""
         begin_s, before, earlier = self._ends[0]
         end_s, left, ended = self._ends[-1]
         if end_s - begin_s < 1:
@@ -6739,8 +6734,7 @@ class _Progress:
         return self.is_paused or is_long
 
     def pace_text(self) -> str:
-        """Return the rate, the time left, and when the scheduled tasks are due, as far as they are
-        known."""
+        """Return the rate, the time left, and when the scheduled tasks are due, if known."""
         due_s = (self._last_due_ns - _wall_ns()) / 1e9
         texts = []
         if self._ends and not self._is_stalled():
@@ -6754,7 +6748,7 @@ class _Progress:
         return "  ".join(texts)
 
     def text(self, counts: Mapping[str, int]) -> str:
-        """Return the line of progress. counts: this worker's deliveries, by field of WorkCounts."""
+        """Return the line of progress. counts: the fields of WorkCounts."""
         ended = [f"{counts[it]} {it}" for it in _OUTCOMES if counts.get(it)]
         paused = "  paused" if self.is_paused else ""
         left = f"{self.running} running  {self.waiting} waiting{paused}"
@@ -6763,14 +6757,13 @@ class _Progress:
 
 
 def _rough_time(seconds: float) -> str:
-    """Return a span of time as people say it: 40 s, 3 min, 2 h, 5 d."""
+    """Return a span of time as text: 40 s, 3 min, 2 h, 5 d."""
     unit, size = next((it for it in _UNITS if seconds >= 1.5 * it[1]), _UNITS[-1])
     return f"{max(1, round(seconds / size))} {unit}"
 
 
 def _terminal_size(fd: int) -> tuple[int, int]:
-    """Return the columns and rows of a terminal; 0: not known. $COLUMNS would not follow a change
-    of the size."""
+    """Return the columns and rows of a terminal; 0: not known."""
     with suppress(OSError):
         return os.get_terminal_size(fd)
     return 0, 0
@@ -6809,17 +6802,13 @@ class _Stream:
 
 
 class _Output:
-    """The standard output and standard error of a long command, which all its threads write to.
-
-    On a terminal, a progress line stands at the bottom. It is cleared before other output, and
-    drawn again after it, unless the output ends within a line. It is drawn only while this process
-    group is in the terminal's foreground.
-    """
+    """Standard output and standard error, for several threads. On a terminal, a progress line is at
+    the bottom. It is cleared before other output, and drawn again after whole lines, while this
+    process group is in the terminal's foreground."""
 
     def __init__(self) -> None:
         self.err = _Stream(2)
-        # A write to standard output that waits for a reader must not delay the log. But streams
-        # that lead to the same file share a lock.
+        # A write to standard output that waits for a reader must not delay the log.
         self.out = self.err if os.path.sameopenfile(1, 2) else _Stream(1)
         self.has_terminal = os.isatty(2) and os.environ.get("TERM", "dumb") != "dumb"
         self._line: str | None = ""  # to show at the bottom of the terminal; None: show no more
@@ -6833,8 +6822,7 @@ class _Output:
         end_s: float = float("inf"),
     ) -> None:
         """Write bytes to a stream. begins_line: if its last line has not ended, end it first.
-
-        Raises OSError. Raises _Stalled as check_reader() does."""
+        Raises OSError, and _Stalled as check_reader() does."""
         if not data:
             return
         while not stream.lock.acquire(timeout=0.1):
@@ -6852,15 +6840,15 @@ class _Output:
             stream.lock.release()
 
     def write(self, text: str) -> None:
-        """Write a text to standard error, as lines of its own. If the terminal is gone, the running
-        jobs must still finish, so no error is raised."""
+        """Write a text to standard error, as lines of its own. Raise nothing: if the terminal is
+        gone, the running jobs must still finish."""
         with suppress(OSError):
             self.put(self.err, text.encode("utf-8", "backslashreplace"), begins_line=True)
 
     @contextmanager
     def reporting(self, text: Callable[[], str], plain_s: float = 0.0) -> Iterator[None]:
-        """While the block runs, show what text() returns, on the terminal. Without a terminal,
-        write it every plain_s seconds (0: never), unless it has not changed."""
+        """While the block runs, show what text() returns on the terminal. Without a terminal,
+        write it every plain_s seconds (0: never) if it has changed."""
         is_over, least_s = threading.Event(), _REDRAW_S if self.has_terminal else plain_s
 
         def report() -> None:
@@ -6871,10 +6859,10 @@ class _Output:
                     line = text()
                     if self.has_terminal:
                         self._show(line)
-                    elif line not in ("", last) and not is_over.is_set():
-                        self.write(f"{line}\n")
+                    elif line != last and not is_over.is_set():
+                        self.write(line)
                         last = line
-                # text() may list a large directory: it gets at most 1 % of the time.
+                # text() may list large directories: it gets at most 1 % of the time.
                 pause_s = max(least_s, 100 * (time.monotonic() - began_s))
 
         if least_s:
@@ -6887,8 +6875,8 @@ class _Output:
                 self._show(None)
 
     def _show(self, line: str | None) -> None:
-        """Show a line of progress in place of the previous one. None: show none from now on. If
-        another thread is stuck in a write, do nothing."""
+        """Show another line of progress; None: no more. If a thread is stuck in a write, do
+        nothing."""
         if self._line is not None and self.err.lock.acquire(timeout=1.0):
             try:
                 clearing = self.clearing()
@@ -6902,14 +6890,13 @@ class _Output:
         self._is_shown = bool(self._line and self.err.ends_line and self._is_foreground())
         if not self._is_shown:
             return b""
-        line = (self._line or "")[: _terminal_size(2)[0] or 80]
+        line = (self._line or "").rstrip()[: _terminal_size(2)[0] or 80]
         if not os.environ.get("NO_COLOR"):
             line = re.sub(r"\b\d+ failed\b", "\x1b[31m\\g<0>\x1b[0m", line)
         return line.encode("ascii", "backslashreplace")
 
     def clearing(self) -> bytes:
-        """Return the bytes that clear the progress line. A signal handler, which must not wait for
-        a lock, writes them, too."""
+        """Return the bytes that clear the progress line. A signal handler, too, calls this."""
         return b"\r\x1b[J" if self._is_shown and self._is_foreground() else b""
 
     def _is_foreground(self) -> bool:
@@ -6921,11 +6908,10 @@ class _Output:
 # ==================================================================================================
 # 22. Jobs: the processes of a command, CMD, that `femtoqueue work` runs for a task.
 #     A job is the session that CMD leads. The launcher, a process without threads, starts each CMD.
-#     It keeps the ended CMD as a zombie until the job is over. So no other session, and no other
-#     process group, can get the number of the job.
-#     Invariant: the launcher knows each job from its start until the job is over. Each job has a
-#     link, a pair of sockets. If the worker dies, the links end, and the launcher kills the jobs.
-#     If the launcher dies, the links end, and the worker kills the jobs.
+#     It keeps the ended CMD as a zombie until the job is over, so that no other session or process
+#     group can get the number of the job.
+#     Invariant: each job has a link, a pair of sockets between worker and launcher. If one of the
+#     two dies, the links end, and the other kills the jobs.
 # ==================================================================================================
 
 _FORGET = 255  # a request to the launcher; the others are numbers of signals, and 0
@@ -6935,8 +6921,7 @@ _LAUNCHER_ENDED = "the launcher of this worker has ended; its jobs are killed"
 
 
 def _processes() -> list[str]:
-    """Return the names of the processes in /proc. Return an empty list if /proc is not that of
-    this process: a container may see the /proc of its host."""
+    """Return the names of the processes in /proc; none if it is the /proc of another container."""
     with suppress(OSError):
         if os.readlink("/proc/self") == str(os.getpid()):
             return [*filter(str.isdigit, os.listdir("/proc"))]
@@ -6944,8 +6929,8 @@ def _processes() -> list[str]:
 
 
 def _is_signalled(group: int, number: int) -> bool:
-    """Send a signal to a process group. Return False if no process got it: after sudo, for example,
-    they belong to another user."""
+    """Send a signal to a process group. Return False if no process got it, for example after
+    sudo."""
     with suppress(OSError):
         os.killpg(group, number)
         return True
@@ -6953,8 +6938,8 @@ def _is_signalled(group: int, number: int) -> bool:
 
 
 def _groups_of(leaders: set[int]) -> list[int]:
-    """Return the process groups with running processes in the sessions of these leaders. Without a
-    /proc, only the groups of the leaders are known."""
+    """Return the process groups with running processes in some sessions. Without a /proc, only the
+    groups of the leaders are known."""
     names, groups = _processes(), set[int]()
     if not names:
         return [it for it in leaders if _is_signalled(it, 0)]
@@ -6987,11 +6972,9 @@ def _kill(leaders: set[int]) -> None:
 
 
 class _Session:
-    """A job, as the launcher knows it. wake_s: when is_over() is to be called next, if nothing
-    happens before."""
+    """A job, as the launcher knows it. wake_s: when is_over() is to be called next."""
 
-    # False: CMD is reaped when it ends. macOS before Python 3.13 has no waitid(). Without a /proc,
-    # a group counts as running even if only the zombie is left.
+    # macOS before Python 3.13 has no waitid(). Without a /proc, a zombie counts as running.
     keeps_zombie = True
 
     def __init__(self, popen: Any, link: Any, limit_s: float) -> None:
@@ -7003,7 +6986,7 @@ class _Session:
         self._kill_s = 0.0  # when SIGKILL follows
 
     def is_forgotten(self) -> bool:
-        """Obey a request of the worker. Return True if the launcher no longer cares for the job."""
+        """Obey a request of the worker. Return True if the job is no longer to be cared for."""
         number = _FORGET
         try:
             number = self.link.recv(1)[0]
@@ -7023,8 +7006,8 @@ class _Session:
                 _signal({self.pid}, number, signal.SIGCONT)
 
     def is_over(self) -> bool:
-        """Report what has happened to CMD, and do what is due. Return True if an end was asked for,
-        and no process is left."""
+        """Report the end of CMD, and do what is due. Return True if an end was asked for, and no
+        process is left."""
         import signal
 
         # CMD that has ended before its limit is not late, so look at CMD first.
@@ -7062,15 +7045,14 @@ class _Session:
 
 
 def _report(link: Any, name: str, value: int) -> None:
-    """Tell the worker a value of a job. A link gets so few reports that the call never blocks, even
-    if the worker is stopped."""
+    """Tell the worker a value of a job. There are so few reports that the call never blocks."""
     with suppress(OSError):  # the worker has ended; is_forgotten() sees it, too
         link.send(f"{name:8}{value:8}".encode())
 
 
 def _start_session(requests: Any, words: list[bytes], limit_s: float) -> _Session | None:
-    """Read a request, and start CMD. Return None if CMD can't be started; the worker gets the
-    errno. Raises EOFError if the worker has ended."""
+    """Read a request, and start CMD. Return None if it can't be started. Raises EOFError if the
+    worker has ended."""
     import socket
     import subprocess
 
@@ -7100,8 +7082,8 @@ def _start_session(requests: Any, words: list[bytes], limit_s: float) -> _Sessio
 
 
 def _handle_signals() -> int:
-    """Let no signal of a scheduler end the launcher. Return a descriptor that can be read after
-    each signal."""
+    """Let no signal of a scheduler end the launcher. Return a descriptor, readable after each
+    signal."""
     import signal
 
     # CMD gets the default action, because a handler, unlike SIG_IGN, does not survive exec().
@@ -7116,8 +7098,7 @@ def _handle_signals() -> int:
 
 
 def _launch(requests: Any, words: list[bytes], limit_s: float) -> None:
-    """Start jobs, and end them, until EOFError tells that the worker has ended. Then kill the jobs
-    that are left."""
+    """Start jobs, and end them, until the worker has ended (EOFError). Then kill all jobs."""
     waking = _handle_signals()
     _Session.keeps_zombie = hasattr(os, "waitid") and bool(_processes())
     sessions: dict[int, _Session] = {}  # by the descriptor of the link
@@ -7146,10 +7127,8 @@ class _CommandJob:
 
     errno: why CMD could not be started, or 0.
     status: CMD's exit status, or -N if signal N has ended it; None: not known.
-    is_late: true: the time limit was over before CMD had ended.
-    is_ending: true: the worker has asked for the end of the job.
-    is_over: true: nothing is left of the job, or the launcher no longer cares for it.
-    is_stopped: the result of _ended_by_stop().
+    is_late: the time limit was over before CMD had ended.
+    is_ending: the worker has asked for the end. is_stopped: see _ended_by_stop().
     """
 
     pid = errno = is_late = is_ending = is_over = is_stopped = 0
@@ -7174,8 +7153,7 @@ class _CommandJob:
         self.is_over = 1
 
     def end(self, number: int = 0) -> None:
-        """Let the launcher end the job by a signal, and wait until no process is left. Without a
-        number, it only waits."""
+        """Let the launcher end the job by a signal (0: none), and wait until no process is left."""
         self.is_ending = 1
         with suppress(OSError):  # the launcher has ended; note() sees it, too
             self.link.send(bytes([number]))
@@ -7197,8 +7175,8 @@ class _CommandJob:
 
 
 class _Launcher:
-    """The launcher, as the worker knows it. It is forked before any thread starts, and before the
-    queue is opened: so it has no lock, and no descriptor of the queue."""
+    """The launcher, as the worker knows it. It is forked before any thread starts and the queue is
+    opened: it has no lock, and no descriptor of the queue."""
 
     def __init__(self, words: list[str], limit_s: float) -> None:
         """words: CMD. limit_s: how long it may run."""
@@ -7218,16 +7196,15 @@ class _Launcher:
         requests.close()
 
     def start(self, task: FemtoTask, streams: list[int]) -> _CommandJob:
-        """Start CMD with these descriptors as its streams; the first holds the payload. If the
-        launcher has ended, the first note() of the job tells it. Raises OSError."""
+        """Start CMD with these streams; the first holds the payload. Raises OSError."""
         import socket
 
         # The key is passed in UTF-8, whatever the locale is.
         key = (task.key or "").replace("\0", "%00")
         request = f"{task.id} {task.attempts} {key}".encode().ljust(_REQUEST_BYTES, b"\0")
         link, theirs = socket.socketpair()
-        # CRASH: the launcher may be killed after it has started CMD. So an error of the socket does
-        # not tell that there is no job.
+        # CRASH: the launcher may be killed after it has started CMD. So after an error there may be
+        # a job, and the first note() learns of the end.
         with theirs, self._lock, suppress(BrokenPipeError, ConnectionResetError):
             socket.send_fds(self._requests, [request], [*streams, theirs.fileno()])
         return _CommandJob(link, streams[0])
@@ -7241,27 +7218,20 @@ class _Launcher:
 
 # ==================================================================================================
 # 23. Command runner: the pool of `femtoqueue work`, which runs CMD for each task.
-#     The pool has several threads. Each runs a job at a time: it passes on the output, and judges
-#     how CMD ended. The launcher ends a job at --task-timeout, even if nobody reads the output.
+#     Each thread of the pool runs a job at a time: it passes on the output, and judges how CMD
+#     ended. The launcher ends a job at --task-timeout, even if nobody reads the output.
 #     Invariant: the pool uses only public methods of the queue.
 # ==================================================================================================
 
 # TOPIC: what a signal to `work` does.
 #
-# The first signal:
+# First: the threads take no further task. CMD, in a session of its own, runs on. If CMD fails, its
+# task is given back to the front, uncounted, when all processes of the job have ended. But if
+# --task-timeout has ended CMD, the attempt has failed as usual.
 #
-#   1. The threads take no further task. CMD leads a session of its own, and runs on.
-#   2. If CMD exits with 0, its task is done. If CMD fails, the task is given back to the front,
-#      uncounted, when all processes of the job have ended. But if --task-timeout has ended CMD, the
-#      attempt has failed as usual.
-#
-# Another signal within 0.3 s of the first is ignored. The second signal:
-#
-#   1. The launcher passes the signal, and then SIGCONT, to all jobs. It kills the processes that
-#      still run after 5 s.
-#   2. The thread of each job settles the task as after the first signal. _abort() waits for the
-#      threads, and gives back the tasks that are left.
-#   3. The process ends with the status 128 + N, where N is the last signal.
+# Second, at least 0.3 s later: the launcher passes the signal, and then SIGCONT, to all jobs, and
+# SIGKILL after 5 s. The threads settle their tasks as after the first signal. _abort() gives back
+# the tasks that are left. The process ends with the status 128 + the signal.
 #
 # TOPIC: whose trouble an error is (_verdict).
 #
@@ -7332,8 +7302,7 @@ class _CommandPool(_WorkerPool):
     def __init__(self, queue: FemtoQueue, launcher: _Launcher, options: Any) -> None:
         limits = {"idle_timeout_s": options.idle_timeout, "time_limit_s": options.time_limit}
         super().__init__(queue, self._run_command, options.jobs, options.drain, **limits)
-        # Use a thread even for a single job. In the main thread, the second signal would raise
-        # KeyboardInterrupt at any instant of the start of CMD.
+        # In the main thread, the second signal would raise KeyboardInterrupt within a start of CMD.
         self._is_threaded = True
         self._options, self._launcher = options, launcher
         self.output = _Output()
@@ -7344,23 +7313,19 @@ class _CommandPool(_WorkerPool):
 
     def run_reported(self) -> int:
         """Run the pool, report what was done, and return the exit status."""
-        before, trouble, is_quiet = self._dead_letters(), "", self._options.quiet
+        before, trouble = self._dead_letters(), ""
         try:
             if os.getpid() == 1:
                 threading.Thread(target=_reap_inherited, daemon=True).start()
-            show = self.output.reporting(self._progress_text, _REPORT_S)
-            with nullcontext() if is_quiet else show:
+            with self.output.reporting(self._progress_text, _REPORT_S):
                 self.run()
-        # SystemExit: trouble of this worker. RuntimeError: the system allows no more threads.
-        # OSError, MemoryError: trouble with the queue.
+        # SystemExit: see _verdict(). RuntimeError: the system allows no more threads.
         except (SystemExit, RuntimeError, OSError, MemoryError) as error:
             trouble = f"femtoqueue: {_text_of(error, self._queue.data_dir)}\n"
-        # After the second signal, report nothing: a thread that is stuck in a write may hold the
-        # lock of the stream.
+        # Now a thread that is stuck in a write may hold the lock of the stream.
         if len(self.signals) > 1:
             return 128 + self.signals[-1]
-        progress = "" if is_quiet else self._progress_text()
-        self.output.write(trouble + (progress and f"{progress}\n"))
+        self.output.write(trouble + self._progress_text())
         if trouble:
             return 2
         has_failed = bool(self.counts["failed"] or self._dead_letters() - before)
@@ -7368,8 +7333,9 @@ class _CommandPool(_WorkerPool):
 
     def _progress_text(self) -> str:
         with suppress(OSError):  # pop() meets the same trouble, and raises the error
-            self._progress.count_left(sum(self.counts[it] for it in _ENDED))
-            return self._progress.text(self.counts)
+            if not self._options.quiet:
+                self._progress.count_left(sum(self.counts[it] for it in _ENDED))
+                return self._progress.text(self.counts) + "\n"
         return ""
 
     def _dead_letters(self) -> set[str]:
@@ -7386,13 +7352,12 @@ class _CommandPool(_WorkerPool):
     # Signals
 
     def _tell_stop(self) -> None:
-        """Note in `_is_told` that the first signal has come, and write a line about the signal."""
         self._is_told.set()
         _write_stop_line(self.output.clearing() or b"\n")
 
     def _abort(self) -> None:
         """Pass the second signal to all jobs, and wait until the threads have settled the tasks.
-        Give back the tasks that are left, for example because nobody reads the output."""
+        Some may be left, because nobody reads the output: give them back."""
         for job in [*self._jobs]:
             job.end(self.signals[-1])
         with self._changed:
@@ -7400,7 +7365,6 @@ class _CommandPool(_WorkerPool):
         super()._abort()
 
     def _is_passing(self, error: BaseException) -> bool:
-        """Wait for a moment, and return True, if the system is only short of something."""
         if not _is_shortage(error):
             return False
         _log().warning("%s; trying again", error)
@@ -7410,9 +7374,8 @@ class _CommandPool(_WorkerPool):
     # A task
 
     def _run_command(self, task: FemtoTask) -> None:
-        """Run CMD for a task. If CMD fails and this worker was told to stop, give the task back,
-        uncounted. Raises _CommandFailed if the try fails. Raises SystemExit for trouble of this
-        worker: the block of processing() gives the task back, uncounted."""
+        """Run CMD for a task. Raises _CommandFailed if the try fails, and SystemExit for trouble of
+        this worker: the block of processing() then gives the task back, uncounted."""
         has_logged = False
         while True:
             try:
@@ -7462,8 +7425,7 @@ class _CommandPool(_WorkerPool):
             raise SystemExit(_LAUNCHER_ENDED)
 
     def _open_outputs(self, ident: str, files: ExitStack) -> list[int]:
-        """Open ID.out and ID.err in --output-dir, and return the descriptors. Without --output-dir,
-        return an empty list."""
+        """Open ID.out and ID.err in --output-dir, if there is one. Return the descriptors."""
         outputs: list[int] = []
         if self._output_dir:
             os.makedirs(self._output_dir, 0o700, exist_ok=True)
@@ -7475,8 +7437,7 @@ class _CommandPool(_WorkerPool):
     def _start(
         self, task: FemtoTask, payload: int, outputs: list[int], files: ExitStack
     ) -> tuple[_CommandJob, dict[int, _Relay]]:
-        """Start CMD. Return the job, and a relay for each pipe. If the output goes to files, there
-        are no pipes."""
+        """Start CMD. Return the job, and a relay for each pipe. With --output-dir, none is made."""
         is_by_lines, relays = self._options.jobs > 1, dict[int, _Relay]()
         end_s = time.monotonic() + self._launcher.limit_s
         streams = [] if outputs else [self.output.out, self.output.err]
@@ -7494,8 +7455,8 @@ class _CommandPool(_WorkerPool):
         return job, relays
 
     def _follow(self, task: FemtoTask, job: _CommandJob, pipes: dict[int, _Relay]) -> None:
-        """Pass on the output of a job until the job is over. If a write fails, end the job, and
-        raise the error. Raises OSError and _Stalled."""
+        """Pass on the output of a job until the job is over. If a write raises OSError or _Stalled,
+        end the job first."""
         import signal
 
         link, warn_s = job.link.fileno(), _GRACE_S + 1
@@ -7520,13 +7481,13 @@ class _CommandPool(_WorkerPool):
             raise
 
     def _note(self, task: FemtoTask, job: _CommandJob) -> None:
-        """Read a report of a job. If CMD has just ended, decide what becomes of its processes."""
+        """Read a report of a job. If CMD has just ended, decide on the rest of the job."""
         had_ended = job.status is not None
         job.note()
         if job.status is None or had_ended or job.is_late:
             return
-        # A signal may have ended only a shell, while the program that the shell started still
-        # saves its state. The task must not run again meanwhile: wait for the whole job.
+        # The signal may have ended only a shell, while a program of the shell still saves its
+        # state. The task must not run again meanwhile: wait for the whole job.
         job.is_stopped = self._ended_by_stop(job.status, task)
         if job.is_stopped:
             job.end()
@@ -7534,8 +7495,7 @@ class _CommandPool(_WorkerPool):
             job.forget()
 
     def _relay(self, pipes: dict[int, _Relay], ready: Iterable[int]) -> int:
-        """Pass on what has come through pipes, and return the number of bytes. Remove a pipe that
-        has ended."""
+        """Pass on what has come, and return the number of bytes. Remove a pipe that has ended."""
         count = 0
         for pipe in pipes.keys() & ready:
             data = os.read(pipe, 1 << 16)
@@ -7545,21 +7505,20 @@ class _CommandPool(_WorkerPool):
         return count
 
     def _pass_on(self, relay: _Relay, data: bytes) -> None:
-        """Write output of a job; data: what has come. But if the reader is gone and this worker was
-        told to stop, drop the output: the running jobs must still finish.
-
-        RACE: Ctrl-C ends `tee` in `femtoqueue work ... | tee log`, and the write fails, before the
-        signal has come to this worker. So wait up to _ONE_SIGNAL_S for the signal."""
+        """Write the output that is due. But if the reader is gone and this worker was told to stop,
+        drop it: the running jobs must still finish."""
         try:
             self.output.put(relay.stream, relay.due(data), end_s=relay.end_s)
         except OSError as error:
+            # RACE: Ctrl-C ends `tee` in `femtoqueue work ... | tee log`, and the write fails before
+            # the signal has come to this worker. So wait for it.
             is_gone = error.errno in (errno.EPIPE, errno.EIO)
             if not (is_gone and self._is_told.wait(_ONE_SIGNAL_S)):
                 raise _named(error, _STREAM_NAMES[relay.stream.fd]) from None
 
     def _refuse(self, task: FemtoTask, error: OSError, step: str) -> NoReturn:
-        """Raise what follows if CMD could not be started. If the payload can't be an argument, the
-        task is a dead letter: another try would fail in the same way."""
+        """Raise what follows if CMD could not be started. If the payload can't be an argument, make
+        the task a dead letter."""
         is_argument = any("{}" in it for it in self._options.after_dashes)
         if not (is_argument and error.errno in (errno.E2BIG, errno.EINVAL)):
             raise _verdict(step, error)
@@ -7575,13 +7534,11 @@ class _CommandPool(_WorkerPool):
         return f"{what}{_try_text(task)}\n{tail}".rstrip()
 
     def _ended_by_stop(self, status: int, task: FemtoTask) -> bool:
-        """Return True if CMD failed and this worker was told to stop. The attempt is then not
-        counted, because the signal to stop may have come to CMD, too.
-
-        RACE: a scheduler signals CMD and this worker. CMD ends before the signal has come to this
-        worker. So if one of the signals that stop a worker has ended CMD, wait up to _ONE_SIGNAL_S
-        for a signal to this worker. If this attempt is the last one, wait after any failure: CMD
-        may have caught the signal, and a counted failure would make a dead letter."""
+        """Return True if CMD failed and this worker was told to stop: the signal may have come to
+        CMD, too, so the attempt is not counted."""
+        # RACE: a scheduler signals both, and CMD ends before the signal has come to this worker. So
+        # if such a signal has ended CMD, wait for it. Before the last attempt fails, wait always:
+        # CMD may have caught the signal.
         may_be = not {-status, status - 128}.isdisjoint(self.stop_numbers)
         may_be |= task.attempts == self._options.max_attempts
         return status != 0 and self._is_told.wait(_ONE_SIGNAL_S if may_be else 0)
@@ -7614,8 +7571,7 @@ def _payload_file(data: bytes, files: ExitStack) -> int:
 
 def _open_output(path: str) -> int:
     """Open a file for output, at its end. Raises OSError unless it is a regular file of this user
-    with one link. Others may be able to write to the directory, and put a file or link there that
-    leads the output elsewhere, or that blocks the call."""
+    with one link: others may write to the directory, too."""
     fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | _NO_FOLLOW_OR_BLOCK, 0o666)
     it = os.fstat(fd)
     if stat.S_ISREG(it.st_mode) and it.st_uid == os.geteuid() and it.st_nlink == 1:
@@ -7626,8 +7582,7 @@ def _open_output(path: str) -> int:
 
 
 def _end_of_file(fd: int, begin: int) -> bytes:
-    """Return the last bytes of a file, at most _REASON_BYTES. Bytes before `begin` are left out,
-    because an earlier attempt wrote them."""
+    """Return the last bytes of a file, but none that stood there before this attempt."""
     start = max(begin, os.fstat(fd).st_size - _REASON_BYTES)
     return os.pread(fd, _REASON_BYTES, start)
 
@@ -7637,20 +7592,14 @@ def _end_of_file(fd: int, begin: int) -> bytes:
 #     Invariant: a command calls only public methods of FemtoQueue and FemtoTask.
 #     TOPIC: a new command. It touches these places:
 #     - Here, a function _NAME_command(options), below the decorator @_command: see
-#       _retry_command(). The first line of the docstring also stands in the list of commands. A new
-#       kind of value needs a parser in _TYPES.
-#     - FemtoQueue, a public method, if the command needs a new one.
+#       _retry_command(). A new kind of value needs a parser in _TYPES.
 #     - The test of --help in test.py, which has the number of commands.
 # ==================================================================================================
 
 
 def main(argv: list[str] | None = None) -> Any:
-    """Run a command, and return the exit status.
-
-    0: success. 1: nothing was there, a condition was not met, or the queue raised FemtoQueueError.
-    2: the command line is wrong, or there was trouble. 128 + N: signal N ended the command. An
-    error is written to standard error, as one line. Raises SystemExit for --help and --version
-    (status 0), and for a wrong command line (2)."""
+    """Run a command, and return the exit status: see _NOTES. An error is written to standard error,
+    as one line. Raises SystemExit for --help and --version, and for a wrong command line."""
     directory = None
     try:
         _open_closed_streams()
@@ -7667,7 +7616,7 @@ def main(argv: list[str] | None = None) -> Any:
         return 1 if isinstance(error, FemtoQueueError) else 2
 
 
-# Parameters of FemtoQueue at the beginning of its messages, and the options that they come from.
+# Parameters at the beginning of messages of FemtoQueue, and their options.
 _OPTIONS = {
     "max_attempts": "--max-attempts",
     "node_id": "--node",
@@ -7679,8 +7628,8 @@ _PARAMETER = re.compile(rf"^({'|'.join(_OPTIONS)})\b(?= must )")
 
 
 def _open_closed_streams() -> None:
-    """If a standard stream is closed (`>&-`), open /dev/null in its place. Otherwise a task's file
-    could get the descriptor, and the output."""
+    """If a standard stream is closed (`>&-`), open /dev/null, so that no task's file gets its
+    descriptor."""
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:  # then the descriptor of the stream is the lowest free one
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), "r+", closefd=False))
@@ -7693,8 +7642,8 @@ def _write_error(text: str) -> None:
 
 
 def _put(stream: Any, data: str | bytes) -> None:
-    """Write all of a text or of bytes to a standard stream. Raises OSError. A character that the
-    encoding lacks is escaped."""
+    """Write all of a text or of bytes to a standard stream. A character that the encoding lacks is
+    escaped. Raises OSError."""
     stream.flush()
     try:
         fd = stream.fileno()
@@ -7750,10 +7699,8 @@ def _command(*arguments: _Argument) -> Callable[[Any], Any]:
 
 
 def _argument(words: str, text: str = "", group: str = "", **settings: Any) -> _Argument:
-    """Declare an argument or option of a command.
-
-    words: the names, then the value in capitals, as in "-j --jobs N". A flag has no value.
-    group: only one argument of a group may be given."""
+    """Declare an argument of a command. words: the names, then the value in capitals; a flag has
+    none. group: only one argument of a group may be given."""
     *names, value = words.split()
     if isinstance(settings.get("default"), str):
         text += " (default: %(default)s)"
@@ -7763,8 +7710,8 @@ def _argument(words: str, text: str = "", group: str = "", **settings: Any) -> _
 
 
 def _parse_arguments(argv: list[str]) -> Any:
-    """Return the options of a command line, with `run`, the function of the command, and
-    `after_dashes`, the words after `--` of push and work. Raises SystemExit as main() does."""
+    """Return the options of a command line. `run`: the function of the command. `after_dashes`: the
+    words after `--` of push and work."""
     import argparse
 
     name = argv[0] if argv else ""
@@ -7815,7 +7762,6 @@ def _parser_of(name: str) -> Any:
 
 
 def _refuse_command(word: str) -> NoReturn:
-    """Exit, because the command line does not begin with a command."""
     import difflib
 
     hint = "the command comes first, as in: push DIR PAYLOAD"
@@ -7854,8 +7800,7 @@ def _timestamp(text: str) -> float:
 
 
 def _utf8_argument(text: str) -> str:
-    """Decode an argument as UTF-8, whatever the locale is: a key must be the same in every
-    locale."""
+    """Decode an argument as UTF-8: a key must be the same in every locale."""
     with suppress(UnicodeError):
         return os.fsencode(text).decode()
     return text
@@ -7900,11 +7845,10 @@ _SYNC = _argument("--sync", "survive power loss, not only the death of processes
 
 
 def _has_queue(directory: str) -> bool:
-    try:
+    with suppress(FileNotFoundError, NotADirectoryError):
         os.stat(os.path.join(directory, "pending", ""))
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    return True
+        return True
+    return False
 
 
 def _open_queue(options: Any, **settings: Any) -> FemtoQueue:
@@ -7915,8 +7859,7 @@ def _open_queue(options: Any, **settings: Any) -> FemtoQueue:
 
 
 def _for_each_id(options: Any, act: Callable[[FemtoQueue, str], object], **settings: Any) -> int:
-    """Call act() for each ID, and return the exit status: 1 if act() raised FemtoQueueError for one
-    of them, for example because the task is in another state."""
+    """Call act() for each ID. Return the exit status: 1 if one raised FemtoQueueError."""
     status = 0
     with _open_queue(options, **settings) as q:
         for name in options.ids:
@@ -7959,7 +7902,7 @@ def _task_row(q: FemtoQueue, task: FemtoTask) -> dict[str, Any]:
 
 
 def _tries_of(task: FemtoTask) -> int | None:
-    """Return the attempts. The reason tells those of a dead letter of `work` (see _try_text)."""
+    """Return the attempts. For a dead letter of `work`, the reason tells them: see _try_text()."""
     match = re.match(r".*\(try (\d+)\)$", task.error or "", re.MULTILINE)
     return int(match[1]) if match and task.attempts is None else task.attempts
 
@@ -7967,8 +7910,7 @@ def _tries_of(task: FemtoTask) -> int | None:
 def _beginning(q: FemtoQueue, task: FemtoTask) -> bytes:
     """Return the first bytes of a payload; b"" if they can't be read."""
     with suppress(OSError):
-        head = q._files.text(task.path, _HEAD_BYTES)
-        return head.partition("\n")[2].encode() if head.startswith("FQ1 ") else b""
+        return q._files.text(task.path, _HEAD_BYTES).partition("\n")[2].encode()
     return b""
 
 
@@ -8063,15 +8005,14 @@ def _payloads(options: Any) -> Iterable[bytes]:
 
 
 def _push_all(push: Callable[[bytes], str], payloads: Iterable[bytes]) -> None:
-    """Push payloads, and print an id for each. An id that can't be printed is no error: the caller
-    would try again, and all tasks would be pushed twice."""
+    """Push payloads, and print an id for each. After an error of the print, the status stays 0:
+    otherwise the caller would push all tasks again."""
     count, show = 0, _print
     with nullcontext() if sys.stdout.isatty() else _Output().reporting(lambda: f"{count} pushed"):
         for payload in payloads:
             try:
                 ident = push(payload)
             except (OSError, FemtoQueueError):
-                # The message says how many tasks the caller must not push again.
                 if count:
                     _write_error(f"the first {count} tasks are pushed, the others are not")
                 raise
@@ -8085,8 +8026,7 @@ def _push_all(push: Callable[[bytes], str], payloads: Iterable[bytes]) -> None:
 
 
 def _pieces(chunks: Iterable[bytes], end: bytes) -> Iterator[bytes]:
-    """Yield the pieces of a stream, each as soon as its byte `end` has come. The last piece needs
-    no `end`."""
+    """Yield the pieces of a stream, each as soon as its `end` has come. The last needs none."""
     rest = bytearray()
     for chunk in chunks:
         rest += chunk
@@ -8120,36 +8060,33 @@ def _work_command(options: Any) -> int:
     """Run CMD for each task, with the payload on its standard input.
 
     Each {} in CMD stands for the payload. If payloads may begin with -, write
-    `CMD -- {}`. A payload that can't be an argument (it has a zero byte, or is too
-    long) is a dead letter at once. {} in the script of `sh -c` is refused, because
-    the payload would run as code: use sh -c 'convert "$1"' sh {}. CMD's environment
-    has FEMTOQUEUE_ID, FEMTOQUEUE_ATTEMPT and FEMTOQUEUE_KEY. CMD gets only
-    descriptors 0, 1 and 2, so `make` can't use a jobserver of its parent.
+    `CMD -- {}`. A payload that has a zero byte, or is too long for an argument, is
+    a dead letter at once. {} in the script of `sh -c` is refused, because the
+    payload would run as code: use sh -c 'convert "$1"' sh {}. CMD's environment has
+    FEMTOQUEUE_ID, FEMTOQUEUE_ATTEMPT and FEMTOQUEUE_KEY. CMD gets only descriptors
+    0, 1 and 2, so `make` can't use a jobserver of its parent.
 
-    If CMD exits with 0, the task is done. If CMD fails, the task is tried again
-    after a pause. After --max-attempts tries, the task becomes a dead letter, with
-    a reason: how CMD ended, and the end of CMD's standard error. CMD's output is
-    passed on at once; with -j 2 or more, in whole lines. The progress is a line
-    every 10 s. On a terminal, one line is rewritten in place.
+    If CMD exits with 0, the task is done. If CMD fails, the task is tried again.
+    After --max-attempts tries, it becomes a dead letter, with a reason: how CMD
+    ended, and the end of its standard error. CMD's output is passed on at once;
+    with -j 2 or more, in whole lines.
 
     After SIGTERM, SIGHUP, SIGUSR1, SIGUSR2 or Ctrl-C, the running commands finish,
-    and no other command starts. If a command fails after the signal, its task is
-    given back, and the try is not counted: a scheduler may have sent the signal to
-    the command, too. A second signal, at least 0.3 s later, is passed to the
-    running commands. Commands that still run 5 s later are killed.
+    and no other starts. If a command then fails, its task is given back, and the
+    try is not counted: a scheduler may have sent the signal to the command, too. A
+    second signal, at least 0.3 s later, is passed to the running commands. Those
+    that still run 5 s later are killed.
 
     --task-timeout ends all processes of CMD's session. If a scheduler limits the
-    time of this worker, make --task-timeout shorter. Otherwise a task that takes
-    too long is given back at each limit, and comes first in the next worker.
+    time of this worker, make --task-timeout shorter, or a task that takes too long
+    is given back at each limit, and comes first in the next worker.
 
     If this worker is killed, its commands are killed. A program that calls setsid()
     has left its command, and nothing ends it: to end such programs, too, run the
     command in a container, or with `systemd-run --scope`. If a lease is lost, CMD
-    goes on. A lease may be lost if this worker is stopped for longer than
-    --timeout, or if somebody gives the task back with `femtoqueue release`.
+    goes on.
 
-    Status 1 (only with --drain): a task of DIR became a dead letter, or tasks are
-    left.
+    Status 1 (only with --drain): a task became a dead letter, or tasks are left.
 
     Example: femtoqueue work jobs -j 2 --drain -- ./resize --fast -- {}
     """
@@ -8169,8 +8106,7 @@ def _work_command(options: Any) -> int:
                 stream=pool.output, format="%(asctime)s %(message)s", datefmt="%H:%M:%S"
             )
             status = pool.run_reported()
-        # A second signal came. A thread may be stuck in a write, and hold the lock of the log. A
-        # normal exit would flush the log, and wait for that thread.
+        # A normal exit would wait for a thread that is stuck in a write, and holds the log's lock.
         if status > 128:
             os._exit(status)
     finally:
@@ -8180,8 +8116,7 @@ def _work_command(options: Any) -> int:
 
 def _prepare_work(options: Any) -> None:
     """Check the options of `work`, CMD, --output-dir and TMPDIR before a task is taken."""
-    # Import all modules that a job needs. The launcher imports nothing, and the worker's Python may
-    # be replaced or removed while the worker runs.
+    # Import all that a job needs: Python may be replaced or removed while the worker runs.
     import select  # noqa: F401
     import shutil
     import signal  # noqa: F401
@@ -8322,10 +8257,9 @@ def _release_command(options: Any) -> int:
 
 
 def _release(q: FemtoQueue, task: FemtoTask, to: dict[str, Any]) -> bool:
-    """Release a task that was listed in flight. Return False if its delivery has ended, or if the
-    worker renewed the lease during each of three tries."""
-    # RACE: the worker renews the lease after our attach(). The path of the lease changes, and
-    # release() raises LeaseLost. So try again with the new path.
+    """Release a task that was listed in flight. Return False if its delivery has ended."""
+    # RACE: the worker renews the lease after our attach(), and release() raises LeaseLost. So try
+    # again with the new path.
     for _ in range(3):
         with suppress(LeaseLost):
             held = q.attach(task.id)
@@ -8582,7 +8516,7 @@ def _purge_command(options: Any) -> None:
 
 if __name__ == "__main__":
     if not (sys.flags.isolated or getattr(sys.flags, "safe_path", False)):
-        # The directory of this file, or with `python -m` the current directory. A user's random.py
-        # there must not hide a module of Python.
+        # A user's random.py beside this file, or with `python -m` in the current directory, must
+        # not hide Python's own.
         del sys.path[0]
     sys.exit(main())
