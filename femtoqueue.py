@@ -7102,12 +7102,8 @@ def _launch(requests: Any, words: list[bytes], limit_s: float) -> None:
     waking = _handle_signals()
     _Session.keeps_zombie = hasattr(os, "waitid") and bool(_processes())
     sessions: dict[int, _Session] = {}  # by the descriptor of the link
-    ready: list[int] = []
     try:
         while True:
-            for fd, it in [*sessions.items()]:
-                if (fd in ready and it.is_forgotten()) or it.is_over():
-                    sessions.pop(fd).drop()
             now_s = time.monotonic()
             wake_s = min([now_s + 3600, *(it.wake_s for it in sessions.values())])
             ready = _readable([requests.fileno(), waking, *sessions], max(0.0, wake_s - now_s))
@@ -7115,6 +7111,9 @@ def _launch(requests: Any, words: list[bytes], limit_s: float) -> None:
                 os.read(waking, 1 << 16)
             if requests.fileno() in ready and (session := _start_session(requests, words, limit_s)):
                 sessions[session.link.fileno()] = session
+            for fd, it in [*sessions.items()]:
+                if (fd in ready and it.is_forgotten()) or it.is_over():
+                    sessions.pop(fd).drop()
     finally:
         _kill({it.pid for it in sessions.values()})
 
@@ -7590,10 +7589,8 @@ def _end_of_file(fd: int, begin: int) -> bytes:
 # ==================================================================================================
 # 24. Command line: a function for each command. The docstring of the function is the help text.
 #     Invariant: a command calls only public methods of FemtoQueue and FemtoTask.
-#     TOPIC: a new command. It touches these places:
-#     - Here, a function _NAME_command(options), below the decorator @_command: see
-#       _retry_command(). A new kind of value needs a parser in _TYPES.
-#     - The test of --help in test.py, which has the number of commands.
+#     TOPIC: a new command is a function _NAME_command(options), below the decorator @_command. A
+#     new kind of value needs a parser in _TYPES. The test of --help has the number of commands.
 # ==================================================================================================
 
 
