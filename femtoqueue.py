@@ -6674,7 +6674,7 @@ class _Progress:
         self._last = (0.0, 0, 0)
         # The first sample, and those that saw a task end. The rate is measured over all of them.
         self._ends = deque[tuple[float, int, int]](maxlen=30)
-        self._later, self._last_due_ns = 0, 0  # the tasks that are not due, and when the last is
+        self._due_ns: list[int] = []  # when the tasks are due that are not due now
         self.waiting, self.running, self.is_paused = 0, 0, False
 
     def tasks_in(self, directory: str) -> set[str]:
@@ -6703,9 +6703,8 @@ class _Progress:
 
     def count_scheduled(self) -> int:
         """Return the number of scheduled tasks, and note those that are not due."""
-        names = sorted(self.tasks_in("scheduled"))
-        self._later = len(names) - bisect.bisect(names, f"{_wall_ns():020d}")
-        self._last_due_ns = _stamp_of(names[-1]) if names else 0
+        names, now_ns = self.tasks_in("scheduled"), _wall_ns()
+        self._due_ns = [it for it in map(_stamp_of, names) if it > now_ns]
         return len(names)
 
     def add_sample(self, now_s: float, left: int, ended: int = 0) -> None:
@@ -6735,7 +6734,7 @@ class _Progress:
 
     def pace_text(self) -> str:
         """Return the rate, the time left, and when the scheduled tasks are due, if known."""
-        due_s = (self._last_due_ns - _wall_ns()) / 1e9
+        due_s = (max(self._due_ns, default=0) - _wall_ns()) / 1e9
         texts = []
         if self._ends and not self._is_stalled():
             rate, shrinks = self._rates()
@@ -6743,8 +6742,8 @@ class _Progress:
                 texts.append(f"{round(rate * size, 1):g}/{unit}")
             if shrinks > rate / 20 and self._last[1]:  # else it is noise
                 texts.append(f"about {_rough_time(max(self._last[1] / shrinks, due_s))} left")
-        if self._later and due_s > 0:
-            texts.append(f"{self._later} due in {_rough_time(due_s)}")
+        if due_s > 0:
+            texts.append(f"{len(self._due_ns)} due in {_rough_time(due_s)}")
         return "  ".join(texts)
 
     def text(self, counts: Mapping[str, int]) -> str:
