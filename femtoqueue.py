@@ -324,8 +324,10 @@ def _follow_owner(fd: int | None, data_dir: os.stat_result, mode: int) -> None:
         return
     with suppress(OSError, AttributeError):  # AttributeError: not POSIX
         made = os.fstat(fd)
-        if made.st_uid != os.geteuid():
-            return  # RACE: another user replaced the new directory between mkdir() and open()
+        # RACE: between mkdir() and open(), a member of the queue replaces the new directory by
+        # another one, which may be a private directory of this user.
+        if made.st_uid != os.geteuid() or (stat.S_ISDIR(made.st_mode) and os.listdir(fd)):
+            return
         with suppress(OSError):  # this user is not a member of the group
             os.fchown(fd, data_dir.st_uid if os.geteuid() == 0 else -1, data_dir.st_gid)
         os.fchmod(fd, mode)
@@ -1351,8 +1353,10 @@ if hasattr(os, "register_at_fork"):
 # Another process may remove a directory again and again while a step needs it: a lease directory,
 # or that of a ticket line. After this many attempts, the step raises OSError.
 _MAX_REPLACED = 100
-# A little longer than a tick of the clock that sets the times of files.
+# A little longer than a tick of the clock that sets the times of files. The second one is for file
+# systems whose times have whole seconds, such as ext4 with inodes of 128 bytes, or FAT.
 _TICK_S = 0.011
+_COARSE_TICK_S = 2.02
 _SHRINK_BYTES = 1 << 20  # an empty pending/ that is larger than this is replaced
 _CLOCK_BYTES = 64  # the largest size of a clock file
 _REASON_BYTES = 1 << 20  # how much of a reason is shown
@@ -1579,7 +1583,8 @@ class _Files:
         changed. A move in the first tick of the clock of these times may not change them, so all is
         read again a tick later."""
         before = self._changed()
-        for pause_s in (_TICK_S, 0):
+        is_coarse = not any(time_ns % 10**9 for time_ns, _ in before)
+        for pause_s in (_COARSE_TICK_S if is_coarse else _TICK_S, 0):
             if any(map(self.has_entries, ("keys", *_WAITING_DIRS, *self.node_dirs()))):
                 return True
             time.sleep(pause_s)
@@ -2469,13 +2474,13 @@ class _Worker:
         Raises LeaseLost if the file of the lease is gone: the rename tests the fence. If an OSError
         comes from a later step, such as the promotion of the payload behind a task, the task has
         moved."""
-        path = lease.path
-        ident = path[-_ID_LENGTH:]
+        ident = lease.path[-_ID_LENGTH:]
         is_keyed = ident[21] > "7"  # inlined: a call would be 3 % of done()
         with self.keys.lock(ident[-_TAG_LENGTH:]) if is_keyed else self.lock, self.lock:
             try:
+                # RACE: a renewal in another thread changes lease.path before the locks are held.
                 move = self.keys.move_keyed if is_keyed else self.files.move
-                gone_to = move(path, target)
+                gone_to = move(lease.path, target)
             except FileNotFoundError:
                 # A missing data_dir or state directory is disk trouble: dir() raises for it.
                 directory = os.path.dirname(target)
@@ -4385,6 +4390,8 @@ class _Keys:
             _raise_if_no_errno(error)
             self._repair_soon()
         self._worker.note_arrival(target)
+        if target != path:  # else btrfs could show both names after the sync of the file alone
+            self._files.sync_dir(os.path.dirname(path))
         self._files.sync_with_dir(target)
         return ident
 
