@@ -104,7 +104,15 @@ import time
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
+from contextlib import (
+    AbstractContextManager,
+    ExitStack,
+    closing,
+    contextmanager,
+    nullcontext,
+    suppress,
+)
+from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, TypeVar
 
 try:
@@ -118,8 +126,6 @@ if sys.version_info < (3, 10):  # noqa: UP036
 
 if TYPE_CHECKING:
     import logging
-    from contextlib import AbstractContextManager
-    from datetime import datetime
     from types import TracebackType
 
 __all__ = [
@@ -159,10 +165,7 @@ _REFUSED_ERRNOS = (errno.EACCES, errno.EPERM, errno.EROFS)
 _NO_WRITE_ERRNOS = (*_OUT_OF_SPACE_ERRNOS, *_REFUSED_ERRNOS, errno.EISDIR)
 # Errors that concern one file: another user's file in a sticky directory, an immutable file, a
 # directory or a link with the name of a task.
-_ONE_FILE_ERRNOS = (
-    *(errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ENOTEMPTY),
-    *(errno.ELOOP, errno.EBUSY),
-)
+_ONE_FILE_ERRNOS = (errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTEMPTY, errno.ELOOP)
 # This process, or the system, has no descriptor or no memory left. The file itself is in order.
 _TRANSIENT_ERRNOS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 # ESTALE: another host removed the file that our descriptor refers to (NFS, GlusterFS).
@@ -193,8 +196,6 @@ def _monotonic_ns() -> int:
 
 
 def _utc(ns: int) -> datetime:
-    from datetime import datetime, timezone
-
     return datetime.fromtimestamp(ns / 1e9, timezone.utc)
 
 
@@ -1502,8 +1503,9 @@ class _Files:
         except OSError as error:
             if error.errno in _MISSING_ERRNOS and self.dirs.drop_removed_root():
                 return self.names(directory)
+            self.named(error, directory)
             if directory in _STATE_DIRS or not self._is_passed_over(directory, error):
-                raise self.named(error, directory) from None
+                raise
             return []
         try:
             return os.listdir(fd)
@@ -2330,9 +2332,9 @@ class _LeaseDir:
         lease.source = f"{directory}/{name}"
         held = self._held
         try:
-            if held is None:
+            if held is None or self.directory not in self._files.dirs:
                 # RACE: another thread calls close() before our caller gets the worker's lock. Or
-                # the directory has not been opened yet.
+                # the directory has not been opened yet, or is no longer at its path.
                 return False
             where = self._files.dirs[directory]
             old_name = where.prefix + name
@@ -2544,9 +2546,11 @@ class _Worker:
         """Return the path in failed/ for a task: failed/<id>, or a name with its order in front if
         another user has made a file or a directory of this name."""
         ident = _id_of(source)
-        if self.files.mode_of(f"failed/{ident}"):
-            return f"failed/{_task_name(_stamp_of(ident), _attempts_of(source), ident)}"
-        return f"failed/{ident}"
+        short = f"failed/{ident}"
+        with _ignore_missing():
+            if not os.path.samestat(self.files.lstat(short), self.files.lstat(source)):
+                return f"failed/{_task_name(_stamp_of(ident), _attempts_of(source), ident)}"
+        return short
 
     def _put_reason(self, ident: str, path: str) -> None:
         """Put the file of a reason into failed/; "" stands for no reason. A person may have moved
@@ -7701,8 +7705,6 @@ def _lease_seconds(text: str) -> float:
 
 def _timestamp(text: str) -> float:
     """Return the seconds since the epoch. A text without an offset from UTC is in local time."""
-    from datetime import datetime
-
     with suppress(ValueError):
         return datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp()
     raise _invalid(text, f"WHEN is {_TIMES}")

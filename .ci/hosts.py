@@ -17,9 +17,8 @@ host may write. Processes are killed all the time. Proved (see verdict.py):
   - Each task whose push() returned ends in done/ or failed/, once, with its own bytes.
   - No task is delivered during the lease of another delivery. A lease lasts until its deadline,
     until the task is settled, or until its worker dies.
-  - If a worker's host was cut off, and another worker got the first worker's task, done() and
-    fail() of the first worker raise LeaseLost. A finished task is never delivered again (but see
-    below).
+  - If a worker lost its lease to another worker, done() and fail() of the first worker raise
+    LeaseLost. A finished task is never delivered again (but see below, for both).
   - While the cluster is calm (no host is cut off, no brick is killed, and all is healed), no call
     raises an error, and no call takes longer than 40 s.
   - Each worker claims the tasks of a producer in the order of their pushes.
@@ -33,13 +32,11 @@ host may write. Processes are killed all the time. Proved (see verdict.py):
     leave a file in creating/.
 
 What healing may do. After a replica was down or cut off, healing may bring back the old name of a
-file that was renamed meanwhile. The queue removes that name if the task has ended, and if Gluster
-shows that both names are the same file. In other cases the following events may happen. Such an
-event is counted and reported, and is no failure if it happens while the cluster is not calm:
+file that was renamed meanwhile. Then the following events may happen. Such an event is counted and
+reported, and is no failure if it happens while the cluster is not calm:
 
   - A finished task is delivered once more, or two hosts claim one waiting task.
-  - A worker ends a delivery without LeaseLost, although another worker has got the task since and
-    has given it back, or has given it to fail().
+  - A worker ends a delivery without LeaseLost, although another worker has got the task since.
   - A keyed task is delivered after a newer task of its key, becomes a dead letter beside such a
     task, or is delivered with an earlier payload.
   - A key gets a second task, which was pushed while a host was cut off: that host may lose its

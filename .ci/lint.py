@@ -41,7 +41,7 @@ DOORS = {  # names of later parts that parts above them may use
     *("_read_checkpoint", "_save_checkpoint", "_node_stats", "_trust_problem"),
 }
 HELPERS = {  # functions that rename or unlink, but are not a step in the table of moves
-    *("_Files.move", "_Files.remove", "_Files.rename", "_Files.rename_onto", "_Files.shrink"),
+    *("_Files.move", "_Files.remove", "_Files.shrink"),
     *("_Files.unlink", "_Files.unlink_if_exists"),
     "_Numbers.remove_dir",
     *("_QueueClock._create", "_Worker._put_reason", "_Worker.move_leased", "_Worker.move_task"),

@@ -369,14 +369,27 @@ cut rename (\S+) \d+~1~\w+~\1
 a  (t := q.pop()) and t.data  => b'x'
 a  q.done(t)
 b  [t.data for t in q.tasks("done")]  => [b'x']
+# replace aside
+a  q.push(b"1", key="k") and None
+cut rename (\S+) \1
+a  q.push(b"2", key="k") and None
+b  [q.done(t) or t.data for t in q.drain()]  => [b'2']
 # replace
 a  q.push(b"1", key="k") and None
 cut rename (\S+) (?!\1)0\d{19}-\w+
 a  q.push(b"2", key="k") and None
 b  [q.done(t) or t.data for t in q.drain()]  => [b'2']
+# replace back
+a  q.push(b"1", key="k") and None
+a  q.release(q.pop())
+cut rename (0\d{19}-\w+) \d+~0~\1
+a  q.push(b"2", key="k") and None
+b  [q.done(t) or (t.data, t.attempts) for t in q.drain()]  => [(b'2', 1)]
 # take along
 a  q.push(b"1", key="k") and None
+a  (t := q.pop()) and t.data  => b'1'
 a  q.push(b"2", key="k") and None
+a  q.release(t)
 cut rename (0\d{19}-\w+) \d+~1~\w+~(?!\1)\S+
 a  (t := q.pop()) and t.data  => b'2'
 a  q.done(t)

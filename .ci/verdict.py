@@ -236,14 +236,9 @@ class Events:
 
     def may_end_late(self, first: Delivery, second: Delivery) -> bool:
         """Return whether GlusterFS may be the reason that a worker ended the delivery `first` after
-        another delivery, `second`, had begun.
-
-        Then the cluster was not calm, so that the name of the worker's lease could come back. And
-        before the worker ended `first`, the delivery `second` was over, but not by done().
-        """
-        is_over = min(second.ended_s, self.gone_s(second.actor)) < first.called_s
-        is_calm = self.is_calm(second.began_s, first.called_s)
-        return self.may_come_back and second.how != "done" and is_over and not is_calm
+        another delivery, `second`, had begun. Then the cluster was not calm, so that the name of
+        the worker's lease could come back."""
+        return self.may_come_back and not self.is_calm(second.began_s, first.called_s)
 
     def may_have_come_back(self, ident: str, until_s: float = float("inf")) -> bool:
         """Return whether GlusterFS may bring a task back: done() or fail() of it returned before
@@ -638,7 +633,7 @@ def wrong_dead_letters(events: Events, left: set[str], reasons: Iterable[str]) -
     for line in reasons:
         ident = line.removeprefix("./")[:37]
         both = ident, line[-37:]  # the reason ends with the id of the other task of the key
-        if "has a task already" in line and any(map(events.may_be_two, both)):
+        if "has another task" in line and any(map(events.may_be_two, both)):
             events.excused["dead letters beside a task of their key"] += 1
             doubles.add(ident)
         else:
@@ -675,7 +670,9 @@ def not_refused(events: Events) -> Iterator[str]:
             others = [d for d in events.deliveries[it.id] if it.got_s < d.got_s < it.ended_s]
             count = len(others)
             say(f"done() on a host that was cut off: {it.how}; deliveries to others: {count}")
-            if it.how != "lost" and others:
+            if it.how != "lost" and others and any(events.may_end_late(it, d) for d in others):
+                events.excused["done() after a lost lease"] += 1
+            elif it.how != "lost" and others:
                 yield f"done() of {it.actor} did not raise LeaseLost: {it}, {others}"
 
 
