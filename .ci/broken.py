@@ -478,6 +478,9 @@ a process that only pushes notices that a directory was replaced | Shrinking
 a worker notices that a directory was replaced | Shrinking
 -        self._files.dirs.refresh()
          self._lease_dir.ensure_open()
+no task is claimed after the lease directory was found to be gone | LeaseDirectoryLost
+-            if held is None or self.directory not in self._files.dirs:
++            if held is None:
 a lease directory that was replaced is made and locked again | LeaseDirectoryLost
 -            if self._held is None or not self._held.is_at_path():
 +            if self._held is None:
@@ -757,8 +760,8 @@ the rename to failed/ is the fence: the reason is written after the rename | Mod
 +            self._put_reason(ident, path)
 +            self.move_leased(lease, target, "failed")
 a task fails although a directory has its name in failed/ | Faults
--        if self.files.mode_of(f"failed/{ident}"):
-+        if not ident:
+-            if not os.path.samestat(self.files.lstat(short), self.files.lstat(source)):
++            if not ident:
 a task is done although a directory has its name in done/ | Lifecycle
 -(*_OUT_OF_SPACE_ERRNOS, errno.EISDIR, errno.EPERM)
 +_OUT_OF_SPACE_ERRNOS
