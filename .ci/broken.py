@@ -627,13 +627,13 @@ a payload that replaces another starts with attempt 1 | Model
 -        # In keys/, the task has its new time
 +        target = path if due_ns is None else _fresh_path(path, due_ns)
 +        # In keys/, the task has its new time
-a push whose task was claimed meanwhile is not lost | KeyedInterrupted
+a push whose task was claimed meanwhile is not lost | Keyed
              self._files.remove(new_path)
 -            return ""
 +            return ident
 after a replacement, no older payload comes from behind the task | KeyedInterrupted
 -            self._files.unlink_if_exists(behind)
-a push does not raise an error after its payload is in the queue | KeyedInterrupted
+a push does not raise an error after its payload is in the queue | Keyed
              # The new payload is in the queue: find() or repair() makes the task of it.
 -            _raise_if_no_errno(error)
 +            raise
@@ -1042,7 +1042,7 @@ a TimeoutError from a signal handler does not count as a disk error of a job | F
 a renewal gets a key's lock even if the key is pushed all the time | Races
 -        end_s = time.monotonic() + self._pause_s / 10
 +        end_s = 0.0
-a push whose payload can't be put in place gives the task back at once | KeyedInterrupted
+a push whose payload can't be put in place gives the task back at once | Keyed
 -                    self._files.move(aside, path)
 repair() retries soon if a key's lock is held | Races
 -                self._worker.maintenance.sooner("repair", 1)
