@@ -102,7 +102,7 @@ import sys
 import threading
 import time
 import weakref
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import (
     AbstractContextManager,
@@ -6326,7 +6326,11 @@ class _SharedNumbers(_Numbers):
 # ==================================================================================================
 
 _REDRAW_S = 0.5  # the shortest pause between two drawings of the progress line on a terminal
+_GRACE_S = 5.0  # how long a stalled reader of the output, or a job after a signal, may take
 _OUTCOMES = ("done", "failed", "retried", "released", "lost")  # the fields of WorkCounts
+_UNITS = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
+_PREVIEW_BYTES = 200
+_STREAM_NAMES = ("standard input", "standard output", "standard error")
 
 
 def _write_all(fd: int, data: bytes) -> None:
@@ -6339,24 +6343,15 @@ def _write_all(fd: int, data: bytes) -> None:
             os.set_blocking(fd, True)
 
 
-def _read_some(fd: int) -> bytes:
-    """Wait for bytes, and return them; b"" at the end. If another process has set O_NONBLOCK, clear
-    it."""
-    while True:
-        try:
-            return os.read(fd, 1 << 16)
-        except BlockingIOError:
-            os.set_blocking(fd, True)
-
-
-_Error = TypeVar("_Error", bound=BaseException)
-
-
-def _named(error: _Error, name: Any) -> _Error:
+def _named(error: Any, name: Any) -> Any:
     """Give an OSError of the system a file name, if it has none, and return it."""
     if isinstance(error, OSError) and error.errno is not None and error.filename is None:
         error.filename = name
     return error
+
+
+def _text_of(error: BaseException, name: Any = None) -> str:
+    return str(_named(error, name)) or type(error).__name__
 
 
 def _printable(text: str) -> str:
@@ -6369,31 +6364,20 @@ def _preview(data: bytes) -> str:
     return _printable(" ".join(data[:_PREVIEW_BYTES].decode("utf-8", "replace").split()))
 
 
-_PREVIEW_BYTES = 200
-
-
 class _Progress:
-    """The progress of a queue: the tasks left, the rate, and the time until none is left.
+    """The progress of a queue. A task is left if it waits or is leased. The rate is the decrease of
+    this number per second, or the tasks that this worker ends per second if these are more."""
 
-    A task is left if it waits or is leased. The rate is the decrease of this number per second, or
-    the tasks that this worker ends per second if these are more.
-    """
-
-    # The rate is measured over at least _SPAN_S seconds and _SPAN_TASKS tasks, or over all samples.
-    _SPAN_S, _SPAN_TASKS = 10.0, 20
     # Without an end for the time of _STALL_TASKS tasks, and for _STALL_S, no rate is shown.
     _STALL_S, _STALL_TASKS = 2.0, 5
-    _NOISE_TASKS = 2  # a queue counts as growing if it became longer by more tasks than this
-    _MAX_SAMPLES = 120
 
     def __init__(self, files: _Files) -> None:
         self._files = files
-        # Each sample has the time, the number of tasks left, and how many this worker has ended.
-        self._samples: list[tuple[float, int, int]] = []
-        self._next_s = 0.0
-        self._ended_s = 0.0  # the time of the last sample with an end
-        self._patience_s = self._STALL_S
-        self._later, self._last_due_ns = 0, 0  # the tasks that are not due, and when the last is
+        # A sample: the time, the number of tasks left, and how many this worker has ended.
+        self._last = (0.0, 0, 0)
+        # The first sample, and those that saw a task end. The rate is measured over all of them.
+        self._ends = deque[tuple[float, int, int]](maxlen=30)
+        self._due_ns: list[int] = []  # when the tasks are due that are not due now
         self.waiting, self.running, self.is_paused = 0, 0, False
 
     def tasks_in(self, directory: str) -> set[str]:
@@ -6401,8 +6385,8 @@ class _Progress:
         return {*filter(_FORMS[_state_of(directory)], self._files.names(directory))}
 
     def latest_dead_letters(self, count: int = 5) -> list[str]:
-        """Return the ids of the tasks that came to failed/ last, the latest first. Only the
-        thousand names that sort last are looked at, to save time."""
+        """Return the ids of the tasks that came to failed/ last, the latest first, among the
+        thousand youngest."""
 
         def moved_s(name: str) -> float:
             with suppress(OSError):  # RACE: another process has retried or removed the task
@@ -6413,105 +6397,75 @@ class _Progress:
         # Each id once: a person may have given a task a second name in failed/.
         return [*dict.fromkeys(map(_id_of, sorted(youngest, key=moved_s)[::-1]))][:count]
 
-    def count_left(self, ended: int, now: bool = False) -> None:
-        """Count the tasks that are left, and keep a sample. `ended`: how many tasks this worker has
-        ended. Without `now`, counting takes at most 1 % of the time. Raises OSError."""
-        began_s = time.monotonic()
-        if began_s < self._next_s and not now:
-            return
+    def count_left(self, ended: int) -> None:
+        """Count the tasks left, and add a sample. ended: the tasks that this worker has ended."""
         self.waiting = len(self.tasks_in("pending")) + self.count_scheduled()
         self.running = sum(len(self.tasks_in(it)) for it in self._files.node_dirs())
         self.is_paused = self._files.exists("PAUSED")
-        now_s = time.monotonic()
-        self._next_s = now_s + 100 * (now_s - began_s)
-        self.add_sample(now_s, self.waiting + self.running, ended)
+        self.add_sample(time.monotonic(), self.waiting + self.running, ended)
 
     def count_scheduled(self) -> int:
         """Return the number of scheduled tasks, and note those that are not due."""
-        names = sorted(self.tasks_in("scheduled"))
-        self._later = len(names) - bisect.bisect(names, f"{_wall_ns():020d}")
-        self._last_due_ns = _stamp_of(names[-1]) if names else 0
+        names, now_ns = self.tasks_in("scheduled"), _wall_ns()
+        self._due_ns = [it for it in map(_stamp_of, names) if it > now_ns]
         return len(names)
 
     def add_sample(self, now_s: float, left: int, ended: int = 0) -> None:
-        """Keep a sample. If there are too many samples, drop every second one of the older half."""
-        *_, last = self._samples or [(now_s, left, ended)]
-        has_ended = left < last[1] or ended > last[2]
-        if has_ended and self._is_stalled(last[0]):
-            self._samples = [last]  # the pause must not lower the rate
-        self._samples.append((now_s, left, ended))
-        if has_ended:
-            self._ended_s = now_s
-            rate = self.estimate()[0]
-            self._patience_s = max(self._STALL_S, self._STALL_TASKS / rate if rate else 0.0)
-        if len(self._samples) > self._MAX_SAMPLES:
-            del self._samples[1 : self._MAX_SAMPLES // 2 : 2]
+        sample = now_s, left, ended
+        has_ended = left < self._last[1] or ended > self._last[2]
+        if has_ended and self._ends and self._is_stalled():
+            self._ends.clear()  # a pause that is over must not lower the rate
+            self._ends.append(self._last)
+        if has_ended or not self._ends:
+            self._ends.append(sample)
+        self._last = sample
 
-    def _is_stalled(self, now_s: float) -> bool:
-        return self.is_paused or now_s - self._ended_s > self._patience_s
+    def _rates(self) -> tuple[float, float]:
+        """Return the rate, and the decrease of the tasks left, per second; 0: not known."""
+        begin_s, before, earlier = self._ends[0]
+        end_s, left, ended = self._ends[-1]
+        if end_s - begin_s < 1:
+            return 0.0, 0.0
+        shrinks = (before - left) / (end_s - begin_s)
+        return max(shrinks, (ended - earlier) / (end_s - begin_s)), shrinks
 
-    def estimate(self) -> tuple[float, float | None, bool]:
-        """Return the rate, the time until no task is left, and whether the queue grows.
-
-        The rate is in tasks per second, the time in seconds. The time is None if the number of
-        tasks left does not fall. Until the samples span a second, the rate is 0."""
-        rate, shrinks, span_s = 0.0, 0.0, 0.0
-        now_s, left, ended = self._samples[-1] if self._samples else (0.0, 0, 0)
-        for since_s, before, ended_before in reversed(self._samples[:-1]):
-            span_s = now_s - since_s
-            if span_s >= 1:
-                shrinks = (before - left) / span_s
-                rate = max(shrinks, (ended - ended_before) / span_s)
-            changed = max(abs(before - left), ended - ended_before)
-            if span_s >= self._SPAN_S and changed >= self._SPAN_TASKS:
-                break
-        grows = shrinks * span_s < -self._NOISE_TASKS
-        return rate, left / shrinks if shrinks > 0 else None, grows
+    def _is_stalled(self) -> bool:
+        rate, _ = self._rates()
+        rest_s = self._last[0] - self._ends[-1][0]
+        is_long = rate > 0 and rest_s > max(self._STALL_S, self._STALL_TASKS / rate)
+        return self.is_paused or is_long
 
     def pace_text(self) -> str:
-        """Return the rate, the time left or "growing", and when the scheduled tasks are due. What
-        is not known is left out."""
-        rate, left_s, grows = self.estimate()
-        if self._samples and self._is_stalled(self._samples[-1][0]):
-            rate, left_s = 0.0, None
-        due_s = (self._last_due_ns - _wall_ns()) / 1e9
+        """Return the rate, the time left, and when the scheduled tasks are due, if known."""
+        due_s = (max(self._due_ns, default=0) - _wall_ns()) / 1e9
         texts = []
-        if rate > 0:
-            unit, per_unit = next(it for it in _RATE_UNITS if rate * it[1] >= 1 or it[0] == "d")
-            number = rate * per_unit
-            texts.append(f"{number:.0f}/{unit}" if number >= 10 else f"{number:.1f}/{unit}")
-        if grows:
-            texts.append("growing")
-        elif left_s is not None and left_s > 0:
-            texts.append(f"about {_rough_time(max(left_s, due_s))} left")
-        if self._later and due_s > 0:
-            texts.append(f"{self._later} due in {_rough_time(due_s)}")
+        if self._ends and not self._is_stalled():
+            rate, shrinks = self._rates()
+            for unit, size in [it for it in _UNITS if rate * it[1] >= 1][-1:]:
+                texts.append(f"{round(rate * size, 1):g}/{unit}")
+            if shrinks > rate / 20 and self._last[1]:  # else it is noise
+                texts.append(f"about {_rough_time(max(self._last[1] / shrinks, due_s))} left")
+        if due_s > 0:
+            texts.append(f"{len(self._due_ns)} due in {_rough_time(due_s)}")
         return "  ".join(texts)
 
     def text(self, counts: Mapping[str, int]) -> str:
-        """Return the line of progress. counts: this worker's deliveries, by field of WorkCounts."""
-        ended = [f"{counts.get(it, 0)} {it}" for it in _OUTCOMES if counts.get(it)]
-        parts = ["  ".join(ended or ["0 done"])]
+        """Return the line of progress. counts: the fields of WorkCounts."""
+        ended = [f"{counts[it]} {it}" for it in _OUTCOMES if counts.get(it)]
         paused = "  paused" if self.is_paused else ""
-        parts.append(f"{self.running} running  {self.waiting} waiting{paused}")
-        return "femtoqueue  " + " | ".join(filter(None, [*parts, self.pace_text()]))
-
-
-_RATE_UNITS = (("s", 1), ("min", 60), ("h", 3600), ("d", 86400))
+        left = f"{self.running} running  {self.waiting} waiting{paused}"
+        parts = ["  ".join(ended) or "0 done", left, self.pace_text()]
+        return "femtoqueue  " + " | ".join(filter(None, parts))
 
 
 def _rough_time(seconds: float) -> str:
-    """Return a span of time as people say it: 40 s, 3 min, 2 h, 5 d."""
-    seconds = round(seconds, -1) if seconds > 10 else max(1, round(seconds))
-    for unit, size, limit in (("s", 1, 60), ("min", 60, 90), ("h", 3600, 36)):
-        if seconds < size * limit:
-            return f"{round(seconds / size)} {unit}"
-    return f"{round(seconds / 86400)} d"
+    """Return a span of time as text: 40 s, 3 min, 2 h, 5 d."""
+    unit, size = next((it for it in _UNITS if seconds >= 1.5 * it[1]), _UNITS[-1])
+    return f"{max(1, round(seconds / size))} {unit}"
 
 
 def _terminal_size(fd: int) -> tuple[int, int]:
-    """Return the columns and rows of a terminal; 0: not known. $COLUMNS would not follow a change
-    of the size."""
+    """Return the columns and rows of a terminal; 0: not known."""
     with suppress(OSError):
         return os.get_terminal_size(fd)
     return 0, 0
@@ -6521,158 +6475,181 @@ class _Stalled(Exception):
     """Nobody reads the output."""
 
 
-class _Output:
-    """The standard output and standard error of a long command, which all its threads write to.
+class _Stream:
+    """Standard output or standard error. The lock is held during a write."""
 
-    If standard error is a terminal, a progress line stands at the bottom. It is cleared before
-    other output, and drawn again after it, unless the output ends within a line. It is drawn only
-    while this process group is in the terminal's foreground.
-    """
+    def __init__(self, fd: int) -> None:
+        self.fd, self.lock = fd, threading.Lock()
+        self.ends_line = True  # no line is unfinished
+        self._moved_s = 0.0  # when the last write began, or bytes were last written
+
+    def write(self, data: bytes, end_s: float) -> None:
+        import select
+
+        left = memoryview(data)
+        self._moved_s = time.monotonic()
+        while left:
+            # A pipe that select() finds writable takes 4096 bytes without blocking.
+            if not select.select([], [self.fd], [], 0.1)[1]:
+                self.check_reader(end_s)
+                continue
+            with suppress(BlockingIOError):  # another process has set O_NONBLOCK
+                left = left[os.write(self.fd, left[:4096]) :]
+                self._moved_s = time.monotonic()
+
+    def check_reader(self, end_s: float) -> None:
+        """Raise _Stalled if nobody has read for _GRACE_S, and the time end_s is over."""
+        if time.monotonic() >= max(end_s, self._moved_s + _GRACE_S):
+            raise _Stalled
+
+
+class _Output:
+    """Standard output and standard error, for several threads. On a terminal, a progress line is at
+    the bottom. It is cleared before other output, and drawn again after whole lines, while this
+    process group is in the terminal's foreground."""
 
     def __init__(self) -> None:
-        # A write to standard output that waits for a reader must not delay the log. But streams
-        # that lead to the same file share a lock.
-        self._locks = {fd: threading.Lock() for fd in (1, 2)}
-        with suppress(OSError):
-            if os.path.sameopenfile(1, 2):
-                self._locks[1] = self._locks[2]
-        self.is_one = self._locks[1] is self._locks[2]
-        self._unfinished = set[threading.Lock]()  # the locks of streams whose line has not ended
-        self.has_terminal = os.isatty(2)
-        self._is_dumb = os.environ.get("TERM", "dumb") == "dumb"
-        self._has_colours = not (self._is_dumb or os.environ.get("NO_COLOR"))
+        self.err = _Stream(2)
+        # A write to standard output that waits for a reader must not delay the log.
+        self.out = self.err if os.path.sameopenfile(1, 2) else _Stream(1)
+        self.has_terminal = os.isatty(2) and os.environ.get("TERM", "dumb") != "dumb"
         self._line: str | None = ""  # to show at the bottom of the terminal; None: show no more
-        self._passed_s = dict.fromkeys(self._locks.values(), 0.0)  # when bytes were last written
-        self._shown = 0  # the length of the progress line that is on the terminal now
+        self._is_shown = False
 
     def put(
         self,
-        fd: int,
+        stream: _Stream,
         data: bytes,
         begins_line: bool = False,
-        gives_up: Callable[[float], object] = _no_op,
+        end_s: float = float("inf"),
     ) -> None:
         """Write bytes to a stream. begins_line: if its last line has not ended, end it first.
-
-        While nobody reads, gives_up() gets the time since when (monotonic clock). A true result
-        raises _Stalled. Raises OSError."""
+        Raises OSError, and _Stalled as check_reader() does."""
         if not data:
             return
-        lock, began_s = self._locks[fd], time.monotonic()
-        while not lock.acquire(timeout=0.1):
-            if gives_up(max(began_s, self._passed_s[lock])):
-                raise _Stalled
+        while not stream.lock.acquire(timeout=0.1):
+            stream.check_reader(end_s)
         try:
-            has_line = lock is self._locks[2] and self.has_terminal
-            if has_line:
-                _write_all(2, self._clearing())
-                self._shown = 0
-            if begins_line and lock in self._unfinished:
+            if begins_line and not stream.ends_line:
                 data = b"\n" + data
-            self._unfinished.discard(lock)
-            if not data.endswith(b"\n"):
-                self._unfinished.add(lock)
-            self._write(fd, data, gives_up)
-            if has_line:
-                self._draw()
+            stream.ends_line = data.endswith(b"\n")
+            if stream is not self.err:
+                stream.write(data, end_s)
+                return
+            stream.write(self.clearing() + data, end_s)
+            _write_all(2, self._drawing())
         finally:
-            lock.release()
+            stream.lock.release()
 
-    def _write(self, fd: int, data: bytes, gives_up: Callable[[float], object]) -> None:
-        import select
+    def write(self, text: str) -> None:
+        """Write a text to standard error, as lines of its own. Raise nothing: if the terminal is
+        gone, the running jobs must still finish."""
+        with suppress(OSError):
+            self.put(self.err, text.encode("utf-8", "backslashreplace"), begins_line=True)
 
-        lock, left = self._locks[fd], memoryview(data)
-        self._passed_s[lock] = time.monotonic()
-        while left:
-            # A pipe that select() finds writable takes 4096 bytes without blocking.
-            if select.select([], [fd], [], 0.1)[1]:
-                with suppress(BlockingIOError):  # another process has set O_NONBLOCK
-                    left = left[os.write(fd, left[:4096]) :]
-                    self._passed_s[lock] = time.monotonic()
-            elif gives_up(self._passed_s[lock]):
-                raise _Stalled
+    @contextmanager
+    def reporting(self, text: Callable[[], str], plain_s: float = 0.0) -> Iterator[None]:
+        """While the block runs, show what text() returns on the terminal. Without a terminal,
+        write it every plain_s seconds (0: never) if it has changed."""
+        is_over, least_s = threading.Event(), _REDRAW_S if self.has_terminal else plain_s
 
-    def show(self, line: str | None) -> None:
-        """Show a progress line in place of the previous one. None: show none from now on."""
-        with self._locks[2]:
-            if self._line is not None:
+        def report() -> None:
+            last, pause_s = "", least_s
+            while not is_over.wait(pause_s):
+                began_s = time.monotonic()
+                with suppress(OSError):
+                    line = text()
+                    if self.has_terminal:
+                        self._show(line)
+                    elif line != last and not is_over.is_set():
+                        self.write(line)
+                        last = line
+                # text() may list large directories: it gets at most 1 % of the time.
+                pause_s = max(least_s, 100 * (time.monotonic() - began_s))
+
+        if least_s:
+            threading.Thread(target=report, daemon=True).start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            with suppress(OSError):
+                self._show(None)
+
+    def _show(self, line: str | None) -> None:
+        """Show another line of progress; None: no more. If a thread is stuck in a write, do
+        nothing."""
+        if self._line is not None and self.err.lock.acquire(timeout=1.0):
+            try:
+                clearing = self.clearing()
                 self._line = line
-                self._draw()
+                _write_all(2, clearing + self._drawing())
+            finally:
+                self.err.lock.release()
 
-    def _draw(self) -> None:
-        is_at_start = self._locks[2] not in self._unfinished
-        if not (self._is_foreground() and is_at_start and (self._line or self._shown)):
-            return
-        line = (self._line or "")[: self._columns()]
-        shown = line
-        if self._has_colours:  # failed tasks in red
-            shown = re.sub(r"\b\d+ failed\b", "\x1b[31m\\g<0>\x1b[0m", line)
-        _write_all(2, self._clearing() + shown.encode("ascii", "backslashreplace"))
-        self._shown = len(line)
+    def _drawing(self) -> bytes:
+        """Return the bytes that draw the progress line, with failed tasks in red."""
+        self._is_shown = bool(self._line and self.err.ends_line and self._is_foreground())
+        if not self._is_shown:
+            return b""
+        line = (self._line or "").rstrip()[: _terminal_size(2)[0] or 80]
+        if not os.environ.get("NO_COLOR"):
+            line = re.sub(r"\b\d+ failed\b", "\x1b[31m\\g<0>\x1b[0m", line)
+        return line.encode("ascii", "backslashreplace")
+
+    def clearing(self) -> bytes:
+        """Return the bytes that clear the progress line. A signal handler, too, calls this."""
+        return b"\r\x1b[J" if self._is_shown and self._is_foreground() else b""
 
     def _is_foreground(self) -> bool:
         with suppress(OSError):  # the terminal is not the one of this session
-            return self.has_terminal and os.tcgetpgrp(2) == os.getpgrp()
+            return os.tcgetpgrp(2) == os.getpgrp()
         return True
-
-    def clearing_for_signal(self) -> bytes:
-        """Return the bytes that make room for a message on the terminal. A signal handler must not
-        wait for a lock, and so can't use put()."""
-        return self._clearing() or b"\n"
-
-    def _columns(self) -> int:
-        return _terminal_size(2)[0] or 80
-
-    def _clearing(self) -> bytes:
-        """Return the bytes that clear the progress line. If the terminal has become narrower, the
-        line takes several rows, which are all cleared, unless the terminal is dumb."""
-        if not (self._shown and self._is_foreground()):
-            return b""
-        if self._is_dumb:
-            return b"\r" + b" " * self._shown + b"\r"
-        rows_up = (self._shown - 1) // self._columns()
-        return b"\r" + (b"\x1b[%dA" % rows_up if rows_up else b"") + b"\x1b[J"
 
 
 # ==================================================================================================
 # 22. Jobs: the processes of a command, CMD, that `femtoqueue work` runs for a task.
 #     A job is the session that CMD leads. The launcher, a process without threads, starts each CMD.
-#     It keeps the ended CMD as a zombie until the job is over. So no other session, and no other
-#     process group, can get the number of the job.
-#     Invariant: the launcher knows each job from its start until the job is over. Each job has a
-#     link, a pair of sockets. If the worker dies, the links end, and the launcher kills the jobs.
-#     If the launcher dies, the links end, and the worker kills the jobs.
+#     It keeps the ended CMD as a zombie until the job is over, so that no other session or process
+#     group can get the number of the job.
+#     Invariant: each job has a link, a pair of sockets between worker and launcher. If one of the
+#     two dies, the links end, and the other kills the jobs.
 # ==================================================================================================
 
-_GRACE_S = 5.0  # the time between a signal to a job and SIGKILL
 _FORGET = 255  # a request to the launcher; the others are numbers of signals, and 0
+_REQUEST_BYTES = 1024  # the size of a request to start a job: its variables, then zero bytes
+_VARIABLES = (b"FEMTOQUEUE_ID", b"FEMTOQUEUE_ATTEMPT", b"FEMTOQUEUE_KEY")
 _LAUNCHER_ENDED = "the launcher of this worker has ended; its jobs are killed"
-_FAULTS = ("SIGKILL", "SIGSTOP", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT", "SIGTRAP")
 
 
-def _has_own_proc() -> bool:
-    """Return whether /proc shows this process under its own pid. A container may see the /proc of
-    its host."""
-    with suppress(OSError), open("/proc/self/stat", "rb") as file:
-        return int(file.read().split()[0]) == os.getpid()
+def _processes() -> list[str]:
+    """Return the names of the processes in /proc; none if it is the /proc of another container."""
+    with suppress(OSError):
+        if os.readlink("/proc/self") == str(os.getpid()):
+            return [*filter(str.isdigit, os.listdir("/proc"))]
+    return []
+
+
+def _is_signalled(group: int, number: int) -> bool:
+    """Send a signal to a process group. Return False if no process got it, for example after
+    sudo."""
+    with suppress(OSError):
+        os.killpg(group, number)
+        return True
     return False
 
 
 def _groups_of(leaders: set[int]) -> list[int]:
-    """Return the process groups with running processes in the sessions of these leaders. Without a
-    /proc, only the groups of the leaders are known."""
-    groups = set[int]()
-    if not _has_own_proc():
-        for leader in leaders:
-            with suppress(OSError):
-                os.killpg(leader, 0)
-                groups.add(leader)
-        return [*groups]
-    for name in filter(str.isdigit, os.listdir("/proc")):
+    """Return the process groups with running processes in some sessions. Without a /proc, only the
+    groups of the leaders are known."""
+    names, groups = _processes(), set[int]()
+    if not names:
+        return [it for it in leaders if _is_signalled(it, 0)]
+    for name in names:
         with suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:  # RACE: it has just ended
             state, _, group, session, *more = file.read().rpartition(b")")[2].split()
             # A process whose first thread has ended has the state Z, too: more[13] is num_threads.
-            if int(session) in leaders and (state not in (b"Z", b"X") or int(more[13]) > 1):
+            if int(session) in leaders and (state not in b"ZX" or int(more[13]) > 1):
                 groups.add(int(group))
     # RACE: if the child of a shell, in a group of its own, got a signal first, the shell could go
     # on, and end with status 0. So the groups of the leaders come first.
@@ -6680,15 +6657,9 @@ def _groups_of(leaders: set[int]) -> list[int]:
 
 
 def _signal(leaders: set[int], *numbers: int) -> bool:
-    """Send signals to all processes of some sessions. Return whether any process could be
-    signalled: after sudo, for example, it belongs to another user."""
-    is_sent = False
-    for group in _groups_of(leaders):
-        with suppress(OSError):
-            for number in numbers:
-                os.killpg(group, number)
-            is_sent = True
-    return is_sent
+    """Send signals to all processes of some sessions. Return whether a process got one."""
+    groups = _groups_of(leaders)
+    return sum(_is_signalled(it, number) for it in groups for number in numbers) > 0
 
 
 def _kill(leaders: set[int]) -> None:
@@ -6703,13 +6674,9 @@ def _kill(leaders: set[int]) -> None:
 
 
 class _Session:
-    """A job, as the launcher knows it.
+    """A job, as the launcher knows it. wake_s: when is_over() is to be called next."""
 
-    wake_s: when is_over() is to be called next, if nothing happens before.
-    keeps_zombie: False: CMD is reaped when it ends. macOS before Python 3.13 has no waitid().
-        Without a /proc, a group counts as running even if only the zombie is left.
-    """
-
+    # macOS before Python 3.13 has no waitid(). Without a /proc, a zombie counts as running.
     keeps_zombie = True
 
     def __init__(self, popen: Any, link: Any, limit_s: float) -> None:
@@ -6718,11 +6685,10 @@ class _Session:
         self._limit_s = self.wake_s = time.monotonic() + limit_s
         self._status: int | None = None
         self._number: int | None = None  # the signal that ends the job; 0: only wait for its end
-        self._asked_s = 0.0  # when the end was asked for
-        self._is_sent = False
+        self._kill_s = 0.0  # when SIGKILL follows
 
     def is_forgotten(self) -> bool:
-        """Obey a request of the worker. Return True if the launcher no longer cares for the job."""
+        """Obey a request of the worker. Return True if the job is no longer to be cared for."""
         number = _FORGET
         try:
             number = self.link.recv(1)[0]
@@ -6733,19 +6699,23 @@ class _Session:
         return number == _FORGET
 
     def _end(self, number: int) -> None:
+        import signal
+
         if not self._number:
-            self._number = number
-            self._asked_s = self.wake_s = time.monotonic()
+            self._number, self.wake_s = number, 0.0
+            self._kill_s = time.monotonic() + _GRACE_S
+            if number:  # a stopped process can't handle the signal, so continue it
+                _signal({self.pid}, number, signal.SIGCONT)
 
     def is_over(self) -> bool:
-        """Report what has happened to CMD, and do what is due. Return True if an end was asked for,
-        and no process is left."""
+        """Report the end of CMD, and do what is due. Return True if an end was asked for, and no
+        process is left."""
         import signal
 
         # CMD that has ended before its limit is not late, so look at CMD first.
         if self._status is None and (status := self._ended()) is not None:
             self._status = status
-            self.wake_s = float("inf") if self._number is None else self.wake_s
+            self.wake_s = float("inf") if self._number is None else 0.0
             _report(self.link, "status", status)
         now_s = time.monotonic()
         if now_s < self.wake_s:
@@ -6753,12 +6723,9 @@ class _Session:
         if now_s >= self._limit_s and not self._number:
             _report(self.link, "is_late", 1)
             self._end(signal.SIGTERM)
-        if self._number and now_s >= self._asked_s + _GRACE_S:
+        if self._number and now_s >= self._kill_s:
             _signal({self.pid}, signal.SIGKILL)
-        elif self._number and not self._is_sent:
-            # A stopped process can't handle the signal, so continue it.
-            self._is_sent = _signal({self.pid}, self._number, signal.SIGCONT)
-        self.wake_s = now_s + min(0.5, 0.01 + (now_s - self._asked_s) / 10)
+        self.wake_s = now_s + 0.05
         if self._status is None or _groups_of({self.pid}):
             return False
         _report(self.link, "is_over", 1)
@@ -6780,42 +6747,32 @@ class _Session:
 
 
 def _report(link: Any, name: str, value: int) -> None:
-    """Tell the worker a value of a job. A link gets so few reports that the call never blocks, even
-    if the worker is stopped."""
+    """Tell the worker a value of a job. There are so few reports that the call never blocks."""
     with suppress(OSError):  # the worker has ended; is_forgotten() sees it, too
         link.send(f"{name:8}{value:8}".encode())
 
 
-def _receive(requests: Any) -> tuple[Any, list[int]]:
-    """Return a request and its descriptors. Raises EOFError if the worker has ended."""
-    import marshal
-    import socket
-
-    head, fds, _, _ = socket.recv_fds(requests, 8, 4)
-    body, size = bytearray(), int.from_bytes(head, "big")
-    while len(body) < size and (part := requests.recv(size - len(body))):
-        body += part
-    if not head or len(body) < size:
-        raise EOFError
-    return marshal.loads(body), fds
-
-
-def _start_session(requests: Any, env: dict[str, Any]) -> _Session | None:
-    """Read a request, and start CMD. Return None if CMD can't be started; the worker gets the
-    errno."""
+def _start_session(requests: Any, words: list[bytes], limit_s: float) -> _Session | None:
+    """Read a request, and start CMD. Return None if it can't be started. Raises EOFError if the
+    worker has ended."""
     import socket
     import subprocess
 
-    (words, variables, limit_s), fds = _receive(requests)
+    request, fds, _, _ = socket.recv_fds(requests, _REQUEST_BYTES, 4, socket.MSG_WAITALL)
+    if len(request) < _REQUEST_BYTES:
+        raise EOFError
+    os.environb.update(zip(_VARIABLES, request.rstrip(b"\0").split(b" ", 2), strict=True))
     link = socket.socket(fileno=fds.pop())
+    stdin, stdout, stderr = fds
     try:
-        env.update(variables)
-        stdin, stdout, stderr = fds
+        # An argument of more than 4 MB fails in each system.
+        data = os.pread(stdin, 1 << 22, 0)
+        command = [it.replace(b"{}", data) for it in words]
         popen: Any = subprocess.Popen(
-            words, 0, None, stdin, stdout, stderr, env=env, start_new_session=True
+            command, 0, None, stdin, stdout, stderr, start_new_session=True
         )
-    except OSError as error:
-        _report(link, "errno", error.errno or errno.EIO)
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in the payload
+        _report(link, "errno", getattr(error, "errno", errno.EINVAL))
         _report(link, "is_over", 1)
         link.close()
         return None
@@ -6827,13 +6784,14 @@ def _start_session(requests: Any, env: dict[str, Any]) -> _Session | None:
 
 
 def _handle_signals() -> int:
-    """Let no signal end the launcher. Return a descriptor that can be read after each signal."""
+    """Let no signal of a scheduler end the launcher. Return a descriptor, readable after each
+    signal."""
     import signal
 
-    # A scheduler may signal all processes that it has started. CMD gets the default action, because
-    # a handler, unlike SIG_IGN, does not survive exec().
-    for number in signal.valid_signals() - {getattr(signal, it, 0) for it in _FAULTS}:
-        if signal.getsignal(number) not in (signal.SIG_IGN, None) or number == signal.SIGCHLD:
+    # CMD gets the default action, because a handler, unlike SIG_IGN, does not survive exec().
+    for name in ("SIGCHLD", "SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2"):
+        number = signal.Signals[name]
+        if name == "SIGCHLD" or signal.getsignal(number) not in (signal.SIG_IGN, None):
             signal.signal(number, _no_op)
     waking, wake = os.pipe()
     os.set_blocking(wake, False)
@@ -6841,26 +6799,23 @@ def _handle_signals() -> int:
     return waking
 
 
-def _launch(requests: Any) -> None:
-    """Start jobs, and end them, until the worker has ended. Then kill the jobs that are left."""
-    waking, env = _handle_signals(), {**os.environ}
-    _Session.keeps_zombie = hasattr(os, "waitid") and _has_own_proc()
+def _launch(requests: Any, words: list[bytes], limit_s: float) -> None:
+    """Start jobs, and end them, until the worker has ended (EOFError). Then kill all jobs."""
+    waking = _handle_signals()
+    _Session.keeps_zombie = hasattr(os, "waitid") and bool(_processes())
     sessions: dict[int, _Session] = {}  # by the descriptor of the link
-    ready: list[int] = []
     try:
         while True:
+            now_s = time.monotonic()
+            wake_s = min([now_s + 3600, *(it.wake_s for it in sessions.values())])
+            ready = _readable([requests.fileno(), waking, *sessions], max(0.0, wake_s - now_s))
+            if waking in ready:  # a child has ended
+                os.read(waking, 1 << 16)
+            if requests.fileno() in ready and (session := _start_session(requests, words, limit_s)):
+                sessions[session.link.fileno()] = session
             for fd, it in [*sessions.items()]:
                 if (fd in ready and it.is_forgotten()) or it.is_over():
                     sessions.pop(fd).drop()
-            wake_s = min((it.wake_s for it in sessions.values()), default=float("inf"))
-            pause_s = min(max(0.0, wake_s - time.monotonic()), 3600.0)
-            ready = _readable([requests.fileno(), waking, *sessions], pause_s)
-            if waking in ready:  # a child has ended
-                os.read(waking, 1 << 16)
-            if requests.fileno() in ready and (session := _start_session(requests, env)):
-                sessions[session.link.fileno()] = session
-    except EOFError:
-        pass
     finally:
         _kill({it.pid for it in sessions.values()})
 
@@ -6873,11 +6828,11 @@ class _CommandJob:
 
     errno: why CMD could not be started, or 0.
     status: CMD's exit status, or -N if signal N has ended it; None: not known.
-    is_late: true: the time limit was over before CMD had ended.
-    is_over: true: nothing is left of the job, or the launcher no longer cares for it.
+    is_late: the time limit was over before CMD had ended.
+    is_ending: the worker has asked for the end. is_stopped: see _ended_by_stop().
     """
 
-    pid = errno = is_late = is_over = 0
+    pid = errno = is_late = is_ending = is_over = is_stopped = 0
     status: int | None = None
 
     def __init__(self, link: Any, stdin: int) -> None:
@@ -6899,8 +6854,8 @@ class _CommandJob:
         self.is_over = 1
 
     def end(self, number: int = 0) -> None:
-        """Let the launcher end the job by a signal, and wait until no process is left. Without a
-        number, it only waits."""
+        """Let the launcher end the job by a signal (0: none), and wait until no process is left."""
+        self.is_ending = 1
         with suppress(OSError):  # the launcher has ended; note() sees it, too
             self.link.send(bytes([number]))
 
@@ -6913,7 +6868,7 @@ class _CommandJob:
 
     def _sessions_of_stdin(self) -> set[int]:
         found = set[int]()
-        for name in filter(str.isdigit, os.listdir("/proc") if _has_own_proc() else ()):
+        for name in _processes():
             with suppress(OSError):  # RACE: it has just ended; or it belongs to another user
                 if os.path.samestat(os.stat(f"/proc/{name}/fd/0"), self._stdin):
                     found.add(os.getsid(int(name)))
@@ -6921,12 +6876,14 @@ class _CommandJob:
 
 
 class _Launcher:
-    """The launcher, as the worker knows it. It is forked before any thread starts, and before the
-    queue is opened: so it has no lock, and no descriptor of the queue."""
+    """The launcher, as the worker knows it. It is forked before any thread starts and the queue is
+    opened: it has no lock, and no descriptor of the queue."""
 
-    def __init__(self) -> None:
+    def __init__(self, words: list[str], limit_s: float) -> None:
+        """words: CMD. limit_s: how long it may run."""
         import socket
 
+        self.limit_s = limit_s
         self._requests, requests = socket.socketpair()
         self._lock = threading.Lock()  # held during a request
         self._pid = os.fork()
@@ -6934,28 +6891,23 @@ class _Launcher:
             try:
                 self._requests.close()
                 os.setsid()  # SIGKILL to the worker's process group must not reach the launcher
-                _launch(requests)
+                _launch(requests, [*map(os.fsencode, words)], limit_s)
             finally:
                 os._exit(0)
         requests.close()
 
-    def start(
-        self, words: list[bytes], variables: dict[str, Any], limit_s: float, streams: list[int]
-    ) -> _CommandJob:
-        """Start CMD with these descriptors as its streams. The launcher ends the job at the time
-        limit. If the launcher has ended, the first note() of the job tells it. Raises OSError."""
-        import marshal
+    def start(self, task: FemtoTask, streams: list[int]) -> _CommandJob:
+        """Start CMD with these streams; the first holds the payload. Raises OSError."""
         import socket
 
-        body = marshal.dumps((words, variables, limit_s))
-        message = len(body).to_bytes(8, "big") + body
+        # The key is passed in UTF-8, whatever the locale is.
+        key = (task.key or "").replace("\0", "%00")
+        request = f"{task.id} {task.attempts} {key}".encode().ljust(_REQUEST_BYTES, b"\0")
         link, theirs = socket.socketpair()
-        # CRASH: the launcher may be killed after it has started CMD. So an error of the socket does
-        # not tell that there is no job.
+        # CRASH: the launcher may be killed after it has started CMD. So after an error there may be
+        # a job, and the first note() learns of the end.
         with theirs, self._lock, suppress(BrokenPipeError, ConnectionResetError):
-            fds = [*streams, theirs.fileno()]
-            sent = socket.send_fds(self._requests, [message], fds)
-            self._requests.sendall(message[sent:])
+            socket.send_fds(self._requests, [request], [*streams, theirs.fileno()])
         return _CommandJob(link, streams[0])
 
     def stop(self) -> None:
@@ -6967,32 +6919,20 @@ class _Launcher:
 
 # ==================================================================================================
 # 23. Command runner: the pool of `femtoqueue work`, which runs CMD for each task.
-#     The pool has several threads. Each runs a job at a time: it passes on the output, and judges
-#     how CMD ended. The launcher ends a job at --task-timeout, even if nobody reads the output.
+#     Each thread of the pool runs a job at a time: it passes on the output, and judges how CMD
+#     ended. The launcher ends a job at --task-timeout, even if nobody reads the output.
 #     Invariant: the pool uses only public methods of the queue.
 # ==================================================================================================
 
 # TOPIC: what a signal to `work` does.
 #
-# The first signal:
+# First: the threads take no further task. CMD, in a session of its own, runs on. If CMD fails, its
+# task is given back to the front, uncounted, when all processes of the job have ended. But if
+# --task-timeout has ended CMD, the attempt has failed as usual.
 #
-#   1. The threads take no further task. CMD leads a session of its own, and runs on.
-#   2. If CMD exits with 0, its task is done. If CMD fails, the task is given back to the front,
-#      uncounted, when all processes of the job have ended. But if --task-timeout has ended CMD, the
-#      attempt has failed as usual.
-#   3. run_reported() writes the last line of progress, and returns the exit status.
-#
-# Another signal within 0.3 s of the first is ignored. The second signal:
-#
-#   1. The launcher passes the signal, and then SIGCONT, to all jobs. It kills the processes that
-#      still run after 5 s.
-#   2. The thread of each job settles the task as after the first signal. At most 1 s later,
-#      _abort() gives back the tasks that are left.
-#   3. The process ends with the status 128 + N, where N is the last signal.
-#
-# If the worker is killed, the launcher kills all jobs. Other workers do not wait for the launcher,
-# so a task may start again some milliseconds before its old job is killed. If the launcher is
-# killed, the worker kills all jobs, gives the tasks back, and ends with status 2.
+# Second, at least 0.3 s later: the launcher passes the signal, and then SIGCONT, to all jobs, and
+# SIGKILL after 5 s. The threads settle their tasks as after the first signal. _abort() gives back
+# the tasks that are left. The process ends with the status 128 + the signal.
 #
 # TOPIC: whose trouble an error is (_verdict).
 #
@@ -7010,6 +6950,7 @@ _REASON_BYTES = 4096  # a reason gets at most this many of the last bytes of CMD
 _LINE_BYTES = 1 << 24  # with -j 2 or more, a line is kept until its end, but not if it is longer
 _PIPE_BYTES = 1 << 20  # a pipe holds at most so many bytes (Linux: pipe-max-size)
 _SHORT_ERRNOS = (errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ETXTBSY)
+_PAYLOAD, _OUTPUT = "its payload can't be written", "its output can't be written"
 
 
 class _Shortage(Exception):
@@ -7018,8 +6959,8 @@ class _Shortage(Exception):
 
 def _is_shortage(error: BaseException) -> bool:
     is_no_thread = isinstance(error, RuntimeError) and str(error) == "can't start new thread"
-    is_errno = isinstance(error, OSError) and error.errno in _SHORT_ERRNOS
-    return is_no_thread or is_errno or isinstance(error, MemoryError)
+    is_memory = isinstance(error, MemoryError)
+    return is_no_thread or is_memory or getattr(error, "errno", 0) in _SHORT_ERRNOS
 
 
 def _verdict(step: str, error: OSError) -> BaseException:
@@ -7034,27 +6975,23 @@ def _verdict(step: str, error: OSError) -> BaseException:
     return SystemExit(text)
 
 
-_PAYLOAD, _OUTPUT = "its payload can't be written", "its output can't be written"
-
-
 class _Relay:
-    """What passes on the bytes of a pipe to the stream `fd`. tail: the last bytes that came."""
+    """What passes on the bytes of a pipe to a stream. tail: the last bytes that came. end_s: when
+    the time limit of the job is over."""
 
-    def __init__(self, fd: int, is_by_lines: bool) -> None:
-        self.fd, self._is_by_lines = fd, is_by_lines
-        self.tail, self._rest = b"", bytearray()  # _rest: an unfinished line
+    def __init__(self, stream: _Stream, is_by_lines: bool, end_s: float) -> None:
+        self.stream, self._is_by_lines, self.end_s = stream, is_by_lines, end_s
+        self.tail = self._rest = b""  # _rest: an unfinished line
 
     def due(self, data: bytes) -> bytes:
         """Return what is to be passed on when `data` has come; b"" stands for the end."""
         self.tail = (self.tail + data)[-_REASON_BYTES:]
         if not self._is_by_lines:
             return data
-        self._rest += data or (b"\n" if self._rest else b"")
-        is_long = len(self._rest) > _LINE_BYTES
-        end = len(self._rest) if is_long else self._rest.rfind(b"\n") + 1
-        lines = bytes(self._rest[:end])
-        del self._rest[:end]
-        return lines
+        text = self._rest + (data or b"\n" * bool(self._rest))
+        end = len(text) if len(text) > _LINE_BYTES else text.rfind(b"\n") + 1
+        self._rest = text[end:]
+        return text[:end]
 
 
 class _CommandPool(_WorkerPool):
@@ -7066,68 +7003,41 @@ class _CommandPool(_WorkerPool):
     def __init__(self, queue: FemtoQueue, launcher: _Launcher, options: Any) -> None:
         limits = {"idle_timeout_s": options.idle_timeout, "time_limit_s": options.time_limit}
         super().__init__(queue, self._run_command, options.jobs, options.drain, **limits)
-        # Use a thread even for a single job. In the main thread, the second signal would raise
-        # KeyboardInterrupt at any instant of the start of CMD.
+        # In the main thread, the second signal would raise KeyboardInterrupt within a start of CMD.
         self._is_threaded = True
         self._options, self._launcher = options, launcher
-        self._output = _Output()
+        self.output = _Output()
         self._progress = _Progress(_open_files(os.fspath(queue.data_dir), False))
         self._jobs = set[_CommandJob]()
         self._is_told = threading.Event()  # set when the first signal has come
-        self._is_over = threading.Event()  # set when no more progress is to be reported
         self._output_dir = options.output_dir and os.path.abspath(options.output_dir)
 
     def run_reported(self) -> int:
         """Run the pool, report what was done, and return the exit status."""
-        before = self._dead_letters()
+        before, trouble = self._dead_letters(), ""
         try:
             if os.getpid() == 1:
                 threading.Thread(target=_reap_inherited, daemon=True).start()
-            if not self._options.quiet:
-                threading.Thread(target=self._report_all, daemon=True).start()
-            self.run()
-        # SystemExit: trouble of this worker. RuntimeError: the system allows no more threads.
-        # OSError, MemoryError: trouble with the queue.
+            with self.output.reporting(self._progress_text, _REPORT_S):
+                self.run()
+        # SystemExit: see _verdict(). RuntimeError: the system allows no more threads.
         except (SystemExit, RuntimeError, OSError, MemoryError) as error:
-            text = str(_named(error, self._queue.data_dir)) or type(error).__name__
-            self._end_report(f"femtoqueue: {text}\n")
-            return 2
-        # After the second signal, report nothing: a thread that is stuck in a write may hold the
-        # lock of the stream.
+            trouble = f"femtoqueue: {_text_of(error, self._queue.data_dir)}\n"
+        # Now a thread that is stuck in a write may hold the lock of the stream.
         if len(self.signals) > 1:
             return 128 + self.signals[-1]
-        self._end_report()
+        self.output.write(trouble + self._progress_text())
+        if trouble:
+            return 2
         has_failed = bool(self.counts["failed"] or self._dead_letters() - before)
         return int(self._drain and (has_failed or not self._queue.join(0)))
 
-    # Progress, and what is written
-
-    def _report_all(self) -> None:
-        """Report the progress until `_is_over` is set: on a terminal, at its bottom; elsewhere as a
-        line, unless it is the same again."""
-        last, pause_s = "", _REDRAW_S if self._output.has_terminal else _REPORT_S
-        while not self._is_over.wait(pause_s):
-            text = self._progress_text()
-            with suppress(OSError):  # if the terminal is gone, the running jobs must still finish
-                if self._output.has_terminal:
-                    self._output.show(text)
-                elif text not in ("", last) and not self._is_over.is_set():
-                    self.write(f"{text}\n")
-                    last = text
-
-    def _progress_text(self, now: bool = False) -> str:
+    def _progress_text(self) -> str:
         with suppress(OSError):  # pop() meets the same trouble, and raises the error
-            self._progress.count_left(sum(self.counts[it] for it in _ENDED), now)
-            return self._progress.text(self.counts)
+            if not self._options.quiet:
+                self._progress.count_left(sum(self.counts[it] for it in _ENDED))
+                return self._progress.text(self.counts) + "\n"
         return ""
-
-    def _end_report(self, text: str = "") -> None:
-        """Write a text and the last line of progress, and show no other line from now on."""
-        self._is_over.set()
-        with suppress(OSError):
-            self._output.show(None)
-        report = "" if self._options.quiet else self._progress_text(now=True)
-        self.write(text + (report and f"{report}\n"))
 
     def _dead_letters(self) -> set[str]:
         """With --drain, return the names in failed/, if this user may list them."""
@@ -7136,11 +7046,6 @@ class _CommandPool(_WorkerPool):
                 return self._progress.tasks_in("failed")
         return set()
 
-    def write(self, text: str) -> None:
-        """Write a text to standard error, as lines of its own. The log uses this method, too."""
-        with suppress(OSError):  # if the terminal is gone, the running jobs must still finish
-            self._output.put(2, text.encode("utf-8", "backslashreplace"), begins_line=True)
-
     def _failure_text(self, task: FemtoTask, outcome: str, error: Exception) -> str:
         text = super()._failure_text(task, outcome, error).removesuffix(_try_text(task))
         return f"{text}; data: {_preview(task.data)}"
@@ -7148,25 +7053,19 @@ class _CommandPool(_WorkerPool):
     # Signals
 
     def _tell_stop(self) -> None:
-        """Note in `_is_told` that the first signal has come, and write a line about the signal."""
         self._is_told.set()
-        _write_stop_line(self._output.clearing_for_signal())
+        _write_stop_line(self.output.clearing() or b"\n")
 
     def _abort(self) -> None:
-        """Pass the second signal to all jobs, and wait until they are over. Then wait up to a
-        second for the threads to settle the tasks, and give back the tasks that are left."""
-        self._is_over.set()
-        jobs, end_s = [*self._jobs], time.monotonic() + _GRACE_S + 1
-        for job in jobs:
+        """Pass the second signal to all jobs, and wait until the threads have settled the tasks.
+        Some may be left, because nobody reads the output: give them back."""
+        for job in [*self._jobs]:
             job.end(self.signals[-1])
-        while not all(it.is_over for it in jobs) and time.monotonic() < end_s:
-            time.sleep(0.02)
         with self._changed:
-            self._changed.wait_for(lambda: not self._running, 1.0)
+            self._changed.wait_for(lambda: not self._running, _GRACE_S + 1)
         super()._abort()
 
     def _is_passing(self, error: BaseException) -> bool:
-        """Wait for a moment, and return True, if the system is only short of something."""
         if not _is_shortage(error):
             return False
         _log().warning("%s; trying again", error)
@@ -7176,9 +7075,8 @@ class _CommandPool(_WorkerPool):
     # A task
 
     def _run_command(self, task: FemtoTask) -> None:
-        """Run CMD for a task. If CMD fails and this worker was told to stop, give the task back,
-        uncounted. Raises _CommandFailed if the try fails. Raises SystemExit for trouble of this
-        worker: the block of processing() gives the task back, uncounted."""
+        """Run CMD for a task. Raises _CommandFailed if the try fails, and SystemExit for trouble of
+        this worker: the block of processing() then gives the task back, uncounted."""
         has_logged = False
         while True:
             try:
@@ -7195,187 +7093,137 @@ class _CommandPool(_WorkerPool):
             except (_CommandFailed, LeaseLost):
                 raise
             except Exception as error:  # a missing module, no reader of the output, ...
-                raise SystemExit(str(error) or type(error).__name__) from error
+                raise SystemExit(_text_of(error)) from error
 
     def _try(self, task: FemtoTask, files: ExitStack) -> None:
-        payload = self._payload_file(task, files)
-        outputs = self._open_outputs(task, files)
-        begins = [os.fstat(it).st_size for it in outputs]
-        job, relays = self._start(task, payload, outputs, files)
-        self._jobs.add(job)
+        step = _PAYLOAD
         try:
-            is_stopped = self._follow(task, job, {**relays})
+            payload = _payload_file(task.data, files)
+            step = _OUTPUT
+            outputs = self._open_outputs(task.id, files)
+            begin = os.fstat(outputs[-1]).st_size if outputs else 0
+            step = f"{self._options.after_dashes[0]} can't be run"
+            job, relays = self._start(task, payload, outputs, files)
+        except OSError as error:
+            raise _verdict(step, error) from None
+        self._jobs.add(job)
+        if len(self.signals) > 1:  # RACE: the main thread ran _abort() before it knew the job
+            job.end(self.signals[-1])
+        try:
+            self._follow(task, job, {**relays})
+        except _Stalled:
+            _log().warning("task %s: output is lost: nobody reads it", task.id)
         finally:
             self._jobs.discard(job)
-        if is_stopped:
+        if job.is_stopped:
             self._queue.release(task, front=True, counted=False)
         elif job.is_late or job.status:
-            tails = [it.tail for it in relays.values()]
-            tail = tails[-1] if tails else _end_of_file(outputs[-1], begins[-1])
-            raise _CommandFailed(self._reason(task, job, tail.decode("utf-8", "replace")))
+            tails = [it.tail for it in relays.values()] or [_end_of_file(outputs[-1], begin)]
+            raise _CommandFailed(self._reason(task, job, tails[-1].decode("utf-8", "replace")))
+        elif job.errno:
+            self._refuse(task, OSError(job.errno, os.strerror(job.errno)), step)
         elif job.status is None:
-            self._refuse(task, job.errno)
+            raise SystemExit(_LAUNCHER_ENDED)
 
-    def _payload_file(self, task: FemtoTask, files: ExitStack) -> int:
-        """Return the descriptor of a file without a name that holds the payload."""
-        import tempfile
-
-        try:
-            file = files.enter_context(tempfile.TemporaryFile(buffering=0))  # noqa: SIM115
-            _write_all(file.fileno(), task.data)
-            os.lseek(file.fileno(), 0, os.SEEK_SET)
-        except OSError as error:
-            raise _verdict(_PAYLOAD, _named(error, tempfile.gettempdir())) from None
-        return file.fileno()
-
-    def _open_outputs(self, task: FemtoTask, files: ExitStack) -> list[int]:
-        """Open ID.out and ID.err in --output-dir, and return the descriptors. Without --output-dir,
-        return an empty list."""
-        opened: list[int] = []
-        try:
-            for suffix in ("out", "err") if self._output_dir else ():
-                path = f"{self._output_dir}/{task.id}.{suffix}"
-                if not os.path.isdir(self._output_dir):
-                    os.makedirs(self._output_dir, 0o700, exist_ok=True)
-                opened.append(_open_output(path))
-                files.callback(os.close, opened[-1])
-        except OSError as error:
-            raise _verdict(_OUTPUT, error) from None
-        return opened
+    def _open_outputs(self, ident: str, files: ExitStack) -> list[int]:
+        """Open ID.out and ID.err in --output-dir, if there is one. Return the descriptors."""
+        outputs: list[int] = []
+        if self._output_dir:
+            os.makedirs(self._output_dir, 0o700, exist_ok=True)
+            for suffix in ("out", "err"):
+                outputs.append(_open_output(f"{self._output_dir}/{ident}.{suffix}"))
+                files.callback(os.close, outputs[-1])
+        return outputs
 
     def _start(
         self, task: FemtoTask, payload: int, outputs: list[int], files: ExitStack
     ) -> tuple[_CommandJob, dict[int, _Relay]]:
-        """Start CMD. Return the job, and a relay for each pipe. If the output goes to files, there
-        are no pipes."""
-        words = [os.fsencode(it).replace(b"{}", task.data) for it in self._options.after_dashes]
-        if any(b"\0" in it for it in words):
-            self._fail_for_good(task, "embedded null byte")
-        variables: dict[str, Any] = {"FEMTOQUEUE_ID": task.id}
-        variables["FEMTOQUEUE_ATTEMPT"] = str(task.attempts)
-        # The key is passed in UTF-8, whatever the locale is.
-        variables["FEMTOQUEUE_KEY"] = (task.key or "").replace("\0", "%00").encode()
-        jobs, relays = self._options.jobs, dict[int, _Relay]()
-        # With one pipe for both streams, their lines stay in order.
-        fds = () if outputs else (1,) if jobs == 1 and self._output.is_one else (1, 2)
-        try:
-            with ExitStack() as ends:
-                for fd in fds:
-                    reading, writing = os.pipe()
-                    files.callback(os.close, reading)
-                    ends.callback(os.close, writing)
-                    relays[reading] = _Relay(fd, jobs > 1)
-                    outputs = [*outputs, writing]
-                streams = [payload, outputs[0], outputs[-1]]
-                limit_s = self._options.task_timeout or float("inf")
-                job = self._launcher.start(words, variables, limit_s, streams)
-        except OSError as error:
-            raise _verdict(f"{self._options.after_dashes[0]} can't be run", error) from None
+        """Start CMD. Return the job, and a relay for each pipe. With --output-dir, none is made."""
+        is_by_lines, relays = self._options.jobs > 1, dict[int, _Relay]()
+        end_s = time.monotonic() + self._launcher.limit_s
+        streams = [] if outputs else [self.output.out, self.output.err]
+        if not is_by_lines and self.output.out is self.output.err:
+            del streams[1:]  # with one pipe for both streams, their lines stay in order
+        with ExitStack() as ends:
+            for stream in streams:
+                reading, writing = os.pipe()
+                files.callback(os.close, reading)
+                ends.callback(os.close, writing)
+                relays[reading] = _Relay(stream, is_by_lines, end_s)
+                outputs = [*outputs, writing]
+            job = self._launcher.start(task, [payload, outputs[0], outputs[-1]])
         files.callback(job.link.close)
         return job, relays
 
-    def _follow(self, task: FemtoTask, job: _CommandJob, pipes: dict[int, _Relay]) -> bool:
-        """Pass on the output of a job until the job is over. Return the result of _ended_by_stop().
-        Raises the error of a write; the job is ended first."""
+    def _follow(self, task: FemtoTask, job: _CommandJob, pipes: dict[int, _Relay]) -> None:
+        """Pass on the output of a job until the job is over. If a write raises OSError or _Stalled,
+        end the job first."""
         import signal
 
-        begin_s, warn_s, link = time.monotonic(), float("inf"), job.link.fileno()
-        end_s = begin_s + (self._options.task_timeout or float("inf"))
-        is_stopped, error = False, None
-        if len(self.signals) > 1:  # RACE: the main thread ran _abort() before it knew the job
-            job.end(self.signals[-1])
-        while not job.is_over:
-            ready = _readable([link, *pipes], 1.0)
-            try:
-                self._relay(pipes, ready, end_s)
-            except (OSError, _Stalled) as trouble:
-                error = trouble
-                pipes.clear()
-                job.end(signal.SIGTERM)
-            if link in ready:
-                is_stopped |= self._note(task, job, error is not None)
-            if job.is_late or error is not None:
-                warn_s = min(warn_s, time.monotonic() + _GRACE_S + 1)
-            if 0 <= warn_s <= time.monotonic():
-                _log().warning("task %s: its command can't be killed; waiting for its end", task.id)
-                warn_s = -1.0
-        if isinstance(error, OSError):
-            raise error
-        self._relay_rest(task, pipes, end_s)
-        return is_stopped
+        link, warn_s = job.link.fileno(), _GRACE_S + 1
+        try:
+            while not job.is_over:
+                ready = _readable([link, *pipes], warn_s)
+                if not ready and (job.is_late or job.is_ending):
+                    _log().warning("task %s: its command can't be killed; waiting", task.id)
+                    warn_s = 3600.0
+                self._relay(pipes, ready)
+                if link in ready:
+                    self._note(task, job)
+            # A program that the job has left may hold a pipe for ever, and write all the time.
+            left = _PIPE_BYTES * len(pipes)
+            while left > 0 and (ready := _readable(pipes, 0.0)):
+                left -= self._relay(pipes, ready)
+            for relay in pipes.values():
+                self._pass_on(relay, b"")
+        except (OSError, _Stalled):
+            job.end(signal.SIGTERM)
+            self._follow(task, job, {})
+            raise
 
-    def _note(self, task: FemtoTask, job: _CommandJob, is_ending: bool) -> bool:
-        """Read a report of a job. If CMD has ended, return the result of _ended_by_stop()."""
-        had_ended, is_stopped = job.status is not None, False
+    def _note(self, task: FemtoTask, job: _CommandJob) -> None:
+        """Read a report of a job. If CMD has just ended, decide on the rest of the job."""
+        had_ended = job.status is not None
         job.note()
-        if job.status is not None and not had_ended and not job.is_late:
-            # A signal may have ended only a shell, while the program that the shell started still
-            # saves its state. The task must not run again meanwhile: wait for the whole job.
-            is_stopped = self._ended_by_stop(job.status, task)
-            if is_stopped or len(self.signals) > 1:
-                job.end()
-            elif not is_ending:
-                job.forget()
-        return is_stopped
+        if job.status is None or had_ended or job.is_late:
+            return
+        # The signal may have ended only a shell, while a program of the shell still saves its
+        # state. The task must not run again meanwhile: wait for the whole job.
+        job.is_stopped = self._ended_by_stop(job.status, task)
+        if job.is_stopped:
+            job.end()
+        elif not job.is_ending:
+            job.forget()
 
-    def _relay(self, pipes: dict[int, _Relay], ready: Iterable[int], end_s: float) -> int:
-        """Pass on what has come through pipes, and return the number of bytes. Remove a pipe that
-        has ended. Raises OSError, and _Stalled if nobody reads the output."""
+    def _relay(self, pipes: dict[int, _Relay], ready: Iterable[int]) -> int:
+        """Pass on what has come, and return the number of bytes. Remove a pipe that has ended."""
         count = 0
         for pipe in pipes.keys() & ready:
-            relay, data = pipes[pipe], os.read(pipe, 1 << 16)
-            if not data:
-                del pipes[pipe]
-            self._pass_on(relay.fd, relay.due(data), end_s)
+            data = os.read(pipe, 1 << 16)
+            relay = pipes[pipe] if data else pipes.pop(pipe)
+            self._pass_on(relay, data)
             count += len(data)
         return count
 
-    def _relay_rest(self, task: FemtoTask, pipes: dict[int, _Relay], end_s: float) -> None:
-        """Pass on what is left in the pipes of a job that is over. A program that the job has left
-        may hold a pipe for ever, and write to it all the time."""
-        left = _PIPE_BYTES * len(pipes)
+    def _pass_on(self, relay: _Relay, data: bytes) -> None:
+        """Write the output that is due. But if the reader is gone and this worker was told to stop,
+        drop it: the running jobs must still finish."""
         try:
-            while left > 0 and (ready := _readable(pipes, 0.0)):
-                left -= self._relay(pipes, ready, end_s)
-            for relay in pipes.values():
-                self._pass_on(relay.fd, relay.due(b""), end_s)
-        except _Stalled:
-            _log().warning("task %s: output is lost: nobody reads it", task.id)
-
-    def _pass_on(self, fd: int, data: bytes, end_s: float) -> None:
-        """Write output of a job. Raises OSError. But if the reader of the output is gone and this
-        worker was told to stop, drop the output: the running jobs must still finish. Raises
-        _Stalled if nobody reads for _GRACE_S, and the time end_s is over.
-
-        RACE: Ctrl-C ends `tee` in `femtoqueue work ... | tee log`, and the write fails, before the
-        signal has come to this worker. So wait up to _ONE_SIGNAL_S for the signal."""
-
-        def gives_up(since_s: float) -> bool:
-            is_aborted = len(self.signals) > 1
-            return time.monotonic() >= (
-                since_s + 1 if is_aborted else max(end_s, since_s + _GRACE_S)
-            )
-
-        try:
-            self._output.put(fd, data, gives_up=gives_up)
+            self.output.put(relay.stream, relay.due(data), end_s=relay.end_s)
         except OSError as error:
+            # RACE: Ctrl-C ends `tee` in `femtoqueue work ... | tee log`, and the write fails before
+            # the signal has come to this worker. So wait for it.
             is_gone = error.errno in (errno.EPIPE, errno.EIO)
             if not (is_gone and self._is_told.wait(_ONE_SIGNAL_S)):
-                raise _named(error, f"standard {'output' if fd == 1 else 'error'}") from None
+                raise _named(error, _STREAM_NAMES[relay.stream.fd]) from None
 
-    def _refuse(self, task: FemtoTask, code: int) -> NoReturn:
-        """Raise what follows if CMD could not be started, or if the launcher has ended."""
-        if not code:
-            raise SystemExit(_LAUNCHER_ENDED)
-        words = self._options.after_dashes
-        if code == errno.E2BIG and any("{}" in it for it in words):
-            self._fail_for_good(task, os.strerror(code))
-        raise _verdict(f"{words[0]} can't be run", OSError(code, os.strerror(code)))
-
-    def _fail_for_good(self, task: FemtoTask, why: str) -> NoReturn:
-        """Make a dead letter of a task whose payload can't be an argument of CMD: another try would
-        fail in the same way."""
-        text = f"the payload can't be an argument of the command, in place of {{}}: {why}"
+    def _refuse(self, task: FemtoTask, error: OSError, step: str) -> NoReturn:
+        """Raise what follows if CMD could not be started. If the payload can't be an argument, make
+        the task a dead letter."""
+        is_argument = any("{}" in it for it in self._options.after_dashes)
+        if not (is_argument and error.errno in (errno.E2BIG, errno.EINVAL)):
+            raise _verdict(step, error)
+        text = f"the payload can't be an argument of the command, in place of {{}}: {error}"
         self._queue.fail(task, text + _try_text(task))
         raise _CommandFailed(text)
 
@@ -7383,22 +7231,18 @@ class _CommandPool(_WorkerPool):
         status = job.status or 0
         what = f"exit status {status}" if status > 0 else f"killed by signal {-status}"
         if job.is_late:
-            what = f"killed after {self._options.task_timeout:.9g}s"
+            what = f"killed after {self._launcher.limit_s:.9g}s"
         return f"{what}{_try_text(task)}\n{tail}".rstrip()
 
-    def _ended_by_stop(self, status: int | None, task: FemtoTask) -> bool:
-        """Return True if CMD failed and this worker was told to stop. The attempt is then not
-        counted, because the signal to stop may have come to CMD, too.
-
-        RACE: a scheduler signals CMD and this worker. CMD ends before the signal has come to this
-        worker. So if one of the signals that stop a worker has ended CMD, wait up to _ONE_SIGNAL_S
-        for a signal to this worker. If this attempt is the last one, wait after any failure: CMD
-        may have caught the signal, and a counted failure would make a dead letter."""
-        if not status:
-            return False
+    def _ended_by_stop(self, status: int, task: FemtoTask) -> bool:
+        """Return True if CMD failed and this worker was told to stop: the signal may have come to
+        CMD, too, so the attempt is not counted."""
+        # RACE: a scheduler signals both, and CMD ends before the signal has come to this worker. So
+        # if such a signal has ended CMD, wait for it. Before the last attempt fails, wait always:
+        # CMD may have caught the signal.
         may_be = not {-status, status - 128}.isdisjoint(self.stop_numbers)
         may_be |= task.attempts == self._options.max_attempts
-        return self._is_told.wait(_ONE_SIGNAL_S if may_be else 0)
+        return status != 0 and self._is_told.wait(_ONE_SIGNAL_S if may_be else 0)
 
 
 def _try_text(task: FemtoTask) -> str:
@@ -7413,10 +7257,22 @@ def _reap_inherited() -> None:
             os.wait()
 
 
+def _payload_file(data: bytes, files: ExitStack) -> int:
+    """Return the descriptor of a file without a name that holds the payload. Raises OSError."""
+    import tempfile
+
+    try:
+        file = files.enter_context(tempfile.TemporaryFile(buffering=0))  # noqa: SIM115
+        _write_all(file.fileno(), data)
+        os.lseek(file.fileno(), 0, os.SEEK_SET)
+    except OSError as error:
+        raise _named(error, tempfile.gettempdir()) from None
+    return file.fileno()
+
+
 def _open_output(path: str) -> int:
     """Open a file for output, at its end. Raises OSError unless it is a regular file of this user
-    with one link. Others may be able to write to the directory, and put a file or link there that
-    leads the output elsewhere, or that blocks the call."""
+    with one link: others may write to the directory, too."""
     fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | _NO_FOLLOW_OR_BLOCK, 0o666)
     it = os.fstat(fd)
     if stat.S_ISREG(it.st_mode) and it.st_uid == os.geteuid() and it.st_nlink == 1:
@@ -7427,59 +7283,39 @@ def _open_output(path: str) -> int:
 
 
 def _end_of_file(fd: int, begin: int) -> bytes:
-    """Return the last bytes of a file, at most _REASON_BYTES. Bytes before `begin` are left out,
-    because an earlier attempt wrote them."""
-    size = os.fstat(fd).st_size
-    start = max(begin, size - _REASON_BYTES)
-    return os.pread(fd, max(0, size - start), start)
+    """Return the last bytes of a file, but none that stood there before this attempt."""
+    start = max(begin, os.fstat(fd).st_size - _REASON_BYTES)
+    return os.pread(fd, _REASON_BYTES, start)
 
 
 # ==================================================================================================
 # 24. Command line: a function for each command. The docstring of the function is the help text.
 #     Invariant: a command calls only public methods of FemtoQueue and FemtoTask.
-#     TOPIC: a new command. It touches these places:
-#     - Here, a function _NAME_command(options), below the decorator @_command: see
-#       _retry_command(). The first line of the docstring also stands in the list of commands. A new
-#       kind of value needs a parser in _TYPES.
-#     - FemtoQueue, a public method, if the command needs a new one.
-#     - The test of --help in test.py, which has the number of commands.
+#     TOPIC: a new command is a function _NAME_command(options), below the decorator @_command. A
+#     new kind of value needs a parser in _TYPES. The test of --help has the number of commands.
 # ==================================================================================================
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run a command, and return the exit status.
-
-    0: success. 1: nothing was there, a condition was not met, or the queue raised FemtoQueueError.
-    2: the command line is wrong, or there was trouble. 128 + N: signal N ended the command. An
-    error is written to standard error, as one line. Raises SystemExit for --help and --version
-    (status 0), and for a wrong command line (2)."""
+def main(argv: list[str] | None = None) -> Any:
+    """Run a command, and return the exit status: see _NOTES. An error is written to standard error,
+    as one line. Raises SystemExit for --help and --version, and for a wrong command line."""
     directory = None
     try:
         _open_closed_streams()
         options = _parse_arguments(sys.argv[1:] if argv is None else argv)
         directory = options.dir
-        status: int | None = options.run(options)
-        sys.stdout.flush()
-        return status or 0
+        return options.run(options) or 0
     except BrokenPipeError:  # the reader of the output, such as `head`, has ended
         return 0
     except KeyboardInterrupt:
         return 130  # 128 + SIGINT
     except (FemtoQueueError, OSError, ValueError, MemoryError) as error:
-        text = str(_named(error, directory)) or type(error).__name__
+        text = _text_of(error, directory)
         _write_error(_PARAMETER.sub(lambda it: _OPTIONS[it[0]], text))
         return 1 if isinstance(error, FemtoQueueError) else 2
-    finally:
-        for stream in (sys.stdout, sys.stderr):
-            try:
-                stream.flush()
-            except OSError:
-                # The error was reported, or the reader has ended. The interpreter flushes the
-                # streams again when it exits. This flush must not fail, so it goes to /dev/null.
-                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-# Parameters of FemtoQueue at the beginning of its messages, and the options that they come from.
+# Parameters at the beginning of messages of FemtoQueue, and their options.
 _OPTIONS = {
     "max_attempts": "--max-attempts",
     "node_id": "--node",
@@ -7490,18 +7326,9 @@ _OPTIONS = {
 _PARAMETER = re.compile(rf"^({'|'.join(_OPTIONS)})\b(?= must )")
 
 
-def _import_only_libraries() -> None:
-    """Remove from sys.path the directory of this file, and the current directory if Python has put
-    it there (`python -m`). A user's random.py there must not hide a module of Python."""
-    ours = {"", os.path.dirname(os.path.abspath(__file__))}
-    if not getattr(sys.flags, "safe_path", False):
-        ours.update(sys.path[:1])
-    sys.path[:] = [path for path in sys.path if path not in ours]
-
-
 def _open_closed_streams() -> None:
-    """If a standard stream is closed (`>&-`), open /dev/null in its place. Otherwise a task's file
-    could get the descriptor, and the output."""
+    """If a standard stream is closed (`>&-`), open /dev/null, so that no task's file gets its
+    descriptor."""
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:  # then the descriptor of the stream is the lowest free one
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), "r+", closefd=False))
@@ -7514,8 +7341,8 @@ def _write_error(text: str) -> None:
 
 
 def _put(stream: Any, data: str | bytes) -> None:
-    """Write all of a text or of bytes to a standard stream. Raises OSError. A character that the
-    encoding lacks is escaped."""
+    """Write all of a text or of bytes to a standard stream. A character that the encoding lacks is
+    escaped. Raises OSError."""
     stream.flush()
     try:
         fd = stream.fileno()
@@ -7528,7 +7355,7 @@ def _put(stream: Any, data: str | bytes) -> None:
     try:
         _write_all(fd, data)
     except OSError as error:
-        raise _named(error, f"standard {'output' if fd == 1 else 'error'}") from None
+        raise _named(error, _STREAM_NAMES[fd]) from None
 
 
 def _print(*texts: object) -> None:
@@ -7536,62 +7363,34 @@ def _print(*texts: object) -> None:
     _put(sys.stdout, "".join(f"{it}\n" for it in texts))
 
 
-def _print_all(lines: Iterable[str]) -> None:
-    """Print lines, many with one call."""
-    lines = iter(lines)
-    while some := [*itertools.islice(lines, 500)]:
-        _print(*some)
-
-
 def _input() -> Iterator[bytes]:
     """Yield the bytes of standard input, in pieces, as they come."""
     try:
-        read: Callable[[], bytes] = functools.partial(_read_some, sys.stdin.fileno())
+        fd = sys.stdin.fileno()
     except (OSError, ValueError):  # the calling program has replaced the stream by an object
-        read = functools.partial(sys.stdin.buffer.read, 1 << 16)
-    return iter(read, b"")
-
-
-@contextmanager
-def _showing(text: Callable[[], str]) -> Iterator[None]:
-    """While the block runs, show what text() returns at the bottom of the terminal, if there is
-    one."""
-    output, is_over = _Output(), threading.Event()
-
-    def redraw() -> None:
-        pause_s = _REDRAW_S
-        while not is_over.wait(pause_s):
-            began_s = time.monotonic()
-            with suppress(OSError, FemtoQueueError):
-                output.show(text())
-            # text() and show() must not take more than 5 % of the time.
-            pause_s = max(_REDRAW_S, 20 * (time.monotonic() - began_s))
-
-    thread = threading.Thread(target=redraw, daemon=True)
-    if output.has_terminal:
-        thread.start()
-    try:
-        yield
-    finally:
-        is_over.set()
-        if output.has_terminal:
-            thread.join()
-            with suppress(OSError):
-                output.show(None)
+        yield sys.stdin.buffer.read()
+        return
+    data = b"-"
+    while data:
+        try:
+            data = os.read(fd, 1 << 16)
+            yield data
+        except BlockingIOError:  # another process has set O_NONBLOCK
+            os.set_blocking(fd, True)
 
 
 # Command line: how commands are declared, and parsed
 
-_Run = Callable[[Any], "int | None"]  # a command: takes options, and returns the exit status
 # An argument of a command: the name of the group, and the names and settings for add_argument().
 _Argument = tuple[str, list[str], dict[str, Any]]
-_COMMANDS: dict[str, tuple[_Run, tuple[_Argument, ...]]] = {}
+_COMMANDS: dict[str, tuple[Any, tuple[_Argument, ...]]] = {}
 
 
-def _command(*arguments: _Argument) -> Callable[[_Run], _Run]:
-    """Declare a function _NAME_command as the command NAME, with its arguments after DIR."""
+def _command(*arguments: _Argument) -> Callable[[Any], Any]:
+    """Declare a function _NAME_command as the command NAME, with its arguments after DIR. The
+    function takes options, and returns the exit status; None: 0."""
 
-    def declare(run: _Run) -> _Run:
+    def declare(run: Any) -> Any:
         _COMMANDS[run.__name__[1:].removesuffix("_command")] = run, arguments
         return run
 
@@ -7599,11 +7398,8 @@ def _command(*arguments: _Argument) -> Callable[[_Run], _Run]:
 
 
 def _argument(words: str, text: str = "", group: str = "", **settings: Any) -> _Argument:
-    """Declare an argument or option of a command.
-
-    words: the names, then the value in capitals, as in "-j --jobs N". A flag has no value.
-    group: only one argument of a group may be given. But a name that ends with a colon is only a
-        title in the help."""
+    """Declare an argument of a command. words: the names, then the value in capitals; a flag has
+    none. group: only one argument of a group may be given."""
     *names, value = words.split()
     if isinstance(settings.get("default"), str):
         text += " (default: %(default)s)"
@@ -7613,29 +7409,37 @@ def _argument(words: str, text: str = "", group: str = "", **settings: Any) -> _
 
 
 def _parse_arguments(argv: list[str]) -> Any:
-    """Return the options of a command line, with `run`, the function of the command, and
-    `after_dashes`, the words after `--` of push and work. Raises SystemExit as main() does."""
+    """Return the options of a command line. `run`: the function of the command. `after_dashes`: the
+    words after `--` of push and work."""
     import argparse
 
-    parser, commands = _make_parser()
-    if argv[:1] == ["--version"]:
-        _print(f"femtoqueue {__version__}")
+    name = argv[0] if argv else ""
+    if name in ("--version", "-h", "--help"):
+        titles = [f"    {it:9} {_help_of(it)[0]}" for it in _COMMANDS]
+        version = f"femtoqueue {__version__}"
+        _print(*[version] if name == "--version" else [_SUMMARY, *titles, _NOTES])
         sys.exit(0)
-    if not argv or argv[0] not in commands:
-        _refuse_command(parser, commands, argv)
-    dashes = argv.index("--") if argv[0] in ("push", "work") and "--" in argv else len(argv)
+    if name not in _COMMANDS:
+        _refuse_command(name)
+    dashes = argv.index("--") if name in ("push", "work") and "--" in argv else len(argv)
     options = argparse.Namespace(after_dashes=argv[dashes + 1 :])
-    return commands[argv[0]].parse_intermixed_args(argv[1:dashes], options)
+    return _parser_of(name).parse_intermixed_args(argv[1:dashes], options)
 
 
-def _make_parser() -> tuple[Any, dict[str, Any]]:
-    """Return the parser of the command line, and the parsers of the commands, by name."""
+def _help_of(name: str) -> tuple[str, str]:
+    """Return the title of a command, and the other text of its help."""
+    title, _, text = (_COMMANDS[name][0].__doc__ or "").partition("\n\n")
+    return title, re.sub("(?m)^    ", "", text)
+
+
+def _parser_of(name: str) -> Any:
+    """Return the parser of a command."""
     import argparse
 
     class Parser(argparse.ArgumentParser):
         def error(self, message: str) -> NoReturn:
             where = f" (DIR is {default_dir}, from FEMTOQUEUE_DIR)" if default_dir else ""
-            if "unrecognized" in message and self.prog.endswith("push"):
+            if "unrecognized" in message and name == "push":
                 where += "; put a PAYLOAD that begins with - after --"
             _write_error(f"{message}{where}; see {self.prog} --help")  # one line, without the usage
             sys.exit(2)
@@ -7643,45 +7447,27 @@ def _make_parser() -> tuple[Any, dict[str, Any]]:
         def print_help(self, file: Any = None) -> None:
             _put(sys.stdout, self.format_help())  # argparse itself ignores an error of the write
 
-    default_dir = os.environ.get("FEMTOQUEUE_DIR")
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = Parser("femtoqueue", description=_SUMMARY, epilog=_NOTES, formatter_class=raw)
-    parser.add_argument("--version", action="store_true", help="show the version, and exit")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for name, (run, arguments) in _COMMANDS.items():
-        title, _, text = re.sub("(?m)^    ", "", run.__doc__ or "").partition("\n\n")
-        command = commands.add_parser(name, help=title, description=title, epilog=text)
-        command.formatter_class = raw
-        command.set_defaults(run=run, error=command.error, dir=default_dir)
-        if not default_dir:
-            command.add_argument("dir", metavar="DIR", help="the queue; or set FEMTOQUEUE_DIR")
-        _add_arguments(command, arguments)
-    return parser, commands.choices
-
-
-def _add_arguments(command: Any, arguments: Iterable[_Argument]) -> None:
-    """Add the arguments of a command to its parser, in their groups."""
-    groups: dict[str, Any] = {"": command}
+    default_dir, (run, arguments) = os.environ.get("FEMTOQUEUE_DIR"), _COMMANDS[name]
+    title, text = _help_of(name)
+    parser = Parser(f"femtoqueue {name}", description=title, epilog=text)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.set_defaults(run=run, error=parser.error, dir=default_dir)
+    if not default_dir:
+        parser.add_argument("dir", metavar="DIR", help="the queue; or set FEMTOQUEUE_DIR")
+    groups = defaultdict[str, Any](parser.add_mutually_exclusive_group, {"": parser})
     for group, names, settings in arguments:
-        if group not in groups:
-            title = group.removesuffix(":")
-            is_titled, one_of = title != group, command.add_mutually_exclusive_group
-            groups[group] = command.add_argument_group(title) if is_titled else one_of()
         groups[group].add_argument(*names, **settings)
+    return parser
 
 
-def _refuse_command(parser: Any, commands: Iterable[str], argv: list[str]) -> None:
-    """Exit, because the command line does not begin with a command: it asks for help, or it is
-    wrong."""
+def _refuse_command(word: str) -> NoReturn:
     import difflib
 
-    word, hint = argv[0] if argv else "-", "the command comes first, as in: push DIR PAYLOAD"
-    meant = difflib.get_close_matches(word, [*commands], 1)
-    if meant:
-        hint = f"did you mean {meant[0]}?"
-    if meant or not word.startswith("-"):
-        parser.error(f"there is no command {word!r}; {hint}")
-    parser.parse_args(argv[:1])  # exits
+    hint = "the command comes first, as in: push DIR PAYLOAD"
+    for meant in difflib.get_close_matches(word, _COMMANDS, 1):
+        hint = f"did you mean {meant}?"
+    _write_error(f"there is no command {word!r}; {hint}; see femtoqueue --help")
+    sys.exit(2)
 
 
 def _invalid(text: str, wanted: str) -> Exception:
@@ -7711,8 +7497,7 @@ def _timestamp(text: str) -> float:
 
 
 def _utf8_argument(text: str) -> str:
-    """Decode an argument as UTF-8, whatever the locale is: a key must be the same in every
-    locale."""
+    """Decode an argument as UTF-8: a key must be the same in every locale."""
     with suppress(UnicodeError):
         return os.fsencode(text).decode()
     return text
@@ -7726,8 +7511,12 @@ def _id_argument(text: str) -> str:
     )
 
 
-_SUMMARY = "Keep tasks in a durable queue, the directory DIR. COMMAND --help says more."
-_NOTES = """\
+_SUMMARY = """\
+usage: femtoqueue COMMAND DIR ...
+
+Keep tasks in a durable queue, the directory DIR. COMMAND --help says more.
+"""
+_NOTES = """
 If FEMTOQUEUE_DIR is set, leave DIR out. A TIME is 500ms, 30s, 5m, 2h, 7d, or
 seconds. Status: 0 ok, 1 nothing there or a condition not met, 2 wrong use or
 trouble, 128 + a signal's number.
@@ -7753,11 +7542,10 @@ _SYNC = _argument("--sync", "survive power loss, not only the death of processes
 
 
 def _has_queue(directory: str) -> bool:
-    try:
+    with suppress(FileNotFoundError, NotADirectoryError):
         os.stat(os.path.join(directory, "pending", ""))
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    return True
+        return True
+    return False
 
 
 def _open_queue(options: Any, **settings: Any) -> FemtoQueue:
@@ -7768,8 +7556,7 @@ def _open_queue(options: Any, **settings: Any) -> FemtoQueue:
 
 
 def _for_each_id(options: Any, act: Callable[[FemtoQueue, str], object], **settings: Any) -> int:
-    """Call act() for each ID, and return the exit status: 1 if act() raised FemtoQueueError for one
-    of them, for example because the task is in another state."""
+    """Call act() for each ID. Return the exit status: 1 if one raised FemtoQueueError."""
     status = 0
     with _open_queue(options, **settings) as q:
         for name in options.ids:
@@ -7785,23 +7572,26 @@ def _time_text(seconds: float | None) -> str:
     """Return a span of time as text: 7s, 3.1m, 2.1h, 4.1d, or "-" for None."""
     if seconds is None:
         return "-"
-    for unit, size in (("d", 86400), ("h", 3600), ("m", 60)):
+    for unit, size in _UNITS[:3]:
         if abs(seconds) >= size:
-            return f"{seconds / size:.1f}{unit}"
+            return f"{seconds / size:.1f}{unit[0]}"
     return f"{seconds:.0f}s"
+
+
+def _since_s(at: datetime | None, sign: int = 1) -> float | None:
+    return None if at is None else round(sign * (time.time() - at.timestamp()), 3)
 
 
 def _task_row(q: FemtoQueue, task: FemtoTask) -> dict[str, Any]:
     """Return the fields of a task that `ls` and `show` print, in the order of the table."""
-    since, until = task.since, task.until
     return {
         "state": task.state,
         "id": task.id,
-        "age_s": round(time.time() - task.created.timestamp(), 3),
-        "since_s": None if since is None else round(time.time() - since.timestamp(), 3),
+        "age_s": _since_s(task.created),
+        "since_s": _since_s(task.since),
         "attempts": _tries_of(task),
         "size_bytes": task.size_bytes,
-        "left_s": None if until is None else round(until.timestamp() - time.time(), 3),
+        "left_s": _since_s(task.until, -1),
         "key": task.key,
         "node": task.node,
         "data_preview": _preview(task.data or _beginning(q, task)),
@@ -7809,7 +7599,7 @@ def _task_row(q: FemtoQueue, task: FemtoTask) -> dict[str, Any]:
 
 
 def _tries_of(task: FemtoTask) -> int | None:
-    """Return the attempts. The reason tells those of a dead letter of `work` (see _try_text)."""
+    """Return the attempts. For a dead letter of `work`, the reason tells them: see _try_text()."""
     match = re.match(r".*\(try (\d+)\)$", task.error or "", re.MULTILINE)
     return int(match[1]) if match and task.attempts is None else task.attempts
 
@@ -7817,8 +7607,7 @@ def _tries_of(task: FemtoTask) -> int | None:
 def _beginning(q: FemtoQueue, task: FemtoTask) -> bytes:
     """Return the first bytes of a payload; b"" if they can't be read."""
     with suppress(OSError):
-        head = q._files.text(task.path, _HEAD_BYTES)
-        return head.partition("\n")[2].encode() if head.startswith("FQ1 ") else b""
+        return q._files.text(task.path, _HEAD_BYTES).partition("\n")[2].encode()
     return b""
 
 
@@ -7834,11 +7623,13 @@ def _cell(name: str, value: Any) -> str:
     return _quote_key(value) if name == "key" else str(value)
 
 
+_TABLE_HEAD = """\
+STATE     ID                                       AGE  SINCE TRY    BYTES   LEFT KEY NODE DATA"""
+
+
 def _task_table(q: FemtoQueue, tasks: Iterable[FemtoTask]) -> Iterator[str]:
     form = "{:9} {:37} {:>6} {:>6} {:>3} {:>8} {:>6} {} {} {}"
-    yield form.format(
-        *("STATE", "ID", "AGE", "SINCE", "TRY", "BYTES", "LEFT", "KEY", "NODE", "DATA")
-    )
+    yield _TABLE_HEAD
     for task in tasks:
         yield form.format(*(_cell(*it) for it in _task_row(q, task).items()))
 
@@ -7854,9 +7645,8 @@ def _fitting(lines: Iterable[str]) -> Iterator[str]:
     columns = _terminal_size(1)[0] if sys.stdout.isatty() else 0
     for line in map(_printable, lines):
         # Letters of China and Japan take two columns.
-        widths = (1 + (unicodedata.east_asian_width(it) in "WF") for it in line)
-        end = bisect.bisect([*itertools.accumulate(widths)], columns or float("inf"))
-        yield line[:end]
+        widths = [1 + (unicodedata.east_asian_width(it) in "WF") for it in line]
+        yield line[: bisect.bisect([*itertools.accumulate(widths)], columns or 1 << 31)]
 
 
 # Command line: push
@@ -7912,31 +7702,28 @@ def _payloads(options: Any) -> Iterable[bytes]:
 
 
 def _push_all(push: Callable[[bytes], str], payloads: Iterable[bytes]) -> None:
-    """Push payloads, and print an id for each. An id that can't be printed is no error: the caller
-    would try again, and all tasks would be pushed twice."""
-    count, lost = 0, None
-    with nullcontext() if sys.stdout.isatty() else _showing(lambda: f"{count} pushed"):
+    """Push payloads, and print an id for each. After an error of the print, the status stays 0:
+    otherwise the caller would push all tasks again."""
+    count, show = 0, _print
+    with nullcontext() if sys.stdout.isatty() else _Output().reporting(lambda: f"{count} pushed"):
         for payload in payloads:
             try:
                 ident = push(payload)
             except (OSError, FemtoQueueError):
-                # The message says how many tasks the caller must not push again.
                 if count:
                     _write_error(f"the first {count} tasks are pushed, the others are not")
                 raise
             count += 1
-            if lost is None:
-                try:
-                    _print(ident)
-                except OSError as error:
-                    lost = error
-    if lost is not None and not isinstance(lost, BrokenPipeError):
-        _write_error(f"all {count} tasks are pushed, but their ids can't be printed: {lost}")
+            try:
+                show(ident)
+            except OSError as error:
+                show = _no_op
+                if not isinstance(error, BrokenPipeError):
+                    _write_error(f"tasks are pushed, but their ids can't be printed: {error}")
 
 
 def _pieces(chunks: Iterable[bytes], end: bytes) -> Iterator[bytes]:
-    """Yield the pieces of a stream, each as soon as its byte `end` has come. The last piece needs
-    no `end`."""
+    """Yield the pieces of a stream, each as soon as its `end` has come. The last needs none."""
     rest = bytearray()
     for chunk in chunks:
         rest += chunk
@@ -7957,58 +7744,53 @@ def _pieces(chunks: Iterable[bytes], end: bytes) -> Iterator[bytes]:
     _argument("--node NODE", "name of this worker (default: a fresh one)"),
     _argument("--keep-done TIME", "delete finished tasks after TIME (default: keep)", default=True),
     _SYNC,
-    _argument("--drain", "exit when no task is in flight or waits, due or not", "when to exit:"),
-    _argument("--idle-timeout TIME", "exit when this worker got nothing for TIME", "when to exit:"),
-    _argument("--time-limit TIME", "take nothing more after TIME, and exit", "when to exit:"),
-    _argument("--max-attempts N", "give up after N tries; 0: never", "failures:", default="3"),
-    _argument(
-        "--retry-delay TIME", "wait up to TIME before try 2; then double", "failures:", default="1s"
-    ),
-    _argument("--task-timeout TIME", "end CMD after TIME; 0: never (default: 0)", "failures:"),
-    _argument("--output-dir DIR", "write output to DIR/ID.out and .err", "output:"),
-    _argument("-q --quiet", "report no progress", "output:"),
+    _argument("--drain", "exit when no task is in flight or waits, due or not"),
+    _argument("--idle-timeout TIME", "exit when this worker got nothing for TIME"),
+    _argument("--time-limit TIME", "take nothing more after TIME, and exit"),
+    _argument("--max-attempts N", "give up after N tries; 0: never", default="3"),
+    _argument("--retry-delay TIME", "wait up to TIME before try 2; then double", default="1s"),
+    _argument("--task-timeout TIME", "end CMD after TIME; 0: never (default: 0)"),
+    _argument("--output-dir DIR", "write output to DIR/ID.out and .err"),
+    _argument("-q --quiet", "report no progress"),
 )
 def _work_command(options: Any) -> int:
     """Run CMD for each task, with the payload on its standard input.
 
     Each {} in CMD stands for the payload. If payloads may begin with -, write
-    `CMD -- {}`. A payload that can't be an argument (it has a zero byte, or is too
-    long) is a dead letter at once. {} in the script of `sh -c` is refused, because
-    the payload would run as code: use sh -c 'convert "$1"' sh {}. CMD's environment
-    has FEMTOQUEUE_ID, FEMTOQUEUE_ATTEMPT and FEMTOQUEUE_KEY. CMD gets only
-    descriptors 0, 1 and 2, so `make` can't use a jobserver of its parent.
+    `CMD -- {}`. A payload that has a zero byte, or is too long for an argument, is
+    a dead letter at once. {} in the script of `sh -c` is refused, because the
+    payload would run as code: use sh -c 'convert "$1"' sh {}. CMD's environment has
+    FEMTOQUEUE_ID, FEMTOQUEUE_ATTEMPT and FEMTOQUEUE_KEY. CMD gets only descriptors
+    0, 1 and 2, so `make` can't use a jobserver of its parent.
 
-    If CMD exits with 0, the task is done. If CMD fails, the task is tried again
-    after a pause. After --max-attempts tries, the task becomes a dead letter, with
-    a reason: how CMD ended, and the end of CMD's standard error. CMD's output is
-    passed on at once; with -j 2 or more, in whole lines. The progress is a line
-    every 10 s. On a terminal, one line is rewritten in place.
+    If CMD exits with 0, the task is done. If CMD fails, the task is tried again.
+    After --max-attempts tries, it becomes a dead letter, with a reason: how CMD
+    ended, and the end of its standard error. CMD's output is passed on at once;
+    with -j 2 or more, in whole lines.
 
     After SIGTERM, SIGHUP, SIGUSR1, SIGUSR2 or Ctrl-C, the running commands finish,
-    and no other command starts. If a command fails after the signal, its task is
-    given back, and the try is not counted: a scheduler may have sent the signal to
-    the command, too. A second signal, at least 0.3 s later, is passed to the
-    running commands. Commands that still run 5 s later are killed.
+    and no other starts. If a command then fails, its task is given back, and the
+    try is not counted: a scheduler may have sent the signal to the command, too. A
+    second signal, at least 0.3 s later, is passed to the running commands. Those
+    that still run 5 s later are killed.
 
     --task-timeout ends all processes of CMD's session. If a scheduler limits the
-    time of this worker, make --task-timeout shorter. Otherwise a task that takes
-    too long is given back at each limit, and comes first in the next worker.
+    time of this worker, make --task-timeout shorter, or a task that takes too long
+    is given back at each limit, and comes first in the next worker.
 
     If this worker is killed, its commands are killed. A program that calls setsid()
     has left its command, and nothing ends it: to end such programs, too, run the
     command in a container, or with `systemd-run --scope`. If a lease is lost, CMD
-    goes on. A lease may be lost if this worker is stopped for longer than
-    --timeout, or if somebody gives the task back with `femtoqueue release`.
+    goes on.
 
-    Status 1 (only with --drain): a task of DIR became a dead letter, or tasks are
-    left.
+    Status 1 (only with --drain): a task became a dead letter, or tasks are left.
 
     Example: femtoqueue work jobs -j 2 --drain -- ./resize --fast -- {}
     """
     import logging
 
     _prepare_work(options)
-    launcher = _Launcher()
+    launcher = _Launcher(options.after_dashes, options.task_timeout or float("inf"))
     try:
         with FemtoQueue(
             *(options.dir, options.node, options.timeout * 1000, options.sync),
@@ -8017,10 +7799,11 @@ def _work_command(options: Any) -> int:
             retry_delay_s=options.retry_delay,
         ) as q:
             pool = _CommandPool(q, launcher, options)
-            logging.basicConfig(stream=pool, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+            logging.basicConfig(
+                stream=pool.output, format="%(asctime)s %(message)s", datefmt="%H:%M:%S"
+            )
             status = pool.run_reported()
-        # A second signal came. A thread may be stuck in a write, and hold the lock of the log. A
-        # normal exit would flush the log, and wait for that thread.
+        # A normal exit would wait for a thread that is stuck in a write, and holds the log's lock.
         if status > 128:
             os._exit(status)
     finally:
@@ -8030,9 +7813,7 @@ def _work_command(options: Any) -> int:
 
 def _prepare_work(options: Any) -> None:
     """Check the options of `work`, CMD, --output-dir and TMPDIR before a task is taken."""
-    # Import all modules that a job needs. The launcher imports nothing, and the worker's Python may
-    # be replaced or removed while the worker runs.
-    import marshal  # noqa: F401
+    # Import all that a job needs: Python may be replaced or removed while the worker runs.
     import select  # noqa: F401
     import shutil
     import signal  # noqa: F401
@@ -8049,7 +7830,7 @@ def _prepare_work(options: Any) -> None:
         options.error("-j must be 1 or more")
     if shutil.which(command[0]) is None:
         options.error(f"{command[0]}: command not found, or not executable")
-    if "{}" in _script_of(command):
+    if _SCRIPT_WITH_PAYLOAD.match("\0".join(command)):
         wanted = "sh -c 'convert \"$1\"' sh {}"
         options.error(f"{{}} in the script of sh -c would run as code; as an argument: {wanted}")
     if not hasattr(os, "fork"):
@@ -8061,21 +7842,12 @@ def _prepare_work(options: Any) -> None:
         _write_error(f"{options.dir}: there was no queue; an empty one is made")
 
 
-def _script_of(words: list[str]) -> str:
-    """Return the scripts of all `sh -c SCRIPT` in a command line."""
-    scripts = ""
-    for number, word in enumerate(words, 1):
-        options, has_script = iter(words[number:]), False
-        if os.path.basename(word) not in ("sh", "bash", "dash", "zsh", "ksh", "ash", "mksh"):
-            continue
-        for option in options:
-            if option[:1] not in ("-", "+"):
-                scripts += option if has_script else ""
-                break
-            has_script |= re.fullmatch("-[A-Za-z]*c[A-Za-z]*", option) is not None
-            if re.fullmatch("[-+][A-Za-z]*[oO]|--rcfile|--init-file", option):
-                next(options, None)  # the value of the option
-    return scripts
+_SHELL_OPTION = r"(?:[-+][A-Za-z]*[oO]\0[^\0]*\0|--(?:rcfile|init-file)\0[^\0]*\0|[-+][^\0]*\0)"
+# A command line, joined by zero bytes, with {} in the script of a shell.
+_SCRIPT_WITH_PAYLOAD = re.compile(
+    rf"(?s)(?:.*[\0/])?(?:ba|da|z|k|a|mk)?sh\0{_SHELL_OPTION}*"
+    rf"-[A-Za-z]*c[A-Za-z]*\0{_SHELL_OPTION}*(?![-+])[^\0]*\{{\}}"
+)
 
 
 # Command line: leases
@@ -8182,10 +7954,9 @@ def _release_command(options: Any) -> int:
 
 
 def _release(q: FemtoQueue, task: FemtoTask, to: dict[str, Any]) -> bool:
-    """Release a task that was listed in flight. Return False if its delivery has ended, or if the
-    worker renewed the lease during each of three tries."""
-    # RACE: the worker renews the lease after our attach(). The path of the lease changes, and
-    # release() raises LeaseLost. So try again with the new path.
+    """Release a task that was listed in flight. Return False if its delivery has ended."""
+    # RACE: the worker renews the lease after our attach(), and release() raises LeaseLost. So try
+    # again with the new path.
     for _ in range(3):
         with suppress(LeaseLost):
             held = q.attach(task.id)
@@ -8238,10 +8009,9 @@ def _ls_command(options: Any) -> None:
     states = options.states or [it for it in STATES if options.all or it != "done"]
     q = _open_queue(options)
     tasks = itertools.chain(*[q.tasks(state, data=False) for state in states])
-    if options.json:
-        _print_all(json.dumps(_task_row(q, task)) for task in tasks)
-    else:
-        _print_all(_fitting(_task_table(q, tasks)))
+    rows = (json.dumps(_task_row(q, task)) for task in tasks)
+    for line in rows if options.json else _fitting(_task_table(q, tasks)):
+        _print(line)
 
 
 @_command(_argument("id ID", _ID_HELP), _argument("--payload", "print the payload only"))
@@ -8254,21 +8024,19 @@ def _show_command(options: Any) -> None:
     task = q.peek(ident)
     if task is None:
         raise TaskNotFound(f"no task {ident}")
-    is_terminal = sys.stdout.isatty()
+    head = ""
     if not options.payload:
         row = _task_row(q, task)
         del row["data_preview"]
-        # No line of the reason may look like a field.
-        reason = (task.error or "").split("\n")
-        row |= {} if task.error is None else {"reason": f"\n{'':21}".join(reason)}
-        text = "\n".join([*_field_lines(row), "", ""])
-        _put(sys.stdout, _escaped(text) if is_terminal else text)
-    data = task.data
-    _put(sys.stdout, _escaped(data.decode("utf-8", "replace")) if is_terminal else data)
-
-
-def _escaped(text: str) -> str:
-    return "\n".join(map(_printable, text.split("\n")))
+        if task.error is not None:  # no line of the reason may look like a field
+            row["reason"] = task.error.replace("\n", f"\n{'':21}")
+        head = "\n".join([*_field_lines(row), "", ""])
+    if sys.stdout.isatty():
+        lines = (head + task.data.decode("utf-8", "replace")).split("\n")
+        _put(sys.stdout, "\n".join(map(_printable, lines)))
+    else:
+        _put(sys.stdout, head)
+        _put(sys.stdout, task.data)
 
 
 @_command(
@@ -8290,10 +8058,8 @@ def _stat_command(options: Any) -> int:
     stats = q.stats()
     figures = _figures(q, stats)
     _print(*[json.dumps(figures)] if options.json else _field_lines(figures))
-    ages_s = [stats.oldest_pending_age_s or 0.0]
-    if stats.expired:
-        untils = (it.until for it in q.tasks("inflight", data=False))
-        ages_s += [time.time() - it.timestamp() for it in untils if it is not None]
+    leases = q.tasks("inflight", data=False) if stats.expired else ()
+    ages_s = [stats.oldest_pending_age_s or 0.0, *(_since_s(it.until) or 0.0 for it in leases)]
     return int(stats.pending > options.max_pending or max(ages_s) > options.max_age)
 
 
@@ -8327,18 +8093,17 @@ def _top_command(options: Any) -> None:
     Example: femtoqueue top jobs
     """
     begins, ends, ends_all = ("\x1b[H", "\x1b[K", "\x1b[J") if sys.stdout.isatty() else ("",) * 3
-    pause_s = min(options.interval, 86400)
     if not _has_queue(options.dir):
         _print(f"{options.dir}: waiting for a queue")
     while not _has_queue(options.dir):
-        time.sleep(min(pause_s, 1.0))
+        time.sleep(1)
     q = _open_queue(options)
     progress = _Progress(_open_files(options.dir, False))
     while True:
         rows = _terminal_size(1)[1] or 999
         lines = itertools.islice(_fitting(_top_lines(options.dir, q, progress)), rows - 1)
         _put(sys.stdout, begins + "".join(f"{it}{ends}\n" for it in lines) + ends_all)
-        time.sleep(pause_s)
+        time.sleep(options.interval)
 
 
 def _top_lines(name: str, q: FemtoQueue, progress: _Progress) -> Iterator[str]:
@@ -8351,23 +8116,21 @@ def _top_lines(name: str, q: FemtoQueue, progress: _Progress) -> Iterator[str]:
     yield f"{name} {time.strftime('%H:%M:%S')}  {progress.pace_text()}".rstrip()
     yield from _field_lines(figures)
     if stats.nodes:
-        form = "{:>6} {:>7} {:8} {}"
-        yield from ("", form.format("LEASED", "EXPIRED", "WORKER", "NODE"))
-        yield from (
-            form.format(it.inflight, it.expired, it.liveness, it.node) for it in stats.nodes
-        )
+        yield from ("", "LEASED EXPIRED WORKER   NODE")
+    for it in stats.nodes:
+        yield f"{it.inflight:6} {it.expired:7} {it.liveness:8} {it.node}"
     yield ""
     yield from _task_table(q, q.tasks("inflight", data=False))
     if failed := progress.latest_dead_letters():
         yield from ("", "LATEST DEAD LETTERS")
     for ident in failed:
         with suppress(CorruptTask):
-            # None: a person moved the task there, under another name.
             task = q.peek(ident)
-            row = {} if task is None else _task_row(q, task)
-            preview, key = row.get("data_preview") or "-", row.get("key")
-            reason = (task and task.error) or "-"
-            yield " ".join([ident, _cell("key", key), preview, reason.partition("\n")[0]])
+            if task is None:  # a person moved the task there, under another name
+                yield ident
+                continue
+            reason = (task.error or "-").partition("\n")[0]
+            yield f"{ident} {_cell('key', task.key)} {_cell('data', _preview(task.data))} {reason}"
 
 
 # Command line: maintenance
@@ -8402,7 +8165,7 @@ def _check_command(options: Any) -> int:
     Example: femtoqueue check jobs --repair
     """
     q, began_s = _open_queue(options), time.monotonic()
-    with _showing(lambda: f"checking for {time.monotonic() - began_s:.0f} s"):
+    with _Output().reporting(lambda: f"checking for {time.monotonic() - began_s:.0f} s"):
         findings = q.check(options.repair)
     for kind, path, text, repaired in findings:
         _print("\t".join([kind, ascii(path)[1:-1], text, "mended" if repaired else "odd"]))
@@ -8421,7 +8184,7 @@ def _retry_command(options: Any) -> int:
         return _for_each_id(options, lambda q, name: q.retry(_id_of(name)))
     q = _open_queue(options)
     before = q.stats().failed
-    with _showing(lambda: f"{before - q.stats().failed} of {before} put back"):
+    with _Output().reporting(lambda: f"{before - q.stats().failed} of {before} put back"):
         count = q.retry_failed()
     _print(count)
     return 0
@@ -8443,11 +8206,14 @@ def _purge_command(options: Any) -> None:
         return stats.done + stats.failed
 
     before = ended()
-    with _showing(lambda: f"{before - ended()} deleted"):
+    with _Output().reporting(lambda: f"{before - ended()} deleted"):
         count = q.purge(options.older_than, _ENDED if options.failed else "done")
     _print(count)
 
 
 if __name__ == "__main__":
-    _import_only_libraries()
+    if not (sys.flags.isolated or getattr(sys.flags, "safe_path", False)):
+        # A user's random.py beside this file, or with `python -m` in the current directory, must
+        # not hide Python's own.
+        del sys.path[0]
     sys.exit(main())
