@@ -268,18 +268,16 @@ sync_after_write: each task of a batch is synced where syncfs() does not sync al
 keep_done=False: the lease is synced before it is removed | Durability
 -            self.files.sync_with_dir(lease.path)
 a move succeeds though the directory is replaced meanwhile | Shrinking
-             if error.errno not in _MISSING_ERRNOS or not self.dirs.refresh():
--                raise self.named(error, source, target) from None
-+                raise
+-            return self.move(source, target)
++            raise
 a push succeeds though pending/ is replaced meanwhile | Shrinking
 -                except FileNotFoundError:  # the directory was replaced
 +                except FileExistsError:
 a push succeeds though creating/ is replaced meanwhile | Shrinking
--            if error.errno not in _MISSING_ERRNOS or not self.dirs.refresh():
-+            if error:
-                 raise self.named(error, f"creating/{new_name}") from None
+-            return self.publish(new_name, data, directory, name, is_synced)
++            raise
 a pending/ that is replaced keeps its mode | Shrinking
--            _follow_owner(made.fd, old, stat.S_IMODE(old.st_mode))
+-            _follow_owner(made.fd, old, mode)
 a large pending/ is replaced when it is empty | Shrinking
 -        if not self._batch.seen:
 +        if self._batch.seen:
@@ -305,10 +303,13 @@ a claim moves a task only into the directory whose lock the worker holds | Lease
 work() passes over a task that can't be read | TroubleOfOneTask
 -            error.task_id = ident  # type: ignore[union-attr]
 a task that can't be read has its attempts counted | TroubleOfOneTask
--            counted = _attempts_of(lease.path if is_its_own else place)
+-            counted = _attempts_of(lease.path if is_counted else place)
 +            counted = _attempts_of(place)
+a task whose file or key is locked goes to the back uncounted | TroubleOfOneTask
+-            is_counted = is_its_own and not isinstance(error, BlockingIOError)
++            is_counted = is_its_own
 a task whose claim failed by another error goes to the back uncounted | Faults
--            counted = _attempts_of(lease.path if is_its_own else place)
+-            counted = _attempts_of(lease.path if is_counted else place)
 +            counted = _attempts_of(lease.path)
 a task whose claim failed because of the disk does not block other tasks | Faults
 - and (is_its_own or not is_passing):
@@ -326,14 +327,25 @@ work() ends if no task can be read | TroubleOfOneTask hangs
 root changes the mode only of a file that it made itself | ManyUsers
 -                return self._create(flags | os.O_EXCL)
 +                return self._create(flags)
-root changes the owner only of a directory that is empty | ManyUsers
-- or (stat.S_ISDIR(made.st_mode) and os.listdir(fd)):
-+:
 a due time is compared with a margin of a microsecond | ReplacedClock
 -    return _wall_ns() + 1000
 +    return _wall_ns()
+a task that comes due when the date is set forward is found at once | ReplacedClock
+-            is_due = _latest_due_ns() >= self._first_due_ns
++            is_due = False
+a payload that came to keys/ is looked at soon | Keyed
+-        self._seen = {"enqueue": (0, 0), "repair": (0, 0)}
++        self._seen = {"enqueue": (0, 0)}
+a checkpoint that this user may not read does not stop the delivery | ManyUsers
+-    except (CorruptTask, PermissionError) as error:
+-        _log().warning("%s: no
++    except CorruptTask as error:
++        _log().warning("%s: no
+work() goes on if the end of a task fails because of the task's file | Work
+-            if not lease.outcome and getattr(error, "errno", None) in _ONE_FILE_ERRNOS:
++            if lease is None:
 a clock file whose time no honest clock shows is written again | Ordering
--        return anchor_ns if _EARLIEST_NS <= now_ns < _latest_order_ns() else None
+-        return anchor_ns if _EARLIEST_NS <= now_ns < _LATEST_CLOCK_NS else None
 +        return anchor_ns or None
 orders of one object strictly increase | Model
 -            order_ns = self._order = now_ns if now_ns > self._order else self._order + 1
@@ -341,8 +353,11 @@ orders of one object strictly increase | Model
 after a boot with an earlier date, new tasks sort behind old ones | Ordering
 -            times_ns += [order_ns + 1 for order_ns in orders if order_ns < latest_ns]
 a machine that boots decades in the past sorts new tasks behind old ones | Ordering
--    return max(_wall_ns(), _RELEASE_NS) +
-+    return _wall_ns() +
+-    return max(_date_ns(), _RELEASE_NS) +
++    return _date_ns() +
+a date after 2096 does not set the queue clock | Ordering
+-    return now_ns if now_ns < 4 * 10**18 else _RELEASE_NS
++    return now_ns
 the processes of a boot agree on one clock | Ordering
 -                os.link(
 +                os.replace(
@@ -431,8 +446,8 @@ a lease directory that is a link is left alone | ForeignFiles
 -        return [name for name in names if not stat.S_ISLNK(self.mode_of(name))]
 +        return names
 pause() makes no file behind a link | ManyUsers
--        flags = _CREATE_FLAGS | _NO_FOLLOW_OR_BLOCK
-+        flags = os.O_WRONLY | os.O_CREAT
+-            os.close(self._files.create("PAUSED"))
++            os.close(os.open(f"{self._files.path}/PAUSED", os.O_WRONLY | os.O_CREAT))
 a push writes only into the directory that the queue has opened | Faults
 -            fd = os.open(source, _CREATE_FLAGS, self._file_mode, dir_fd=creating.fd)
 +            fd = os.open(f"{creating.path}/{source}", _CREATE_FLAGS, self._file_mode)
@@ -463,23 +478,31 @@ a process that only pushes notices that a directory was replaced | Shrinking
 a worker notices that a directory was replaced | Shrinking
 -        self._files.dirs.refresh()
          self._lease_dir.ensure_open()
+no task is claimed after the lease directory was found to be gone | LeaseDirectoryLost
+-            if held is None or self.directory not in self._files.dirs:
++            if held is None:
 a lease directory that was replaced is made and locked again | LeaseDirectoryLost
 -            if self._held is None or not self._held.is_at_path():
 +            if self._held is None:
-a worker uses another directory if another user has made the one of its node_id | ManyUsers
--            except PermissionError:  # another user's
+a worker uses another directory if it may not open the one of its node_id | ManyUsers
+-            except (PermissionError, NotADirectoryError):  # another user's, or a link
 -                self._use_another()
 -                continue
-+            except PermissionError:
++            except (PermissionError, NotADirectoryError):
 +                raise
+a worker uses another directory if it may not write to the one of its node_id | ManyUsers
+-        if not os.access(".", os.W_OK, dir_fd=lock.fd):  # another user has made it
++        if not lock:
 a worker uses another directory if another process keeps its own locked | Liveness hangs
              if time.monotonic() >= end_s:
 -                self._use_another()
 +                end_s += 1
 +                continue
 a lease directory that this user may not read does not end the work | ManyUsers
--        if error.errno in (errno.EACCES, errno.EPERM) and directory.startswith("inflight-"):
+-        if error.errno in (errno.EACCES, errno.EPERM) and directory not in _STATE_DIRS:
 +        if not directory:
+those who may not write to data_dir can't lock a lease directory | ManyUsers
+-            mode &= ~((~mode & 0o022) << 1)
 root is told that others decide what it works on | Checking
 -    if not hasattr(os, "geteuid") or os.geteuid() != 0:
 +    if files:
@@ -583,9 +606,13 @@ a child forked unseen by Python does not remove its parent's tickets | Tickets
 a child's close of its copy of a lock does not unlock the parent's | Liveness
 -        if self._pid != os.getpid():  # _after_fork_in_child() closes the child's copy
 +        if not self._pid:
-a child of a worker with a given node_id has a lease directory of its own open | Liveness
--        self._files.dirs.pop(self._worker.lease_dir.directory, None)
+a forked child closes no directory of its parent | Liveness
+-        self._files.dirs.clear()
          self._clock.init_worker()
+a pop() does not wait for long for the lock of a key | Keyed hangs
+-        with self.lock(tag, time.monotonic() + _BASE_INTERVAL_S):
++        with self.lock(tag):
+             behind = self._link_or_give_way
 no pop() claims a task while its payload is replaced | KeyedConcurrency
 -        aside = _payload_path(ident, _stamp_of(target) if is_scheduled else None)
 +        aside = path
@@ -600,13 +627,13 @@ a payload that replaces another starts with attempt 1 | Model
 -        # In keys/, the task has its new time
 +        target = path if due_ns is None else _fresh_path(path, due_ns)
 +        # In keys/, the task has its new time
-a push whose task was claimed meanwhile is not lost | KeyedInterrupted
+a push whose task was claimed meanwhile is not lost | Keyed
              self._files.remove(new_path)
 -            return ""
 +            return ident
 after a replacement, no older payload comes from behind the task | KeyedInterrupted
 -            self._files.unlink_if_exists(behind)
-a push does not raise an error after its payload is in the queue | KeyedInterrupted
+a push does not raise an error after its payload is in the queue | Keyed
              # The new payload is in the queue: find() or repair() makes the task of it.
 -            _raise_if_no_errno(error)
 +            raise
@@ -634,9 +661,9 @@ a pop() that close() meets does not open the lease directory again | Interrupted
 a file is opened when another process gives up its lease of the kernel | TroubleOfOneTask
 -                if error.errno != errno.EAGAIN or tries > _KERNEL_LEASE_TRIES:
 +                if error:
-a lease of the kernel on a task's file is not the fault of the task | TroubleOfOneTask
--errno.ENOMEM, errno.EAGAIN)
-+errno.ENOMEM)
+a task whose file or key is locked does not block other tasks | TroubleOfOneTask
+-            is_locked = isinstance(error, BlockingIOError)  # the file, or the key
++            is_locked = False
 if a listing shows only tasks pushed meanwhile, a second one gives their order | Races
 -        for _ in range(2):
 -            self._list(now_s)
@@ -733,10 +760,10 @@ the rename to failed/ is the fence: the reason is written after the rename | Mod
 +            self._put_reason(ident, path)
 +            self.move_leased(lease, target, "failed")
 a task fails although a directory has its name in failed/ | Faults
--        if stat.S_ISDIR(self.files.mode_of(f"failed/{ident}")):
-+        if not ident:
+-            if not os.path.samestat(self.files.lstat(short), self.files.lstat(source)):
++            if not ident:
 a task is done although a directory has its name in done/ | Lifecycle
--(*_OUT_OF_SPACE_ERRNOS, errno.EISDIR)
+-(*_OUT_OF_SPACE_ERRNOS, errno.EISDIR, errno.EPERM)
 +_OUT_OF_SPACE_ERRNOS
 retry() removes the reason of a task | Model
 -                self.files.unlink_if_exists(f"failed/{ident}.error")
@@ -775,7 +802,7 @@ done() promotes the payload that is buffered behind a task | Keyed; fuzz: lives;
 a claim takes along the payload that is buffered behind a task | Keyed
 -        return _id_of(path) == _id_of(lease) and not behind
 +        return _id_of(path) == _id_of(lease)
-a claim whose lease has ended delivers no older payload | Races
+a claim whose lease has ended delivers no older payload | Keyed
 -        self._files.lstat(lease)
          return _id_of(path) == _id_of(lease) and not behind
 a buffered payload is not delivered before its due time | Keyed
@@ -784,7 +811,7 @@ a buffered payload is not delivered before its due time | Keyed
 a task that is released waits for the due time of its buffered payload | KeyedInterrupted
 -                target = _fresh_path(target, _later_ns(behind))
 +                target = _fresh_path(target, None)
-a buffered payload starts with attempt 1, even after an undone claim | InterruptedDelivery
+a buffered payload starts with attempt 1, even after an undone claim | Keyed
 -(due_ns is None and _attempts_of(path) == 1)
 +(due_ns is None)
 a schedule() that raised an error does not change the due time of the buffered payload | Keyed
@@ -794,8 +821,8 @@ a buffered payload starts with attempt 1 | Model
 +                due_ns = _later_ns(behind)
 +                target = target if due_ns is None else _fresh_path(target, due_ns)
 a task is delivered again if Ctrl-C ends the block of processing() | Work
--        except BaseException:  # trouble with the disk, or
-+        except Exception:  # trouble with the disk, or
+-        except BaseException:  # trouble with the disk; str() of
++        except Exception:  # trouble with the disk; str() of
 the older of two pushes during a listing with foreign files comes first | Races
 -            if self.seen <= _AT_ONCE:
 +            if len(self.names) <= _AT_ONCE:
@@ -1017,7 +1044,7 @@ a TimeoutError from a signal handler does not count as a disk error of a job | F
 a renewal gets a key's lock even if the key is pushed all the time | Races
 -        end_s = time.monotonic() + self._pause_s / 10
 +        end_s = 0.0
-a push whose payload can't be put in place gives the task back at once | KeyedInterrupted
+a push whose payload can't be put in place gives the task back at once | Keyed
 -                    self._files.move(aside, path)
 repair() retries soon if a key's lock is held | Races
 -                self._worker.maintenance.sooner("repair", 1)
@@ -1033,7 +1060,7 @@ a task that this user could not claim is tried again after a minute | TroubleOfO
 +}
 a task found for a coroutine that was cancelled goes back | Coroutines
 -                self._give_back(request.answer.result(), 0)
-a task that a wait gives back is not counted | Coroutines
+a task that a wait gives back is not counted | Coroutines hangs
 -        self._lease_dir.orphans.setdefault(found.path, _lease_of(found).source)
 +        self._lease_dir.orphans.setdefault(found.path)
 a cancelled coroutine does not wait for the lock of a key | Coroutines hangs
@@ -1084,8 +1111,8 @@ tickets are drawn in order | Tickets
 -        number = max(int(text) if text.isdigit() else 0, highest) + 1
 +        number = max(int(text) if text.isdigit() else 0, highest, 1)
 a forked child holds none of its parent's tickets | Tickets
--lambda line: line._held_tickets.clear()
-+lambda line: None
+-        self._held_tickets.clear()
+         self._files.dirs.clear()
 a rename whose reply was lost counts as done | LostReply; nfs: replay ~ but:
 -            if before is None or not self._was_moved(before, began_ns, source, target):
 +            if source:
@@ -1107,19 +1134,19 @@ a host whose queue clock is ahead does not remove files that others write | Lost
 after the deadline, a rename of a lease that raised an error does not count as done | LostReply
 -        if not (self.is_fuse or (is_lease and _stamp_of(source) <= self.clock.now_ns())):
 +        if not self.is_fuse:
-a claim whose reply was lost is a delivery | LeaseDirectoryLost
+a claim whose reply was lost is a delivery | InterruptedOnSharedFileSystem
 -            if os.path.basename(lease) in names:
 +            if not lease:
 a sync of a file that another host moved is not an error | Healed
 -    sync_file = _afresh(_Files.sync_file)
 +    _sync = _afresh(_Files.sync_file)
-an error of statfs() is raised | Healed
+an error of statfs() is raised | Faults
 -    _call_libc("fstatfs", directory.path, directory.fd, status)
 +    _libc().fstatfs(directory.fd, status)
 a file that was replaced is looked up again | Healed hangs
 -        for _ in range(_LOOKS):
 +        for _ in range(1):
-a file that the listing shows is read again if its name leads to no file | Healed
+a file that a listing shows is read again if it is not found | InterruptedOnSharedFileSystem
 -_backoff_s(0.001, _STALE_S / 24), _LISTED_LOOKS)
 +_backoff_s(0.001, _STALE_S / 24), 1)
 a command's exit status is 1 for a FemtoQueueError, 2 for another error | CommandLine
