@@ -85,7 +85,7 @@ that it uses stand in .ci/lint.py.
 A subject that concerns several parts has one comment, which tells the whole. To find it, search for
 "TOPIC:" and the words: a torn file, fork(), locks, syncs, a full disk, which clock, how a lease
 ends, close(), one pop(), what is on disk, the steps of a task with a key, what differs, what a
-signal.
+signal, whose trouble.
 """
 
 from __future__ import annotations
@@ -394,6 +394,14 @@ def _for_each(act: Callable[[Any], object], items: Iterable[Any]) -> None:
                 errors.append(error)
     if errors:
         raise errors[0]
+
+
+def _handler_frames(error: BaseException) -> TracebackType | None:
+    """Return the traceback of an exception without the first frames, those of this file."""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
+        frames = frames.tb_next
+    return frames or error.__traceback__
 
 
 def _traceback_of(error: BaseException) -> str:
@@ -735,14 +743,6 @@ class CorruptTask(FemtoQueueError):
 
 class _CommandFailed(Exception):
     """A command that `work` ran has failed. failed/ gets the text alone, without a traceback."""
-
-
-def _handler_frames(error: BaseException) -> TracebackType | None:
-    """Return the traceback of an exception without the first frames, those of this file."""
-    frames = error.__traceback__
-    while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
-        frames = frames.tb_next
-    return frames or error.__traceback__
 
 
 class _Lease:
@@ -1963,7 +1963,7 @@ class _Files:
 #    queue clock of an object.
 # ==================================================================================================
 
-_LOOK_INTERVAL_NS = 10**8  # between two looks whether the directories are still at their names
+_LOOK_INTERVAL_S = 0.1  # between two looks whether the directories are still at their names
 
 # TOPIC: which clock is used for what.
 #
@@ -2027,7 +2027,7 @@ class _QueueClock:
             order_ns = self._order = now_ns if now_ns > self._order else self._order + 1
             if now_ns >= self._next_look_ns:
                 # A process that only pushes must notice, too, that a directory was replaced.
-                self._next_look_ns = now_ns + _LOOK_INTERVAL_NS
+                self._next_look_ns = now_ns + int(_LOOK_INTERVAL_S * 1e9)
                 self._files.dirs.refresh()
             return f"0{order_ns}-{self.tag}"
 
@@ -2918,7 +2918,6 @@ class _Delivery:
 #    for the workers of other hosts. A person can end any lease, by moving the file.
 # ==================================================================================================
 
-_LOOK_INTERVAL_S = _LOOK_INTERVAL_NS / 1e9
 _BASE_INTERVAL_S = 0.4  # between two looks for due tasks and dead workers
 _REPAIR_INTERVAL_S = 600.0
 _LONGEST_PAUSE_S = 20.0
@@ -7614,7 +7613,9 @@ def _tries_of(task: FemtoTask) -> int | None:
 def _beginning(q: FemtoQueue, task: FemtoTask) -> bytes:
     """Return the first bytes of a payload; b"" if they can't be read."""
     with suppress(OSError):
-        return q._files.text(task.path, _HEAD_BYTES).partition("\n")[2].encode()
+        fd = os.open(os.path.join(q.data_dir, task.path), _READ_FLAGS)
+        with open(fd, "rb") as file:
+            return file.read(_HEAD_BYTES).partition(b"\n")[2]
     return b""
 
 

@@ -883,7 +883,7 @@ a payload that a healed replica brings back in keys/ is not taken along by a cla
 the older of two payloads that two hosts put behind a task is removed | KeyedOnSharedFileSystem
 -                    self._files.remove(older)
 sync_after_write: a replaced payload is synced in its place | Durability
-         self._worker.note_arrival(target)
+             self._files.sync_dir(os.path.dirname(path))
 -        self._files.sync_with_dir(target)
          return ident
 sync_after_write: a promoted payload is synced | Durability

@@ -33,8 +33,8 @@ import femtoqueue
 import test
 
 LIMITS = {
-    "tokens of code": 44_706,
-    "lines of code": 4_946,
+    "tokens of code": 42_806,
+    "lines of code": 4_890,
 }
 DOORS = {  # names of later parts that parts above them may use
     *("_Inspector", "_Processing", "_WorkerPool", "_open_files"),
@@ -364,8 +364,8 @@ CHECKS: list[tuple[str, int, Measure]] = [
     ("topics that are not as the docstring lists them", 0, topics_not_as_listed),
     ("uses of a name from a part below, or of another part's private name", 0, used_from_below),
     ("functions that call another function of their name", 0, calls_of_own_name),
-    ("lines of code in the longest part except FemtoQueue, Command line", 300, longest_part),
-    ("lines of code in the longest class except FemtoQueue", 290, longest_class),
+    ("lines of code in the longest part except FemtoQueue, Command line", 415, longest_part),
+    ("lines of code in the longest class except FemtoQueue", 375, longest_class),
     ("steps of the table of moves that are not functions", 0, steps_without_a_method),
     ("functions that rename or unlink and are not in that table", 0, moves_without_a_step),
     ("README: sections out of order", 0, sections_out_of_order),
