@@ -4155,6 +4155,10 @@ class _Keys:
     """The tasks with a key, for one worker. _SharedKeys stands in for it on file systems that other
     hosts write to."""
 
+    # How long a pop() waits for the lock of a task that it has claimed. Then the task goes to the
+    # back, so that a process that was stopped with the lock does not stop the other workers.
+    claim_wait_s = _LONG_WAIT_S
+
     def __init__(self, worker: _Worker) -> None:
         self._worker = worker
         self._files = worker.files
@@ -4455,7 +4459,7 @@ class _Keys:
         tag = _tag_of(lease.path)
         if self._has_nothing_behind(tag, lease.path):
             return data
-        with self.lock(tag, time.monotonic() + _BASE_INTERVAL_S):
+        with self.lock(tag, time.monotonic() + self.claim_wait_s):
             behind = self._link_or_give_way(tag, lease.path)
             if behind is None:
                 return None
@@ -6221,6 +6225,8 @@ class _SharedLeaseDir(_LeaseDir):
 
 class _SharedKeys(_Keys):
     """Finds the tasks of a key by listings, because links could be stale."""
+
+    claim_wait_s = 60.0  # an outage of a server or of a brick lasts for seconds
 
     def _linked(self, tag: str, but: str = "") -> tuple[str, str]:
         """Return the paths of a key's task and of the payload behind it, as the listings show them,

@@ -2209,7 +2209,7 @@ KEY_STEPS = {
     "push x, take, release | push y": Row(
         "open lock readlink stat open write close move stat move open stat move"
         " readlink stat symlink move lock close",
-        "file move move move move file directory",
+        "file move move move move directory file directory",
     ),
     "push x, take | push y": Row(
         "open lock readlink stat stat open list close stat open list close readlink stat symlink"

@@ -610,7 +610,7 @@ a forked child closes no directory of its parent | Liveness
 -        self._files.dirs.clear()
          self._clock.init_worker()
 a pop() does not wait for long for the lock of a key | Keyed hangs
--        with self.lock(tag, time.monotonic() + _BASE_INTERVAL_S):
+-        with self.lock(tag, time.monotonic() + self.claim_wait_s):
 +        with self.lock(tag):
              behind = self._link_or_give_way
 no pop() claims a task while its payload is replaced | KeyedConcurrency
