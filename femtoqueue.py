@@ -4598,7 +4598,7 @@ class _Keys:
         strays = [it for it in payloads if it != behind and stat.S_ISREG(self._files.mode_of(it))]
         if not strays:
             return
-        youngest = max([*strays, *filter(None, [behind or path])], key=self._written_ns)
+        youngest = max([*filter(None, [behind or path]), *strays], key=self._written_ns)
         for it in {*strays, behind} - {youngest, ""}:
             self._files.remove(it)
         if youngest in strays:

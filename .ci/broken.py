@@ -833,11 +833,11 @@ an error of a listing is raised in the coroutine that waits | Coroutines
 -                request.answer.set_exception(error)
 +                request.answer.set_result(task)
 a payload that no link names does not replace a younger payload | Keyed
--        youngest = max([*strays, *filter(None, [behind or path])], key=self._written_ns)
+-        youngest = max([*filter(None, [behind or path]), *strays], key=self._written_ns)
 +        youngest = max(strays, key=self._written_ns)
 of the payloads that no link names, the one written last stays, whatever its id | Keyed
--        youngest = max([*strays, *filter(None, [behind or path])], key=self._written_ns)
-+        youngest = max([*strays, *filter(None, [behind or path])], key=_id_of)
+-        youngest = max([*filter(None, [behind or path]), *strays], key=self._written_ns)
++        youngest = max([*filter(None, [behind or path]), *strays], key=_id_of)
 of the payloads that no link names, only one stays | Keyed
 -            self._files.remove(it)
 +            pass
