@@ -5906,9 +5906,9 @@ class ManyUsers(QueueCase):
         for link in (os.symlink, os.link):
             with open(outside, "w", encoding="ascii"):
                 os.chmod(outside, 0o600)
-            q = self.new_queue()
+            self.path = self.new_dir(self.memory)
             os.chmod(self.path, 0o777)
-            place = self.file("locks", key_tag("k")[-2:])
+            q, place = self.queue(), self.file("locks", key_tag("k")[-2:])
 
             def swap(link: Any = link, place: str = place) -> None:
                 if os.path.isfile(place) and not os.path.samefile(place, outside):
@@ -5923,11 +5923,11 @@ class ManyUsers(QueueCase):
     def test_file_outside_keeps_its_mode_when_a_link_is_there_before_the_lock(self) -> None:
         # RACE: another user puts a link at the path of a lock file just before the queue creates
         # the lock file. The mode of the linked file stays.
-        q = self.queue()
         outside = os.path.join(self.new_dir(os.path.dirname(self.path)), "shadow")
         with open(outside, "w", encoding="ascii"):
             os.chmod(outside, 0o600)
         os.chmod(self.path, 0o777)
+        q = self.queue()
         os.mkdir(self.file("locks"))
         place, opened = self.file("locks", key_tag("k")[-2:]), os.open
 
@@ -5996,15 +5996,16 @@ class ManyUsers(QueueCase):
         for owner, mode, text in ((1000, 0o755, "of user 1000"), (0, 0o775, "may write to")):
             self.path = self.new_dir(self.memory)
             os.chmod(self.path, mode)
-            found = [*os.stat(self.path)]
-            found[stat.ST_UID] = owner
-            fake = fake_os(geteuid=lambda: 0, fstat=os.fstat)
+
+            def owned(*args: Any, owner: int = owner, **more: Any) -> os.stat_result:
+                fields = [*os.stat(*args, **more)]
+                return os.stat_result([*fields[:4], owner, *fields[5:]])
+
+            as_root = fake_os(geteuid=lambda: 0, stat=owned)
             LOG.disabled = False
             with self.assertLogs(LOG, "WARNING") as logged:
-                root = mock.patch.object(femtoqueue._OpenFile, "status")
-                with root as status, mock.patch.object(femtoqueue, "os", fake):
-                    status.return_value = os.stat_result(found)
-                    for _ in range(2):
+                for _ in range(2):
+                    with mock.patch.object(femtoqueue, "os", as_root):
                         self.queue()
             self.assertEqual(len(logged.output), 1)
             self.assertIn(text, logged.output[0])
@@ -10464,18 +10465,21 @@ class LockWaits(TicketCase):
             self.assertLess(time.monotonic() - began_s, 4)
         self.assertIsNotNone(q.take("k"))
 
-    def test_take_async_lets_the_loop_run_while_the_key_is_locked(self) -> None:
-        """While another process holds the lock of the key, other coroutines run."""
+    def test_take_async_of_a_locked_key_does_not_delay_another_coroutine(self) -> None:
         q = self.queue()
-        q.push(b"x", key="k")
+        q.push(b"locked", key="k")
+        ident = q.push(b"free")
 
-        async def take() -> FemtoTask | None:
-            lock = self.locked("k")
-            asyncio.get_running_loop().call_later(0.05, lock.close)
-            return await q.take_async("k", PATIENCE_S)
+        async def take(lock: io.FileIO) -> list[FemtoTask | None]:
+            first = asyncio.ensure_future(q.take_async("k", PATIENCE_S))
+            await asyncio.sleep(0)  # the first coroutine begins to wait
+            second = await q.take_async(id=ident, timeout=PATIENCE_S)
+            lock.close()
+            return [second, await first]
 
-        task = asyncio.run(take())
-        self.assertEqual(task and task.data, b"x")
+        with self.locked("k") as lock:
+            tasks = asyncio.run(take(lock))
+        self.assertEqual([task and task.data for task in tasks], [b"free", b"locked"])
 
     def test_pop_waits_for_the_lock_of_a_key_only_for_a_moment(self) -> None:
         self.set_constant("base interval", 0.02)
@@ -10490,7 +10494,7 @@ class LockWaits(TicketCase):
         q, clock = self.queue(), self.clock()
         ident = q.push(b"x", key="k")
         lock = self.locked("k")
-        with lock, mock.patch.object(clock, "sleep", lambda _: lock.close()):
+        with lock, mock.patch.object(clock, "sleep", side_effect=lambda _: lock.close()):
             self.assertEqual(self.take(q, "k").id, ident)
 
     def test_pauses_between_two_attempts_at_a_lock_stay_short(self) -> None:
