@@ -4276,6 +4276,23 @@ class Faults(PlainInterrupted):
             task = self.pop(other)
             self.assertEqual((task.id, task.attempts), (ident, attempts))
 
+    def test_exception_of_a_signal_handler_while_a_lock_is_closed_is_raised(self) -> None:
+        """A TimeoutError that a signal handler raises is not taken for an error of close(). After
+        an error of close() itself, the push succeeds: its work is done."""
+        q = self.queue()
+        for error in (TimeoutError("of a signal handler"), OSError(errno.EIO, "of the disk")):
+
+            def fail(name: str, args: tuple[Any, ...], error: OSError = error) -> None:
+                if name == "close" and "/locks/" in path_at(args[0], "."):
+                    os.close(args[0])
+                    raise error
+
+            is_of_disk = error.errno is not None
+            raises = contextlib.nullcontext() if is_of_disk else self.assertRaises(TimeoutError)
+            with self.subTest(error), hooked(fail), raises:
+                q.push(b"x", key="k")
+        self.assertEqual(self.drain(q), [b"x"])
+
     def test_exception_of_a_signal_handler_in_a_housekeeping_job_is_raised_at_once(self) -> None:
         """pop() raises a signal handler's TimeoutError at once, even if the interrupted job has met
         an error of the disk before."""
@@ -5989,6 +6006,19 @@ class ManyUsers(QueueCase):
         with hooked(at_call("chmod fchmod", None, swap)):
             self.queue()
         self.assertEqual(stat.S_IMODE(os.stat(outside).st_mode), 0o600)
+
+    def test_worker_that_may_not_use_its_lease_directory_uses_another(self) -> None:
+        """If another user has made the lease directory of this node_id, and this user may not open
+        it, or not write to it, the worker uses a directory of another name."""
+        refuse = errno_raiser(errno.EACCES)
+        for event, of in (("open", "inflight-n1"), ("access", None)):
+            q = self.new_queue()
+            q.push(b"x")
+            os.mkdir(self.file("inflight-n1"))
+            with self.subTest(event), hooked(at_call(event, of, refuse, times=1)):
+                task = self.pop(q)
+                self.assertRegex(task.path, rf"^inflight-{os.getpid()}-[0-9a-f]{{16}}/")
+                q.done(task)
 
     def test_queue_that_others_decide_on_is_logged_for_root(self) -> None:
         """If root opens a queue that belongs to another user, or to which others may write, the log
