@@ -4571,6 +4571,15 @@ class InterruptedOnSharedFileSystem(PlainInterrupted):
     fs_type = NFS
 
     @FORK
+    def test_checkpoint_that_another_host_replaces_meanwhile_is_read_again(self) -> None:
+        """If a file that a listing shows is not found, it is looked for again."""
+        q, clock = self.queue(), self.clock()
+        q.checkpoint(task := leased(q), b"half")
+        q.release(task)
+        replaced = at_call("open", f"/checkpoints/{task.id}", errno_raiser(errno.ENOENT), times=9)
+        with hooked(replaced), mock.patch.object(clock, "sleep"):
+            self.assertEqual(popped(q).checkpoint, b"half")
+
     def test_sigkill_at_any_system_call_leaves_a_sound_queue(self) -> None:
         """A process that is killed at any system call loses no task, and duplicates none."""
         self.check_all(self.deaths)
