@@ -1426,6 +1426,7 @@ class Ordering(QueueCase):
         cases: dict[str, list[tuple[str | None, float, float]]] = {
             "the date is set": [("1", 0, 0), ("1", -year_s, 0), ("1", year_s, 0), ("1", 0, 0)],
             "a reboot": [("1", 0, 0), ("2", -year_s, one_s)],
+            "a reboot decades in the past": [("1", 0, 0), ("2", -30 * year_s, one_s)],
             "no boot id": [(None, 0, 0), (None, -1000, 0)],
             "a reboot, no boot id": [(None, 0, 0), (None, -year_s, one_s)],
         }
@@ -1545,8 +1546,10 @@ class Ordering(QueueCase):
         """If the date is in the far future, the queue clock does not start at that date."""
         # Otherwise a second queue clock would be started when the date is corrected.
         clock = self.clock()
+        # It starts at the date of the release, and not a decade after it.
         clock.wall_shift_s = 80 * 365 * 86400.0
         q = self.queue()
+        self.assertLess(int(q.push(b"")[:20]), 4 * 10**18)
         clock.wall_shift_s = 0.0
         self.check_one_clock(q, self.queue())
 
@@ -2618,6 +2621,17 @@ class InterruptedDelivery(QueueCase):
             numbers = itertools.count()
             lines = next(it for it in numbers if not self.interrupt_at_line(it, key))
             self.assertGreater(lines, 50)
+
+    def test_pop_that_close_meets_returns_none_and_opens_no_lease_directory(self) -> None:
+        """If close() comes during the maintenance of a pop(), this pop() takes no task."""
+        q, clock = self.queue(), self.clock()
+        self.assertIsNone(q.pop())
+        q.push(b"x")
+        clock.advance(61)
+        with hooked(at_call("list", "/scheduled", q.close, times=1)):
+            self.assertIsNone(q.pop())
+        self.assertFalse(os.path.exists(self.file("inflight-n1")))
+        self.assertEqual(self.drain(self.queue("n2")), [b"x"])
 
     def interrupt_at_line(self, number: int, key: str | None) -> bool:
         """Raise KeyboardInterrupt at a line of pop(), and check what is left. Return False if pop()
@@ -4200,6 +4214,38 @@ class Faults(PlainInterrupted):
                 self.assertEqual(popped(self.queue("n2")).id, ident, step.at)
                 self.check_invariants(leftovers=step.at == "unlink")
 
+    def test_error_of_statfs_is_raised(self) -> None:
+        """If the type of the file system can't be read, a waiting pop() and register() raise the
+        error, and take the file system for no other one."""
+        q, line = self.queue(), self.new_dir()
+        for call in (lambda: q.pop(0.1), lambda: TicketQueue(line).register()):
+            calls = at_call("fstatfs", None, errno_raiser(errno.ENOTCONN))
+            with hooked(calls), self.assertRaises(OSError) as caught:
+                call()
+            self.assertEqual(caught.exception.errno, errno.ENOTCONN)
+
+    def test_claim_that_failed_by_an_error_of_the_disk_is_not_counted(self) -> None:
+        """If the rename of a claim raises an error though it took effect, the task goes to the
+        back, and its delivery is not counted."""
+        q = self.queue()
+        ident, _ = q.push_many([b"1", b"2"])
+        fails = at_call("move", f"pending/{ident}", errno_raiser(errno.EIO), times=1)
+        with hooked(fails, after=True), self.assertRaises(OSError):
+            q.pop()
+        delivered = [(task.data, task.attempts) for task in iter(q.pop, None)]
+        self.assertEqual(delivered, [(b"2", 1), (b"1", 1)])
+
+    def test_task_whose_place_in_failed_is_a_directory_is_a_dead_letter(self) -> None:
+        """If a directory has the name of a task in failed/, fail() gives the task another name
+        there."""
+        q = self.queue()
+        task = leased(q)
+        os.mkdir(self.file("failed", task.id))
+        q.fail(task, "why")
+        self.assertEqual([it.data for it in q.tasks("failed") if it.data], [b"x"])
+        self.assertEqual(reason_of(q, task.id), "why\n")
+        self.assertIsNone(q.pop())
+
     def test_task_that_can_not_be_read_waits_again_at_once(self) -> None:
         """If a task can't be read, pop() raises the error, and the task waits again."""
         # After a lack of descriptors, or an exception of a signal handler, the task is the next
@@ -4229,6 +4275,23 @@ class Faults(PlainInterrupted):
                     self.assertRaises(type(error), other.pop)
             task = self.pop(other)
             self.assertEqual((task.id, task.attempts), (ident, attempts))
+
+    def test_exception_of_a_signal_handler_while_a_lock_is_closed_is_raised(self) -> None:
+        """A TimeoutError that a signal handler raises is not taken for an error of close(). After
+        an error of close() itself, the push succeeds: its work is done."""
+        q = self.queue()
+        for error in (TimeoutError("of a signal handler"), OSError(errno.EIO, "of the disk")):
+
+            def fail(name: str, args: tuple[Any, ...], error: OSError = error) -> None:
+                if name == "close" and "/locks/" in path_at(args[0], "."):
+                    os.close(args[0])
+                    raise error
+
+            is_of_disk = error.errno is not None
+            raises = contextlib.nullcontext() if is_of_disk else self.assertRaises(TimeoutError)
+            with self.subTest(error), hooked(fail), raises:
+                q.push(b"x", key="k")
+        self.assertEqual(self.drain(q), [b"x"])
 
     def test_exception_of_a_signal_handler_in_a_housekeeping_job_is_raised_at_once(self) -> None:
         """pop() raises a signal handler's TimeoutError at once, even if the interrupted job has met
@@ -4508,6 +4571,15 @@ class InterruptedOnSharedFileSystem(PlainInterrupted):
     fs_type = NFS
 
     @FORK
+    def test_checkpoint_that_another_host_replaces_meanwhile_is_read_again(self) -> None:
+        """If a file that a listing shows is not found, it is looked for again."""
+        q, clock = self.queue(), self.clock()
+        q.checkpoint(task := leased(q), b"half")
+        q.release(task)
+        replaced = at_call("open", f"/checkpoints/{task.id}", errno_raiser(errno.ENOENT), times=9)
+        with hooked(replaced), mock.patch.object(clock, "sleep"):
+            self.assertEqual(popped(q).checkpoint, b"half")
+
     def test_sigkill_at_any_system_call_leaves_a_sound_queue(self) -> None:
         """A process that is killed at any system call loses no task, and duplicates none."""
         self.check_all(self.deaths)
@@ -5645,6 +5717,45 @@ class TroubleOfOneTask(QueueCase):
         ):
             q.work(lambda task: None, drain=True)
 
+    def test_work_pauses_after_a_task_that_it_passes_over(self) -> None:
+        """The task may be the only one. Without a pause, its errors would fill the log."""
+        self.set_constant("base interval", 0.0625)
+        q, clock = self.queue(max_attempts=3), self.clock()
+        ident = q.push(b"bad")
+        with self.with_unreadable(ident), mock.patch.object(clock, "sleep") as sleep:
+            q.work(lambda _: None, drain=True)
+        self.assertEqual(sleep.mock_calls.count(mock.call(0.0625)), 3)
+
+    def test_locked_task_goes_to_the_back_uncounted(self) -> None:
+        """If a lock keeps a pop() from delivering a task, the task goes to the back uncounted."""
+        # The lock is of the key, or another program has a lease of the kernel on the file.
+        self.set_constant("base interval", 0.02)
+        for key in ("k", None):
+            q, held = self.new_queue(max_attempts=1), contextlib.ExitStack()
+            ident = q.push(b"1", key=key)
+            q.push(b"2")
+            if key:
+                os.unlink(self.file("keys", key_tag(key)))  # so the delivery needs the lock
+                held.enter_context(self.locked(key))
+            else:
+                held.enter_context(mock.patch.object(self.clock(), "sleep"))
+                held.enter_context(hooked(at_call("open", ident, errno_raiser(errno.EAGAIN))))
+            with self.subTest(key), held:
+                with self.assertRaises(BlockingIOError) as caught:
+                    q.pop()
+                self.assertEqual(getattr(caught.exception, "task_id", None), ident)
+                self.assertEqual(popped(q).data, b"2")
+            task = self.pop(q)
+            self.assertEqual((task.id, task.attempts), (ident, 1))
+
+    def test_file_is_opened_when_a_lease_of_the_kernel_ends(self) -> None:
+        """While another program has a lease of the kernel on the file, pop() tries again."""
+        q, clock = self.queue(), self.clock()
+        ident = q.push(b"x")
+        refused = hooked(at_call("open", ident, errno_raiser(errno.EAGAIN), times=3))
+        with refused, mock.patch.object(clock, "sleep"):
+            self.assertEqual(popped(q).attempts, 1)
+
     def test_task_that_may_not_be_renamed_is_passed_over_for_a_minute(self) -> None:
         # The task may belong to another user, and pending/ may have the sticky bit.
         q, clock = self.queue(), self.clock()
@@ -5675,6 +5786,7 @@ class ForeignFiles(QueueCase):
         "0" * 20,
         "0" * 20 + "-0000aaaa00000000.swp",
         "0" * 20 + "-0000AAAA",
+        *("0" * 20 + "-0000aaaa0000000g", "0" * 20 + "-0000AAAA00000000"),
         "9" * 20 + "-0000aaaa00000000",
         "0" * 20 + "~1~" + "0" * 20 + "-xxxxxxxx",
         "0" * 20 + "~1234567~" + "0" * 20 + "-0000aaaa00000000",
@@ -5820,9 +5932,9 @@ class ManyUsers(QueueCase):
         for link in (os.symlink, os.link):
             with open(outside, "w", encoding="ascii"):
                 os.chmod(outside, 0o600)
-            q = self.new_queue()
+            self.path = self.new_dir(self.memory)
             os.chmod(self.path, 0o777)
-            place = self.file("locks", key_tag("k")[-2:])
+            q, place = self.queue(), self.file("locks", key_tag("k")[-2:])
 
             def swap(link: Any = link, place: str = place) -> None:
                 if os.path.isfile(place) and not os.path.samefile(place, outside):
@@ -5837,21 +5949,23 @@ class ManyUsers(QueueCase):
     def test_file_outside_keeps_its_mode_when_a_link_is_there_before_the_lock(self) -> None:
         # RACE: another user puts a link at the path of a lock file just before the queue creates
         # the lock file. The mode of the linked file stays.
-        q = self.queue()
         outside = os.path.join(self.new_dir(os.path.dirname(self.path)), "shadow")
         with open(outside, "w", encoding="ascii"):
             os.chmod(outside, 0o600)
         os.chmod(self.path, 0o777)
+        q = self.queue()
         os.mkdir(self.file("locks"))
         place, opened = self.file("locks", key_tag("k")[-2:]), os.open
 
         def plant(path: str, flags: int, *rest: Any, **more: Any) -> int:
-            if path == place and flags & os.O_CREAT and not os.path.lexists(place):
-                os.link(outside, place)
+            if flags & os.O_CREAT and path_at(more.get("dir_fd"), path) == place:
+                with contextlib.suppress(FileExistsError):
+                    os.link(outside, place)
             return opened(path, flags, *rest, **more)
 
         with mock.patch.object(femtoqueue, "os", fake_os(open=plant)):
             q.push(b"x", key="k")
+        self.assertTrue(os.path.samefile(place, outside))
         self.assertEqual(stat.S_IMODE(os.stat(outside).st_mode), 0o600)
 
     def test_peek_and_contains_by_key_work_on_a_read_only_queue(self) -> None:
@@ -5902,6 +6016,57 @@ class ManyUsers(QueueCase):
             self.queue()
         self.assertEqual(stat.S_IMODE(os.stat(outside).st_mode), 0o600)
 
+    def test_worker_that_may_not_use_its_lease_directory_uses_another(self) -> None:
+        """If another user has made the lease directory of this node_id, and this user may not open
+        it, or not write to it, the worker uses a directory of another name."""
+        refuse = errno_raiser(errno.EACCES)
+        for event, of in (("open", "inflight-n1"), ("access", None)):
+            q = self.new_queue()
+            q.push(b"x")
+            os.mkdir(self.file("inflight-n1"))
+            with self.subTest(event), hooked(at_call(event, of, refuse, times=1)):
+                task = self.pop(q)
+                self.assertRegex(task.path, rf"^inflight-{os.getpid()}-[0-9a-f]{{16}}/")
+                q.done(task)
+
+    def test_queue_that_others_decide_on_is_logged_for_root(self) -> None:
+        """If root opens a queue that belongs to another user, or to which others may write, the log
+        says so once."""
+        for owner, mode, text in ((1000, 0o755, "of user 1000"), (0, 0o775, "may write to")):
+            self.path = self.new_dir(self.memory)
+            os.chmod(self.path, mode)
+
+            def owned(*args: Any, owner: int = owner, **more: Any) -> os.stat_result:
+                fields = [*os.stat(*args, **more)]
+                return os.stat_result([*fields[:4], owner, *fields[5:]])
+
+            as_root = fake_os(geteuid=lambda: 0, stat=owned)
+            LOG.disabled = False
+            with self.assertLogs(LOG, "WARNING") as logged:
+                for _ in range(2):
+                    with mock.patch.object(femtoqueue, "os", as_root):
+                        self.queue()
+            self.assertEqual(len(logged.output), 1)
+            self.assertIn(text, logged.output[0])
+
+    def test_reason_of_a_huge_file_is_cut(self) -> None:
+        """A reason that another user wrote does not fill the memory of the one who looks."""
+        q = self.queue()
+        q.fail(task := leased(q))
+        with open(self.file("failed", f"{task.id}.error"), "wb") as file:
+            file.truncate(1 << 24)
+        (dead,) = q.tasks("failed")
+        self.assertLess(len(dead.error or ""), 1 << 20)
+
+    def test_checkpoint_that_may_not_be_read_does_not_stop_the_delivery(self) -> None:
+        q = self.queue()
+        q.checkpoint(task := leased(q), b"half")
+        q.release(task)
+        refused = at_call("open", f"/checkpoints/{task.id}", errno_raiser(errno.EACCES))
+        with hooked(refused):
+            task = self.pop(q)
+        self.assertEqual((task.data, task.checkpoint), (b"x", None))
+
     def test_lock_file_without_write_permission_can_be_locked(self) -> None:
         # A lock file may have mode 0644 and belong to root, as an earlier version made it. flock
         # needs no write permission.
@@ -5910,12 +6075,16 @@ class ManyUsers(QueueCase):
         opened = os.open
 
         def refuse(path: str, flags: int, *rest: Any, **more: Any) -> int:
-            if "/locks/" in str(path) and flags & (os.O_RDWR | os.O_CREAT):
+            is_lock = "/locks/" in path_at(more.get("dir_fd"), path)
+            if is_lock and flags & (os.O_RDWR | os.O_CREAT):
+                refused.append(path)
                 raise_errno(errno.EACCES)
             return opened(path, flags, *rest, **more)
 
+        refused = list[str]()
         with mock.patch.object(femtoqueue, "os", fake_os(open=refuse)):
             q.done(self.pop(q))
+        self.assertTrue(refused)
         self.assertEqual(len(self.names("done")), 1)
 
 
@@ -8058,6 +8227,18 @@ class Work(QueueCase):
             again = Counter(task.attempts for task in iter(q.pop, None))
             failed = len(handled) if error in (OSError, KeyboardInterrupt) else 0
             self.assertEqual(again, Counter({1: 9 - done - failed, 2: failed}))
+
+    def test_work_goes_on_if_the_end_of_a_task_fails_because_of_its_file(self) -> None:
+        """If the file of one task may not be moved to done/, work() logs it, and handles the other
+        tasks. The task is delivered again."""
+        self.set_constant("base interval", 0.02)
+        for concurrency in (1, 2):
+            q = self.new_queue()
+            bad, *_ = q.push_many([b"bad", b"1", b"2"])
+            fails = at_call("move", f"/done/{bad}", errno_raiser(errno.EACCES), times=1)
+            with self.subTest(concurrency), hooked(fails):
+                counts = q.work(lambda _: None, concurrency=concurrency, drain=True)
+            self.assertEqual((counts.done, counts.lost), (3, 1))
 
     def test_work_raises_a_disk_error_of_pop_when_running_tasks_are_finished(self) -> None:
         # But if a signal comes while work() waits for the running tasks, work() only logs the
@@ -10302,6 +10483,8 @@ class Trust(QueueCase):
                         self.assertEqual(found, of_lock, path)
                     elif not os.path.islink(path):
                         self.assertEqual(found & 0o022 & ~mode, 0, path)
+            found = stat.S_IMODE(os.stat(lease_dir(q)).st_mode)
+            self.assertEqual(found & 0o066, of_lock & 0o066)  # a lock, too
             (clock,) = glob.glob(self.file("clock-*"))
             self.assertEqual(stat.S_IMODE(os.stat(clock).st_mode), 0o644)
 
@@ -10320,6 +10503,49 @@ class LockWaits(TicketCase):
             self.assertEqual((q.take("k"), q.take("k", 0.2)), (None, None))
             self.assertLess(time.monotonic() - began_s, 4)
         self.assertIsNotNone(q.take("k"))
+
+    def test_take_async_of_a_locked_key_does_not_delay_another_coroutine(self) -> None:
+        q = self.queue()
+        q.push(b"locked", key="k")
+        ident = q.push(b"free")
+
+        async def take(lock: io.FileIO) -> list[FemtoTask | None]:
+            first = asyncio.ensure_future(q.take_async("k", PATIENCE_S))
+            await asyncio.sleep(0)  # the first coroutine begins to wait
+            second = await q.take_async(id=ident, timeout=PATIENCE_S)
+            lock.close()
+            return [second, await first]
+
+        with self.locked("k") as lock:
+            tasks = asyncio.run(take(lock))
+        self.assertEqual([task and task.data for task in tasks], [b"free", b"locked"])
+
+    def test_pop_waits_for_the_lock_of_a_key_only_for_a_moment(self) -> None:
+        self.set_constant("base interval", 0.02)
+        q = self.queue()
+        q.push(b"x", key="k")
+        os.unlink(self.file("keys", key_tag("k")))  # so the delivery needs the lock
+        with self.locked("k"):
+            self.assertRaises(BlockingIOError, q.pop)
+        self.assertEqual(popped(q).attempts, 1)
+
+    def test_take_without_a_timeout_waits_for_a_lock_that_is_held_for_a_moment(self) -> None:
+        q, clock = self.queue(), self.clock()
+        ident = q.push(b"x", key="k")
+        lock = self.locked("k")
+        with lock, mock.patch.object(clock, "sleep", side_effect=lambda _: lock.close()):
+            self.assertEqual(self.take(q, "k").id, ident)
+
+    def test_pauses_between_two_attempts_at_a_lock_stay_short(self) -> None:
+        """A lock that was freed is taken within some hundredths of a second."""
+        q, clock = self.queue(), self.clock()
+        q.push(b"x", key="k")
+        lock = self.locked("k")
+        with lock, mock.patch.object(clock, "sleep") as sleep:
+            sleep.side_effect = lambda _: lock.close() if sleep.call_count > 99 else None
+            q.push(b"x", key="k")
+        self.assertEqual(sleep.call_count, 100)
+        self.assertLessEqual(max(seconds for (seconds,), _ in sleep.call_args_list), 0.05)
 
     def test_turn_ends_at_its_timeout_while_the_line_is_locked(self) -> None:
         line = self.line()

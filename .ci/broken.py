@@ -364,7 +364,7 @@ the processes of a boot agree on one clock | Ordering
 setting the date changes neither order nor deadlines | Ordering; fuzz: lives; storm: ~ first:
 -            now_ns = int(time.monotonic() * 1e9) + self.anchor_ns
 +            now_ns = int(time.time() * 1e9)
-a forged id of the far future does not move the queue clock | Ordering
+a forged id of the far future does not move the queue clock | Trust
 - for order_ns in orders if order_ns < latest_ns]
 + for order_ns in orders]
 the batch of a huge directory has the oldest names | Ordering
@@ -445,7 +445,7 @@ a lock file that is a link is not followed | ManyUsers
 a lease directory that is a link is left alone | ForeignFiles
 -        return [name for name in names if not stat.S_ISLNK(self.mode_of(name))]
 +        return names
-pause() makes no file behind a link | ManyUsers
+pause() makes no file behind a link | Trust
 -            os.close(self._files.create("PAUSED"))
 +            os.close(os.open(f"{self._files.path}/PAUSED", os.O_WRONLY | os.O_CREAT))
 a push writes only into the directory that the queue has opened | Faults
@@ -498,10 +498,10 @@ a worker uses another directory if another process keeps its own locked | Livene
 -                self._use_another()
 +                end_s += 1
 +                continue
-a lease directory that this user may not read does not end the work | ManyUsers
+a lease directory that this user may not read does not end the work | Trust
 -        if error.errno in (errno.EACCES, errno.EPERM) and directory not in _STATE_DIRS:
 +        if not directory:
-those who may not write to data_dir can't lock a lease directory | ManyUsers
+those who may not write to data_dir can't lock a lease directory | Trust
 -            mode &= ~((~mode & 0o022) << 1)
 root is told that others decide what it works on | Checking
 -    if not hasattr(os, "geteuid") or os.geteuid() != 0:
@@ -515,10 +515,10 @@ close() closes the directories of the queue | Lifecycle
 -            self._files.dirs.clear()
          finally:
              worker.lock.release()
-an error of one file does not end the maintenance | ManyUsers
+an error of one file does not end the maintenance | Reported
 -            if error.errno in _ONE_FILE_ERRNOS:
 +            if error.errno in ():
-an error of one file is logged once | ManyUsers
+an error of one file is logged once | Trust
 -@functools.lru_cache(maxsize=256)
  def _warn_once(text: str) -> None:
 a missing data_dir is trouble with the disk, not a lost lease | Faults
@@ -541,19 +541,19 @@ all who have access to data_dir read the clock file | Faults
 only its owner writes a checkpoint | ManyUsers
 -    mode = 0o600 | files.mode & 0o044
 +    mode = 0o600 | files.mode & 0o066
-those who may not write to data_dir can't write to a task | ManyUsers
+those who may not write to data_dir can't write to a task | Trust
 -        self._file_mode = 0o644 | self.mode & 0o022
 +        self._file_mode = 0o666
-a wait for a lock ends at the caller's timeout | Keyed hangs
+a wait for a lock ends at the caller's timeout | LockWaits hangs
 -            if now_s >= until_s:
 +            if not until_s:
 a try to take a lock does not wait | Keyed hangs
 -            if now_s >= until_s:
 +            if until_s and now_s >= until_s:
-turn() waits no longer than its timeout for the lock of the line | Tickets hangs
+turn() waits no longer than its timeout for the lock of the line | LockWaits hangs
 -            held = self._join_line(end_s)
 +            held = self._join_line(_FOREVER_S)
-take() without a timeout waits a little for the lock of the key | Keyed
+take() without a timeout waits a little for the lock of the key | LockWaits
 -        until_s = end_s if timeout != 0 else time.monotonic() + _LONG_WAIT_S
 +        until_s = end_s
 a lease directory that is removed while it is opened is made again | Liveness
@@ -561,7 +561,7 @@ a lease directory that is removed while it is opened is made again | Liveness
 +        except BlockingIOError:
 a line whose directory was made anew is read anew | Tickets
 -        self._files.dirs.refresh()  # another process may have made the directory anew
-take_async() does not wait for the lock of a key | Coroutines hangs
+take_async() does not wait for the lock of a key | LockWaits hangs
 -        look = self._finder_of(key, id, lease_ms, 0)
 +        look = self._finder_of(key, id, lease_ms, _FOREVER_S)
 the reclaim does not wait for the lock of a key | Keyed hangs
@@ -573,13 +573,13 @@ the move of due tasks does not wait for the lock of a key | Keyed hangs
 the repair of keys does not wait for the lock of a key | Races hangs
 -                with self.lock(tag, 0):
 +                with self.lock(tag):
-a long wait for a lock is logged | KeyedConcurrency
+a long wait for a lock is logged | LockWaits
 -            if now_s >= began_s + _LONG_WAIT_S and not is_told:
 +            if is_told:
-a lock that was freed is taken within some hundredths of a second | KeyedConcurrency
+a lock that was freed is taken within some hundredths of a second | LockWaits
 -_LOCK_PAUSE_S, _LONGEST_LOCK_PAUSE_S = 0.00005, 0.01
 +_LOCK_PAUSE_S, _LONGEST_LOCK_PAUSE_S = 0.00005, 3.0
-a push that interrupted a call for the same key raises EDEADLK | Keyed
+a push that interrupted a call for the same key raises EDEADLK | LockWaits
 -        if self._has_lock(tag):
 +        if not tag:
 a child forked unseen by Python makes ids of its own | Liveness
@@ -609,7 +609,7 @@ a child's close of its copy of a lock does not unlock the parent's | Liveness
 a forked child closes no directory of its parent | Liveness
 -        self._files.dirs.clear()
          self._clock.init_worker()
-a pop() does not wait for long for the lock of a key | Keyed hangs
+a pop() does not wait for long for the lock of a key | LockWaits hangs
 -        with self.lock(tag, time.monotonic() + self.claim_wait_s):
 +        with self.lock(tag):
              behind = self._link_or_give_way
@@ -676,7 +676,7 @@ maybe_cleanup() returns False for a mount point | Tickets
 -        with suppress(OSError):
 -            os.rmdir(self._files.path)
 +        os.rmdir(self._files.path)
-an exception whose traceback can't be formatted still has a reason | Work
+an exception whose traceback can't be formatted still has a reason | Reported
 -    except Exception:
 +    except ValueError:
          return f"{type(error).__name__} (its traceback
@@ -762,7 +762,7 @@ the rename to failed/ is the fence: the reason is written after the rename | Mod
 a task fails although a directory has its name in failed/ | Faults
 -            if not os.path.samestat(self.files.lstat(short), self.files.lstat(source)):
 +            if not ident:
-a task is done although a directory has its name in done/ | Lifecycle
+a task is done although a directory has its name in done/ | Trust
 -(*_OUT_OF_SPACE_ERRNOS, errno.EISDIR, errno.EPERM)
 +_OUT_OF_SPACE_ERRNOS
 retry() removes the reason of a task | Model
