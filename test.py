@@ -706,6 +706,27 @@ class QueueCase(unittest.TestCase):
             file.write(content)
         return path
 
+    def forked_unseen(self, work: Callable[[], object]) -> int:
+        """Run work() in a child that a C library forks, so that no hook of Python is called. Return
+        the pid of the child. check_exit() waits for it."""
+        import ctypes
+
+        pid: int = ctypes.PyDLL(None).fork()
+        if pid == 0:
+            code = 1
+            try:
+                work()
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(code)
+        return pid
+
+    def check_exit(self, pid: int) -> None:
+        """Wait for the end of a process, and fail unless its exit status is 0."""
+        self.assertEqual(os.waitpid(pid, 0)[1], 0)
+
     def check_invariants(self, *, leftovers: bool = False) -> dict[str, str]:
         """Fail unless each task is in exactly one directory and each name has a valid form. Without
         `leftovers`, also fail unless creating/ is empty. Return the directory of each task, by id.
@@ -1408,8 +1429,15 @@ class Lifecycle(QueueCase):
         with self.assertRaisesRegex(CorruptTask, f"{tasks[0].id}.*header"):
             q.peek(tasks[0].id)
 
+    # Order
 
-# Order
+    def test_close_leaves_no_directory_of_the_queue_open(self) -> None:
+        """After close(), a file system with the queue can be unmounted."""
+        q = self.queue()
+        q.done(leased(q, key="k"))
+        q.close()
+        for directory in (".", "creating", "pending", "done", "keys", "locks"):
+            self.assertEqual(descriptors_of(self.file(directory)), [], directory)
 
 
 class Ordering(QueueCase):
@@ -2054,6 +2082,70 @@ class Liveness(QueueCase):
         q.done(mine)
         self.assertEqual(self.states(), {"done": 2, "pending": 1})
 
+    # A C library, such as uWSGI's, forks without a call of Python's hooks.
+
+    @FORK
+    def test_child_of_an_unseen_fork_takes_tasks_under_a_name_of_its_own(self) -> None:
+        """A child that Python did not see leases a task in a directory of its own."""
+        calls: tuple[Callable[[FemtoQueue], object], ...] = (popped, lambda q: self.take(q, "k"))
+        for call in calls:
+            q = self.new_queue(node_id=None)
+            task = leased(q)
+            q.push(b"2", key="k")
+            self.check_exit(self.forked_unseen(functools.partial(call, q)))
+            held = [*self.states().items()]
+            self.assertEqual([number for _, number in held], [1, 1], held)
+            q.done(task)
+
+    @FORK
+    def test_close_in_a_child_of_an_unseen_fork_leaves_the_parents_leases(self) -> None:
+        """close() in a child that Python did not see gives back no task of the parent."""
+        q = self.queue()
+        task = leased(q)
+        self.check_exit(self.forked_unseen(q.close))
+        self.assertEqual(self.states(), {"inflight-n1": 1})
+        q.done(task)
+
+    @FORK
+    def test_keyed_push_in_a_child_of_an_unseen_fork_waits_for_the_parents_lock(self) -> None:
+        """A child that Python did not see, forked while its parent has the lock of a key, waits for
+        the lock, and then pushes its payload."""
+        q, pids = self.queue(), list[int]()
+
+        def fork() -> None:
+            pids.append(self.forked_unseen(lambda: q.push(b"of the child", key="k")))
+
+        with hooked(at_call("symlink", None, fork, times=1)):
+            q.push(b"of the parent", key="k")
+        self.check_exit(pids[0])
+        self.assertEqual(self.drain(q), [b"of the child"])
+
+    @FORK
+    def test_end_of_a_call_in_a_child_of_an_unseen_fork_leaves_the_parents_lock(self) -> None:
+        """If an exception ends a call in a child that Python did not see, the lock that the parent
+        has in this call stays."""
+        import ctypes
+
+        q, pids, free = self.queue(), list[int](), list[bool]()
+        q.push(b"1", key="k")
+
+        def fork() -> None:
+            pids.append(ctypes.PyDLL(None).fork())
+            if pids == [0]:
+                interrupt()
+            self.check_exit(pids[0])
+            free.append(self.is_free("k"))
+
+        try:
+            with hooked(at_call("readlink", None, fork, times=1)):
+                q.push(b"2", key="k")
+        except KeyboardInterrupt:
+            os._exit(0)  # the child
+        finally:
+            if pids == [0]:
+                os._exit(1)
+        self.assertEqual(free, [False])
+
 
 class LeaseDirectoryLost(QueueCase):
     """A worker whose lease directory was removed while the worker lives."""
@@ -2092,6 +2184,24 @@ class LeaseDirectoryLost(QueueCase):
                 q.done(mine)
                 observer.done(theirs)
                 self.assertEqual(self.states(), {"done": 3})
+
+    def test_claim_goes_into_no_directory_that_takes_the_place_of_the_locked_one(self) -> None:
+        """If another directory takes the place of the lease directory just before a claim, the task
+        does not go there: other workers would take it away."""
+        self.clock().stand_still()  # no job comes due, nor a look at the directory
+        q, replaced = self.worker_that_listed(2), list[str]()
+        place = lease_dir(q)
+
+        def replace_or_look(name: str, args: tuple[Any, ...]) -> None:
+            if name == "move" and not replaced:
+                replaced.append(place)
+                os.rename(self.new_dir(self.path), place)
+            elif os.path.isdir(place) and os.listdir(place):
+                self.assertRaises(BlockingIOError, self.check_unlocked, place)
+
+        with hooked(replace_or_look):
+            self.assertEqual(popped(q).data, b"1")
+        self.assertEqual((replaced, len(os.listdir(place))), ([place], 1))
 
     def test_lease_directory_removed_by_another_host_is_made_again(self) -> None:
         """A worker whose lease directory was removed by another host makes a new directory."""
@@ -2940,13 +3050,8 @@ class Keyed(QueueCase):
         self.assertEqual(self.names("keys"), [])
 
     def no_room_for_states(self) -> Any:
-        """Return a context in which no new file can be created in keys/: ENOSPC."""
-
-        def refuse(name: str, args: tuple[Any, ...]) -> None:
-            if name == "open" and "/keys/" in str(args[0]) and args[1] & os.O_CREAT:
-                raise_errno(errno.ENOSPC)
-
-        return hooked(refuse)
+        """Return a context in which no link can be made: ENOSPC."""
+        return hooked(at_call("symlink", None, errno_raiser(errno.ENOSPC)))
 
     def test_task_moved_back_by_hand_is_not_delivered_before_its_state_is_saved(self) -> None:
         """A keyed task that a person moved to pending/ is not delivered while the state file of its
@@ -2985,6 +3090,98 @@ class Keyed(QueueCase):
         self.put(key_tag("k"), f"k pending/{q.push(b'plain')} -\n\n".encode(), "keys")
         q.push(b"5", key="k")
         self.assertEqual(self.drain(q), [b"plain", b"5"])
+
+    def test_link_to_another_keys_task_or_payload_is_not_trusted(self) -> None:
+        """A push or take of a key uses no task and no payload of another key, whatever the link of
+        the key says."""
+        q = self.queue()
+        os.mkdir(self.file("keys"))
+        link = self.file("keys", key_tag("k"))
+        task = self.take(q, id=q.push(b"1", key="leased"))
+        behind = f"keys/{q.push(b'2', key='leased')}"
+        waiting = f"pending/{q.push(b'3', key='waits')}"
+        for text in ("rubbish", waiting, f"{waiting} {behind}", task.path):
+            os.symlink(text, link)
+            q.push(b"4", key="k")
+            q.done(mine := self.take(q, "k"))
+            self.assertEqual((mine.key, mine.data), ("k", b"4"), text)
+            if not self.has_states:
+                os.unlink(link)
+        ident = q.push(b"5", key="k")
+        if self.has_states:
+            os.unlink(link)
+        os.symlink(f"pending/{ident} {behind}", link)
+        q.done(mine := self.take(q, id=ident))
+        self.assertEqual(mine.data, b"5")
+        q.done(task)
+        self.assertEqual(self.drain(q), [b"2", b"3"])
+
+    def test_stray_payload_does_not_replace_a_payload_that_was_written_later(self) -> None:
+        """A payload in keys/ that no link names, and that was written first, is not delivered."""
+        q = self.queue()
+        task = self.leased_with_buffered(q)
+        stray = self.put(f"{10**18:020d}-{key_tag('k')}", record(b"stray", b"k"), "keys")
+        os.utime(stray, (1, 1))
+        self.assertIsNone(self.queue("n2").pop())
+        q.done(task)
+        self.assertEqual(self.drain(q), [b"2"])
+
+    def test_of_two_stray_payloads_the_one_written_last_is_delivered(self) -> None:
+        """Of two payloads in keys/ that no link names, the one that was written last becomes the
+        task, though its id is the lower one."""
+        # On a shared file system, the times of files are not reliable, and the ids decide.
+        q, last_s = self.queue(), time.time()
+        os.mkdir(self.file("keys"))
+        for number, written_s in ((1, last_s), (2, last_s - 9)):
+            name = f"{number:020d}-{key_tag('k')}"
+            path = self.put(name, record(b"%d" % number, b"k"), "keys")
+            os.utime(path, (written_s, written_s))
+        self.assertEqual(self.drain(q), [b"1"] if self.has_states else [b"2"])
+
+    def test_payload_scheduled_behind_an_undone_claim_is_not_delivered_early(self) -> None:
+        """If a payload is scheduled behind a claim that is then undone, the next pop() does not
+        deliver it before its time."""
+        q, other = self.queue(), self.queue("n2")
+        ident = q.push(b"1", key="k")
+
+        def undo() -> None:
+            other.schedule(b"2", (time.time() + 9000) * 1e6, key="k")
+            raise_errno(errno.EMFILE)
+
+        with self.assertRaises(OSError), hooked(at_call("open", "/inflight-n1/", undo, times=1)):
+            q.pop()
+        self.assertEqual((other.pop(), q.pop()), (None, None))
+        self.assertEqual(self.take(q, id=ident).data, b"2")
+
+    def test_payload_that_another_process_left_in_keys_is_delivered_at_once(self) -> None:
+        """A payload that came to keys/, and whose task has ended, is delivered within seconds."""
+        q, other, clock = self.queue(), self.queue("n2"), self.clock()
+        self.assertIsNone(q.pop())
+        task = self.leased_with_buffered(other)
+        with hooked(at_call("move", "/keys/", errno_raiser(errno.EIO))):
+            other.done(task)
+        clock.advance(2)
+        self.assertEqual(self.drain(q), [b"2"])
+
+    def test_task_that_a_failed_push_left_in_keys_comes_back_soon(self) -> None:
+        """If a push fails while it has the task in keys/, and can't put it back, the task comes
+        back within seconds, though other tasks wait."""
+        q, clock = self.queue(), self.clock()
+        self.assertIsNone(q.pop())
+        q.push(b"1", key="k")
+        q.push_many([b"2", b"3", b"4"])
+        moves = itertools.count()
+
+        def fail(name: str, args: tuple[Any, ...]) -> None:
+            if name == "move" and "/keys/0" in f"{args}" and next(moves):
+                raise_errno(errno.EIO)
+
+        with self.assertRaises(OSError), hooked(fail):
+            q.push(b"new", key="k")
+        self.assertEqual(self.states(), {"pending": 3, "keys": 1})
+        self.assertEqual(self.pop(q).data, b"2")
+        clock.advance(2)
+        self.assertEqual(self.pop(q).data, b"1")
 
     # Locks
 
@@ -3040,6 +3237,22 @@ class Keyed(QueueCase):
             self.assertIsNone(q.pop())
         self.assertEqual(q.pop(10), FemtoTask(task.id, b"x", 2, "k"))
 
+    def test_take_without_a_timeout_waits_a_little_for_the_lock_of_the_key(self) -> None:
+        """take() without a timeout gets the task though another process has the lock of the key
+        for a moment."""
+        self.clock().stand_still()  # no job comes due: only take() locks something
+        q, tries = self.queue(), itertools.count()
+        self.assertIsNone(q.pop())
+        q.push(b"x", key="k")
+        lock = self.locked("k")
+
+        def unlock() -> None:
+            if next(tries) == 1:
+                lock.close()
+
+        with lock, hooked(at_call("lock", None, unlock)):
+            self.assertEqual(self.take(q, "k").data, b"x")
+
     def test_payload_scheduled_behind_a_task_can_be_taken_by_the_tasks_id(self) -> None:
         """A payload that was scheduled behind a leased task can be taken early, by the id of the
         task, after the task was released."""
@@ -3047,6 +3260,7 @@ class Keyed(QueueCase):
         task = leased(q, b"1", "k")
         q.schedule(b"2", (time.time() + 9000) * 1e6, key="k")
         q.release(task)
+        self.assertEqual(self.states(), {"scheduled": 1, "keys": 1})
         self.assertEqual(q.take(id=task.id), FemtoTask(task.id, b"2", 1, "k"))
 
     def test_newer_payload_with_equal_bytes_begins_without_attempts_and_checkpoint(self) -> None:
@@ -3309,6 +3523,18 @@ class KeyedOnSharedFileSystem(Keyed):
         q.push(b"2", key="k")
         self.assertEqual(self.drain(q), [b"2"])
 
+    def test_payload_pushed_behind_a_task_from_a_host_whose_clock_is_fast_is_delivered(
+        self,
+    ) -> None:
+        """A payload that is pushed behind a leased task is delivered, even if the task's id has a
+        time in the future."""
+        q = self.queue()
+        self.put(f"{time.time_ns() + 60 * 10**9:020d}-{key_tag('k')}", record(b"1", b"k"))
+        task = self.pop(q)
+        q.push(b"2", key="k")
+        q.done(task)
+        self.assertEqual(self.drain(q), [b"2"])
+
     def test_older_of_two_buffered_payloads_is_never_delivered(self) -> None:
         """If two payloads are buffered behind a task, only the newer payload is delivered."""
         # This happens if a host was cut off from the network, lost the lock of the key without
@@ -3445,6 +3671,23 @@ class Durability(StepCase):
         self.queue()
         calls = self.moves_and_syncs(lambda: FemtoQueue(self.path, sync_after_write=True))
         self.assertEqual(calls, ["directory"] * 2)
+
+    def test_payload_that_becomes_a_task_is_synced_in_pending(self) -> None:
+        """After done() with sync, the payload that was behind the task is synced in its new place,
+        and so is pending/."""
+        q, synced = self.queue(sync_after_write=True), set[int]()
+        task = leased(q, b"1", "k")
+        q.push(b"2", key="k")
+
+        def note(name: str, args: tuple[Any, ...]) -> None:
+            if name == "fsync":
+                synced.add(os.fstat(args[0]).st_ino)
+
+        with hooked(note):
+            q.done(task)
+        [name] = self.names("pending")
+        places = self.file("pending"), self.file("pending", name)
+        self.assertLessEqual({os.stat(it).st_ino for it in places}, synced)
 
     def test_push_many_syncs_the_batch_once(self) -> None:
         """push_many() with sync calls syncfs() once for the whole batch."""
@@ -4200,6 +4443,19 @@ class Faults(PlainInterrupted):
         """If another worker takes a task after any system call, no task is lost or done twice."""
         self.check_all(self.intruders)
 
+    def test_push_that_raises_leaves_no_task(self) -> None:
+        """If push() raises because of a system call, also of the last sync, there is no task."""
+        raised = 0
+        for step in Step.each(errno_raiser(errno.EIO)):
+            q = self.new_queue(sync_after_write=True)
+            try:
+                with hooked(step):
+                    q.push(b"x")
+            except OSError:
+                raised += 1
+                self.assertEqual(self.states(), {}, step.at)
+        self.assertGreater(raised, 3)
+
     def test_constructor_works_after_another_one_failed_at_any_system_call(self) -> None:
         """After a constructor has failed at any system call, the next constructor succeeds."""
         # A constructor whose statfs() fails raises an error: it does not assume a local file
@@ -4460,6 +4716,26 @@ class Faults(PlainInterrupted):
             self.assertIsNone(other.pop())
         self.assertEqual(os.listdir(os.path.join(moved, "done")), [task.id])
         self.assertEqual(popped(q).id, ident)
+
+    def test_files_are_made_and_removed_only_in_the_directory_that_was_opened(self) -> None:
+        """After data_dir was moved, and another queue came to its path, a queue object makes and
+        removes files only in the directory that it has opened."""
+        q, place = self.queue(keep_done=False), self.path
+        task = leased(q, key="k")
+        self.path = os.path.join(self.new_dir(self.memory), "moved")
+        os.rename(place, self.path)
+        self.addCleanup(shutil.rmtree, place, True)
+        q.push(b"2", key="k")
+        q.checkpoint(task, b"half")
+        self.assertEqual(len(self.names("checkpoints")), 1)
+        q.done(task)
+        task = popped(q)
+        q.fail(task, "why")
+        q.pause()
+        self.assertEqual(self.names("failed"), [task.id, f"{task.id}.error"])
+        self.assertTrue(os.path.exists(self.file("PAUSED")))
+        self.assertEqual((self.states(), self.names("checkpoints")), ({"failed": 1}, []))
+        self.assertFalse(os.path.exists(place))
 
     def test_data_dir_that_was_removed_raises_until_it_is_made_again(self) -> None:
         """While data_dir is removed, each call raises FileNotFoundError; then all work again."""
@@ -5798,6 +6074,19 @@ class ForeignFiles(QueueCase):
         "new\nline",
     )
 
+    def test_lease_directory_that_is_a_link_is_left_alone(self) -> None:
+        """A link with the name of a lease directory is not a worker, and is not followed."""
+        outside = self.new_dir(self.memory)
+        name = f"{1:020d}~1~00000000~{1:020d}-{'0' * 16}"
+        with open(os.path.join(outside, name), "wb") as file:
+            file.write(record(b"x"))
+        q = self.queue()
+        os.symlink(outside, self.file("inflight-x"))
+        self.assertIsNone(q.pop())
+        stats = q.stats()
+        self.assertEqual((stats.inflight, [it.node for it in stats.nodes]), (0, ["n1"]))
+        self.assertEqual((os.listdir(outside), len(q.check())), ([name], 1))
+
     def litter(self, directory: str) -> set[str]:
         """Put every kind of foreign thing into a directory; return the paths."""
         for name in self.NAMES:
@@ -6436,6 +6725,23 @@ class Tickets(TicketCase):
         stack.close()
         self.assertTrue(line.is_empty())
 
+    @FORK
+    def test_child_of_an_unseen_fork_has_tickets_of_its_own(self) -> None:
+        """A child that Python did not see keeps the ticket that it draws, and takes no ticket of
+        its parent away."""
+        lines = [self.line()]
+        first, _ = lines[0].register()
+
+        def draw() -> None:
+            second, _ = lines[0].register()
+            assert not lines[0].is_head(second)
+            assert self.line().cleanup_stale() == 0
+
+        self.check_exit(self.forked_unseen(draw))
+        self.check_exit(self.forked_unseen(lines.clear))
+        self.assertTrue(self.line().is_head(first))
+        self.assertTrue(lines[0].is_head(first))
+
     def test_register_that_fails_or_is_interrupted_leaves_no_ticket(self) -> None:
         """If register() raises, it leaves no ticket in line, for which all others would wait."""
         # At each system call of register() the network is cut, or Ctrl-C comes before or after the
@@ -6857,6 +7163,39 @@ class Shrinking(QueueCase):
         with hooked(at_call("move", "/creating/", replace, times=1)):
             q.push(b"x")
         self.assertEqual((self.are_replaced(before), self.drain(q)), ([True], [b"x"]))
+
+    def moved_aside(self, directory: str) -> None:
+        """Put a new directory in place of one of the queue's, which stays under another name."""
+        os.rename(self.file(directory), self.new_dir(self.path))
+        os.mkdir(self.file(directory))
+
+    def test_process_that_only_pushes_notices_a_replaced_directory(self) -> None:
+        """A process that only pushes uses the directory that is at the name, within seconds."""
+        q, clock = self.queue(), self.clock()
+        q.push(b"1")
+        self.moved_aside("pending")
+        clock.advance(2)
+        ident = q.push(b"2")
+        self.assertEqual(self.names("pending"), [ident])
+
+    def test_worker_notices_a_replaced_directory(self) -> None:
+        """A worker takes tasks from the directory that is at the name, within seconds."""
+        q, clock = self.queue(), self.clock()
+        self.assertIsNone(q.pop())
+        self.moved_aside("pending")
+        self.queue("n2").push(b"x")
+        clock.advance(2)
+        self.assertEqual(popped(q).data, b"x")
+
+    def test_push_succeeds_though_creating_was_just_replaced(self) -> None:
+        """A push whose open creating/ was removed writes into the new one."""
+        self.clock().stand_still()
+        q = self.queue()
+        q.push(b"1")
+        os.rmdir(self.file("creating"))
+        os.mkdir(self.file("creating"))
+        q.push(b"2")
+        self.assertEqual(self.drain(q), [b"1", b"2"])
 
     def test_join_does_not_miss_a_task_that_moves_while_pending_is_replaced(self) -> None:
         # RACE: another worker makes the new directory in the tick of the clock in which pending/
@@ -10406,6 +10745,18 @@ class Trust(QueueCase):
             q.resume()
             self.assertFalse(os.path.lexists(outside) or os.path.lexists(self.file("PAUSED")))
             q.done(self.pop(q))
+
+    def test_lock_file_that_is_a_link_is_not_followed(self) -> None:
+        """A call that needs the lock of a key raises an error if its file is a link."""
+        outside = os.path.join(self.new_dir(self.memory), "target")
+        with open(outside, "wb"):
+            pass
+        q = self.queue()
+        os.mkdir(self.file("locks"))
+        os.symlink(outside, self.file("locks", key_tag("k")[-2:]))
+        with self.assertRaises(OSError):
+            q.push(b"x", key="k")
+        self.assertEqual(self.states(), {})
 
     def test_lease_directory_that_may_not_be_read_ends_no_other_worker(self) -> None:
         """If a user makes a lease directory that others may not read, the calls of the others pass

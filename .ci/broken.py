@@ -439,7 +439,7 @@ register() takes another ticket if flock() fails for a removed file | SharedTick
 a directory of the queue that is a link is refused | Durability
 -_DIR_FLAGS = _ROOT_FLAGS | _NO_FOLLOW_OR_BLOCK
 +_DIR_FLAGS = _ROOT_FLAGS
-a lock file that is a link is not followed | ManyUsers
+a lock file that is a link is not followed | Trust
 -_LOCK_FLAGS = os.O_RDWR | os.O_CREAT | _NO_FOLLOW_OR_BLOCK
 +_LOCK_FLAGS = os.O_RDWR | os.O_CREAT
 a lease directory that is a link is left alone | ForeignFiles
@@ -637,7 +637,7 @@ a push does not raise an error after its payload is in the queue | Keyed
              # The new payload is in the queue: find() or repair() makes the task of it.
 -            _raise_if_no_errno(error)
 +            raise
-a payload in keys/ becomes a task soon after a push that raised an error | KeyedInterrupted
+a payload in keys/ becomes a task soon after a push that raised an error | Keyed
 -            self._repair_soon()
              raise
 a payload whose replacement ended by a kill becomes a task | KeyedInterrupted
@@ -808,7 +808,7 @@ a claim whose lease has ended delivers no older payload | Keyed
 a buffered payload is not delivered before its due time | Keyed
 -        due_ns = _later_ns(behind)
 +        due_ns = None
-a task that is released waits for the due time of its buffered payload | KeyedInterrupted
+a task that is released waits for the due time of its buffered payload | Keyed
 -                target = _fresh_path(target, _later_ns(behind))
 +                target = _fresh_path(target, None)
 a buffered payload starts with attempt 1, even after an undone claim | Keyed
@@ -902,7 +902,7 @@ keep_done=False: the directory is synced after the removal | Durability
 -            self.files.sync_dir(os.path.dirname(lease.path))
 a payload pushed behind a task has a later order, even if clocks differ | KeyedOnSharedFileSystem
 -            order_ns = max(order_ns, _stamp_of(_id_of(path)) + 1)
-a payload pushed behind a task with a forged id has an order of the present | Keyed
+a payload pushed behind a task with a forged id has an order of the present | Trust
 -        if path and _stamp_of(_id_of(path)) < _latest_order_ns():
 +        if path:
 a payload that replaces an older one does not get the checkpoint of the older one | Cost
