@@ -2085,6 +2085,23 @@ class Liveness(QueueCase):
     # A C library, such as uWSGI's, forks without a call of Python's hooks.
 
     @FORK
+    def test_child_that_closes_all_descriptors_pushes_into_its_own_queue(self) -> None:
+        """A child that closes all descriptors after the fork, as a daemon does, opens the
+        directories of the queue anew."""
+        q, place = self.queue(), self.new_dir(self.memory)
+        q.push(b"1")
+        pid = os.fork()
+        if pid == 0:
+            with contextlib.suppress(BaseException):
+                os.closerange(3, 256)
+                while os.open(place, os.O_RDONLY) < 64:
+                    pass
+                q.push(b"2")
+            os._exit(0)
+        os.waitpid(pid, 0)
+        self.assertEqual(self.states(), {"pending": 2})
+
+    @FORK
     def test_child_of_an_unseen_fork_takes_tasks_under_a_name_of_its_own(self) -> None:
         """A child that Python did not see leases a task in a directory of its own."""
         calls: tuple[Callable[[FemtoQueue], object], ...] = (popped, lambda q: self.take(q, "k"))

@@ -334,8 +334,8 @@ a task that comes due when the date is set forward is found at once | ReplacedCl
 -            is_due = _latest_due_ns() >= self._first_due_ns
 +            is_due = False
 a payload that came to keys/ is looked at soon | Keyed
--        self._seen = {"enqueue": (0, 0), "repair": (0, 0)}
-+        self._seen = {"enqueue": (0, 0)}
+-        return is_rested and is_settled and now != self._seen[what]
++        return what == "enqueue" and is_rested and is_settled and now != self._seen[what]
 a checkpoint that this user may not read does not stop the delivery | ManyUsers
 -    except (CorruptTask, PermissionError) as error:
 -        _log().warning("%s: no
@@ -582,7 +582,7 @@ a lock that was freed is taken within some hundredths of a second | LockWaits
 a push that interrupted a call for the same key raises EDEADLK | LockWaits
 -        if self._has_lock(tag):
 +        if not tag:
-a child forked unseen by Python makes ids of its own | Liveness
+a child forked unseen by Python makes ids of its own | Reported
 -        if os.getpid() != _process_id:  # inlined: a call would be 5 % of push()
 +        if not _process_id:
 a child forked unseen by Python claims no task under its parent's name | Liveness
@@ -606,7 +606,7 @@ a child forked unseen by Python does not remove its parent's tickets | Tickets
 a child's close of its copy of a lock does not unlock the parent's | Liveness
 -        if self._pid != os.getpid():  # _after_fork_in_child() closes the child's copy
 +        if not self._pid:
-a forked child closes no directory of its parent | Liveness
+a forked child opens its directories anew | Liveness
 -        self._files.dirs.clear()
          self._clock.init_worker()
 a pop() does not wait for long for the lock of a key | LockWaits hangs
