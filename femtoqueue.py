@@ -1499,22 +1499,25 @@ class _Files:
         of another. But for a directory of _STATE_DIRS, raise the OSError.
 
         The directory is opened anew: two listings in one opening would share a position."""
+        fd = None
         try:
             root = self.dirs[""]
             if root.fd is None:
                 return os.listdir(root.prefix + directory)
             fd = os.open(directory or ".", _DIR_FLAGS, dir_fd=root.fd)
+            return os.listdir(fd)
         except OSError as error:
-            if error.errno in _MISSING_ERRNOS and self.dirs.drop_removed_root():
+            # RACE: another process removes or replaces the directory after it was opened here.
+            is_removed = error.errno in _MISSING_ERRNOS
+            if is_removed and (fd is not None or self.dirs.drop_removed_root()):
                 return self.names(directory)
             self.named(error, directory)
             if directory in _STATE_DIRS or not self._is_passed_over(directory, error):
                 raise
             return []
-        try:
-            return os.listdir(fd)
         finally:
-            os.close(fd)
+            if fd is not None:
+                os.close(fd)
 
     def _is_passed_over(self, directory: str, error: OSError) -> bool:
         if error.errno in (errno.EACCES, errno.EPERM) and directory not in _STATE_DIRS:

@@ -2220,6 +2220,19 @@ class LeaseDirectoryLost(QueueCase):
             self.assertEqual(popped(q).data, b"1")
         self.assertEqual((replaced, len(os.listdir(place))), ([place], 1))
 
+    def test_lease_directory_that_is_removed_during_its_listing_is_empty(self) -> None:
+        """A lease directory that another host removes while it is listed has no tasks."""
+        q, other = self.queue("n1"), self.queue("n2")
+        other.release(leased(other))
+
+        def remove() -> None:
+            other.close()
+            raise OSError(errno.ESTALE, "stale")  # as NFS and GlusterFS do
+
+        with hooked(at_call("list", "/inflight-n2", remove, times=1)):
+            self.assertEqual([*q.tasks("inflight")], [])
+        self.assertNotIn("inflight-n2", os.listdir(self.path))
+
     def test_lease_directory_removed_by_another_host_is_made_again(self) -> None:
         """A worker whose lease directory was removed by another host makes a new directory."""
         # After that removal, calls with the worker's descriptor of the directory raise ESTALE.
