@@ -33,8 +33,8 @@ import femtoqueue
 import test
 
 LIMITS = {
-    "tokens of code": 42_806,
-    "lines of code": 4_890,
+    "tokens of code": 42_831,
+    "lines of code": 4_894,
 }
 DOORS = {  # names of later parts that parts above them may use
     *("_Inspector", "_Processing", "_WorkerPool", "_open_files"),
