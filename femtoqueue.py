@@ -5540,7 +5540,7 @@ class _Inspector:
         for path in self._worker.keys.paths_without_task():
             yield Finding("key without a task", path, "no task of the key is left")
         for path in self._worker.maintenance.stale_files():
-            yield Finding("leftover", path, "old: its process was killed, or its task ended by hand")
+            yield Finding("leftover", path, "of a killed process, or of a task ended by hand")
 
     def _names(self) -> Iterator[Finding]:
         """Yield a finding for each foreign name, but not for the lost+found of a mount point."""
