@@ -2284,7 +2284,7 @@ class _LeaseDir:
     def _try_to_hold(self, lock: _FileLock, end_s: float) -> bool:
         """Take the shared lock of the directory, and keep the directory open. Return False if it
         must be opened again."""
-        if not os.access(".", os.W_OK, dir_fd=lock.fd):  # another user has made it
+        if not os.access(lock.prefix + ".", os.W_OK, dir_fd=lock.fd):  # another user has made it
             self._use_another()
             return False
         # Another process holds the exclusive lock for a moment, to find out whether we live.

@@ -491,7 +491,7 @@ a worker uses another directory if it may not open the one of its node_id | Many
 +            except (PermissionError, NotADirectoryError):
 +                raise
 a worker uses another directory if it may not write to the one of its node_id | ManyUsers
--        if not os.access(".", os.W_OK, dir_fd=lock.fd):  # another user has made it
+-        if not os.access(lock.prefix + ".", os.W_OK, dir_fd=lock.fd):  # another user has made it
 +        if not lock:
 a worker uses another directory if another process keeps its own locked | Liveness hangs
              if time.monotonic() >= end_s:

@@ -33,7 +33,7 @@ import femtoqueue
 import test
 
 LIMITS = {
-    "tokens of code": 42_831,
+    "tokens of code": 42_835,
     "lines of code": 4_894,
 }
 DOORS = {  # names of later parts that parts above them may use
