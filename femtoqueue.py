@@ -2763,8 +2763,7 @@ class _Delivery:
                     # or our lease directory is gone. So the next listing looks at the directory.
                     self._maintenance.drop_batch()
                 listings += 1
-                is_closed = self._lease_dir.close_count != close_count
-                if listings > _MAX_LISTINGS or is_closed or not self._maintenance.refill():
+                if listings > _MAX_LISTINGS or not self._maintenance.refill(close_count):
                     return None
             elif not is_claimed:
                 losses += 1
@@ -3023,12 +3022,15 @@ class _Maintenance:
             if self.next_s[what] >= began_s + self.every_s[what]:
                 self.next_s[what] = max(ended_s + self.every_s[what], self.rested_s[what])
 
-    def refill(self) -> bool:
+    def refill(self, close_count: int) -> bool:
         """List pending/ because the batch is empty. If no task waits there, run what may find more
-        tasks. Return True if the caller is to try again.
+        tasks. Return True if the caller is to try again. After a close() since `close_count`, do
+        nothing.
 
         Raises the OSError of what failed at its last run, and fails again."""
         with self._lock:
+            if self._lease_dir.close_count != close_count:
+                return False
             if not self._batch.names:  # RACE: else another thread has just listed pending/
                 if time.monotonic() >= self._next_look_s:
                     self._look()

@@ -33,8 +33,8 @@ import femtoqueue
 import test
 
 LIMITS = {
-    "tokens of code": 42_835,
-    "lines of code": 4_894,
+    "tokens of code": 42_840,
+    "lines of code": 4_895,
 }
 DOORS = {  # names of later parts that parts above them may use
     *("_Inspector", "_Processing", "_WorkerPool", "_open_files"),
