@@ -2484,13 +2484,9 @@ class LostReply(QueueCase):
             q.push(b"3", key="k")
         self.assertEqual(self.pop(q).data, b"3")
 
-    def test_expired_lease_is_lost_though_a_stale_cache_still_shows_it(self) -> None:
-        """done() raises LeaseLost if the lease expired and another delivery made done/<id>."""
-        # The client's cache still shows the lease, as it was half a minute ago.
-        q, other, clock = self.queue(timeout_stale_ms=1000), self.queue("n2"), self.clock()
-        late, seen = leased(q), list[str]()
-        clock.advance(3)
-        other.done(self.pop(other))
+    def cache_still_shows(self, late: FemtoTask, seen: list[str]) -> Any:
+        """Return a patch: the first look at the lease of a task that has moved to done/ shows the
+        lease, and adds its path to `seen`."""
 
         def lstat(name: str, *, dir_fd: int | None = None) -> os.stat_result:
             path = path_at(dir_fd, name)
@@ -2499,7 +2495,17 @@ class LostReply(QueueCase):
                 return os.lstat(self.file("done", late.id))
             return os.lstat(path)
 
-        with mock.patch.object(femtoqueue, "os", fake_os(lstat=lstat)):
+        return mock.patch.object(femtoqueue, "os", fake_os(lstat=lstat))
+
+    def test_expired_lease_is_lost_though_a_stale_cache_still_shows_it(self) -> None:
+        """done() raises LeaseLost if the lease expired and another delivery made done/<id>."""
+        # The client's cache still shows the lease, as it was half a minute ago.
+        q, other, clock = self.queue(timeout_stale_ms=1000), self.queue("n2"), self.clock()
+        late, seen = leased(q), list[str]()
+        clock.advance(3)
+        other.done(self.pop(other))
+
+        with self.cache_still_shows(late, seen):
             for _ in range(2):
                 self.assertRaises(LeaseLost, q.done, late)
 
@@ -2513,14 +2519,7 @@ class LostReply(QueueCase):
         os.rename(self.file(late.path), self.file("done", late.id))
         clock.wall_shift_s = 2.0
 
-        def lstat(name: str, *, dir_fd: int | None = None) -> os.stat_result:
-            path = path_at(dir_fd, name)
-            if path.endswith(late.path) and not seen:
-                seen.append(path)
-                return os.lstat(self.file("done", late.id))
-            return os.lstat(path)
-
-        with mock.patch.object(femtoqueue, "os", fake_os(lstat=lstat)):
+        with self.cache_still_shows(late, seen):
             self.assertRaises(LeaseLost, q.done, late)
         self.assertEqual(len(seen), 1)
 
