@@ -2455,7 +2455,7 @@ class _Worker:
         if path.startswith("pending/"):
             self.batch.add(path)
         elif path.startswith("scheduled/"):
-            self.maintenance.sooner("enqueue", (_stamp_of(path) - _wall_ns()) / 1e9)
+            self.maintenance.note_due(_stamp_of(path))
 
     def move_task(self, source: str, target: str, until_s: float = _FOREVER_S) -> str:
         """Move a task's file; target "" removes the file. Return the new path, which may differ
@@ -2977,6 +2977,11 @@ class _Maintenance:
         self.next_s[what] = min(self.next_s[what], time.monotonic() + seconds)
         self.wake_by(self.next_s[what])
 
+    def note_due(self, due_ns: int) -> None:
+        """Take notice of a task in scheduled/ that will be due then."""
+        self._first_due_ns = min(self._first_due_ns, due_ns)
+        self.sooner("enqueue", (due_ns - _wall_ns()) / 1e9)
+
     def wake_by(self, at_s: float) -> None:
         self.wake_s = min(self.wake_s, at_s)
 
@@ -3111,8 +3116,7 @@ class _Maintenance:
         for name in filter(_FORMS["scheduled"], sorted(self._files.names("scheduled"))):
             due_ns = _stamp_of(name)
             if due_ns > now_ns:
-                self.sooner("enqueue", (due_ns - now_ns) / 1e9)
-                self._first_due_ns = due_ns
+                self.note_due(due_ns)
                 break
             due.append(f"scheduled/{name}")
         end_s = time.monotonic() + _BASE_INTERVAL_S
