@@ -67,7 +67,10 @@ GOALS = (
 
 # The rows of the chart, and what to add to a bar's label: how many processes run. In each of these
 # rows tasks are pushed, popped and done.
-CHART = {"push + pop + done, queue empty": "", "2 producers, 2 consumers": f" x{WORKERS}"}
+CHART = {
+    "push + pop + done, queue empty": "",
+    "2 producers, 2 consumers": f" x{WORKERS}",
+}
 
 
 class Results:
@@ -197,7 +200,9 @@ class Floor:
     ) -> None:
         for name in (*DIRS, inflight):
             os.makedirs(os.path.join(path, name), exist_ok=True)
-        self.fds = [os.open(os.path.join(path, name), os.O_RDONLY) for name in (*DIRS, inflight)]
+        self.fds = [
+            os.open(os.path.join(path, name), os.O_RDONLY) for name in (*DIRS, inflight)
+        ]
         self.creating, self.pending, self.done, self.inflight = self.fds
         self.names = iter(task_names(20_000, tag))  # the names of the next pushes
         self.batch: list[str] = []  # names in pending/, the oldest last
@@ -224,7 +229,9 @@ class Floor:
             name = self.batch.pop()
             lease = LEASE + name
             try:
-                os.rename(name, lease, src_dir_fd=self.pending, dst_dir_fd=self.inflight)
+                os.rename(
+                    name, lease, src_dir_fd=self.pending, dst_dir_fd=self.inflight
+                )
             except FileNotFoundError:
                 continue
             fd = os.open(lease, os.O_RDONLY, dir_fd=self.inflight)
@@ -243,7 +250,9 @@ class Floor:
 class Queue:
     """femtoqueue, or another module with the interface of femtoqueue 0.4."""
 
-    def __init__(self, path: str, node_id: str = "bench", module: Any = femtoqueue) -> None:
+    def __init__(
+        self, path: str, node_id: str = "bench", module: Any = femtoqueue
+    ) -> None:
         self.queue = module.FemtoQueue(path, node_id)
         self.close = getattr(self.queue, "close", lambda: None)
 
@@ -267,7 +276,9 @@ class Sqlite:
         self.execute, self.close = self.database.execute, self.database.close
         self.execute("PRAGMA journal_mode=WAL")
         self.execute(f"PRAGMA synchronous={synchronous}")
-        self.execute("CREATE TABLE IF NOT EXISTS task (id INTEGER PRIMARY KEY, state, data BLOB)")
+        self.execute(
+            "CREATE TABLE IF NOT EXISTS task (id INTEGER PRIMARY KEY, state, data BLOB)"
+        )
         self.execute("CREATE INDEX IF NOT EXISTS waiting ON task (id) WHERE state = 0")
 
     def push(self) -> None:
@@ -288,7 +299,8 @@ class Sqlite:
         return bool(rows)
 
 
-Maker = Callable[[str, int], Any]  # makes a contender from a directory and a process's number
+# makes a contender from a directory and a process's number
+Maker = Callable[[str, int], Any]
 
 CONTENDERS: dict[str, Maker] = {
     "floor": lambda path, number: Floor(path, f"0000000{number}", f"inflight-{number}"),
@@ -321,7 +333,9 @@ def one_process(make: Maker, path: str) -> dict[str, float]:
     times["pop + done, 1,000 waiting"] = repeated(it.take, 500)
     for _ in range(500):
         it.push()
-    times["push + pop + done, 1,000 waiting"] = repeated(lambda: (it.push(), it.take()), 2000)
+    times["push + pop + done, 1,000 waiting"] = repeated(
+        lambda: (it.push(), it.take()), 2000
+    )
     check("tasks left", drain(it), 1000)
     it.close()
     return times
@@ -331,7 +345,9 @@ def almost_empty(make: Maker, path: str) -> dict[str, float]:
     """Push and take tasks one by one, in one process; and take from an empty queue."""
     it = make(path, 0)
     it.take()
-    times = {"push + pop + done, queue empty": repeated(lambda: (it.push(), it.take()), 2000)}
+    times = {
+        "push + pop + done, queue empty": repeated(lambda: (it.push(), it.take()), 2000)
+    }
     times["pop of an empty queue"] = repeated(it.take, 2000)
     it.close()
     return times
@@ -404,7 +420,9 @@ def run_together(work: Callable[[int, Any], int]) -> tuple[float, int]:
         except Exception as error:
             finished.put(repr(error))
 
-    processes = [context.Process(target=run, args=(number,)) for number in range(WORKERS)]
+    processes = [
+        context.Process(target=run, args=(number,)) for number in range(WORKERS)
+    ]
     for process in processes:
         process.start()
     start.wait()
@@ -429,7 +447,9 @@ def compare(base: str, results: Results, scenario: Callable[[Maker, str], Any]) 
         except Failed as error:
             if name != "other":
                 raise
-            print(f"{scenario.__name__}: the other file failed: {error}", file=sys.stderr)
+            print(
+                f"{scenario.__name__}: the other file failed: {error}", file=sys.stderr
+            )
     for row, by_contender in times.items():
         results.add_times(row, by_contender)
 
@@ -442,7 +462,9 @@ def synced_push(base: str, results: Results, count: int) -> None:
         files = femtoqueue._open_files(path, is_durable=True)
 
         def sync_all() -> None:
-            with files.synced_batch() if files.has_syncfs() else contextlib.nullcontext():
+            with (
+                files.synced_batch() if files.has_syncfs() else contextlib.nullcontext()
+            ):
                 pass
 
         floor_many = repeated(floor.push, 100) * 100 + repeated(sync_all, 1)
@@ -458,7 +480,9 @@ def synced_push(base: str, results: Results, count: int) -> None:
         times["sqlite3"] = repeated(table.push, count)
         table.close()
     results.add_times("push, synced", times)
-    results.add_times("push_many of 100, synced", {"queue": many / 100, "floor": floor_many / 100})
+    results.add_times(
+        "push_many of 100, synced", {"queue": many / 100, "floor": floor_many / 100}
+    )
 
 
 def fill(path: str, count: int) -> None:
@@ -539,14 +563,19 @@ def keyed(base: str, results: Results, count: int) -> None:
         replace_s = timed(lambda: [q.push(PAYLOAD[1:], key=key) for key in keys])
         tasks: list[FemtoTask] = []
         take_s = timed(lambda: tasks.extend(filter(None, map(q.take, keys))))
-        check("taken", {(task.key, task.data) for task in tasks}, {(k, PAYLOAD[1:]) for k in keys})
+        check(
+            "taken",
+            {(task.key, task.data) for task in tasks},
+            {(k, PAYLOAD[1:]) for k in keys},
+        )
         for task in tasks:
             q.done(task)
         check("keys", os.listdir(os.path.join(path, "keys")), [])
     with fresh_dir(base) as path:
         floor, names = Floor(path), task_names(len(keys))
         os.mkdir(os.path.join(path, "aside"))
-        for name in names:  # the lock files and the links of the queue's keys exist, too
+        for name in names:
+            # the lock files and the links of the queue's keys exist, too
             floor.push()
             os.close(os.open(name, CREATE, 0o666, dir_fd=floor.inflight))
             os.symlink(f"pending/{name}", name, dir_fd=floor.done)
@@ -574,7 +603,9 @@ def empty_polls(base: str, results: Results, count: int) -> None:
         grown = os.stat(os.path.join(path, "pending")).st_size
         used_us, shrunk = polls_of_empty(path)
     name = f"pop of empty, {count:,} before"
-    results.add(name, "µs", new_queue=new_us, used_queue=used_us, ratio=new_us / used_us)
+    results.add(
+        name, "µs", new_queue=new_us, used_queue=used_us, ratio=new_us / used_us
+    )
     results.add(f"{name}: pending/", "KiB", full=grown / 1024, drained=shrunk / 1024)
 
 
@@ -610,7 +641,8 @@ def wake_up(base: str, results: Results, count: int, polling: bool) -> None:
             check("waiter", lines.readline(), "ready\n")
             times = []
             for _ in range(count):
-                sleep(0.02)  # meanwhile the other process waits again, and polls at long intervals
+                # meanwhile the other process waits again, and polls at long intervals
+                sleep(0.02)
                 q.push(b"%.9f" % perf_counter())
                 times.append(float(lines.readline()))
         process.join()
@@ -663,13 +695,17 @@ def commands(base: str, results: Results, count: int) -> None:
 
 def import_time(results: Results) -> None:
     """Measure `import femtoqueue` without and with a cached bytecode file."""
-    code = "from time import perf_counter as p; s = p(); import femtoqueue; print(p() - s)"
+    code = (
+        "from time import perf_counter as p; s = p(); import femtoqueue; print(p() - s)"
+    )
     here = os.path.dirname(os.path.abspath(__file__))
     with tempfile.TemporaryDirectory() as cache:
         env = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
         env["PYTHONPYCACHEPREFIX"] = cache
         first, cached = (
-            float(subprocess.check_output([sys.executable, "-c", code], cwd=here, env=env))
+            float(
+                subprocess.check_output([sys.executable, "-c", code], cwd=here, env=env)
+            )
             for _ in range(2)
         )
     results.add("import femtoqueue", "ms", first=first * 1e3, cached=cached * 1e3)
@@ -718,7 +754,11 @@ def run(base: str, runs: int, large: bool, chart: bool) -> Results:
             for scenario in (almost_empty, *((both_sides,) if can_fork else ())):
                 compare(base, results, scenario)
             continue
-        for scenario in (one_process, almost_empty, *((workers, both_sides) if can_fork else ())):
+        for scenario in (
+            one_process,
+            almost_empty,
+            *((workers, both_sides) if can_fork else ()),
+        ):
             compare(base, results, scenario)
         synced_push(base, results, 100)
         import_time(results)
@@ -750,18 +790,30 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Time femtoqueue against the same work as bare os calls."
     )
-    parser.add_argument("--dir", help="a directory on the file system to measure (default: here)")
-    parser.add_argument("--runs", type=int, default=3, help="runs of each figure (default: 3)")
     parser.add_argument(
-        "--large", action="store_true", help="also with 1,000,000 tasks: takes minutes and 5 GB"
+        "--dir", help="a directory on the file system to measure (default: here)"
     )
     parser.add_argument(
-        "--other", metavar="FILE", help="measure another femtoqueue.py as well (0.4 or later)"
+        "--runs", type=int, default=3, help="runs of each figure (default: 3)"
+    )
+    parser.add_argument(
+        "--large",
+        action="store_true",
+        help="also with 1,000,000 tasks: takes minutes and 5 GB",
+    )
+    parser.add_argument(
+        "--other",
+        metavar="FILE",
+        help="measure another femtoqueue.py as well (0.4 or later)",
     )
     form = parser.add_mutually_exclusive_group()
-    form.add_argument("--json", metavar="FILE", help="also write the figures of each run to FILE")
     form.add_argument(
-        "--chart", action="store_true", help="print only tasks per second, as a mermaid chart"
+        "--json", metavar="FILE", help="also write the figures of each run to FILE"
+    )
+    form.add_argument(
+        "--chart",
+        action="store_true",
+        help="print only tasks per second, as a mermaid chart",
     )
     args = parser.parse_args()
     if args.runs < 1:
@@ -794,7 +846,9 @@ def main() -> None:
         module = load(args.other)
         folder = os.path.basename(os.path.dirname(os.path.abspath(args.other)))
         names["other"] = folder.removeprefix("femtoqueue-")
-        CONTENDERS["other"] = lambda path, number: Queue(path, f"bench-{number}", module)
+        CONTENDERS["other"] = lambda path, number: Queue(
+            path, f"bench-{number}", module
+        )
     try:
         results = run(base, args.runs, args.large, args.chart)
     except Failed as error:

@@ -165,7 +165,13 @@ _REFUSED_ERRNOS = (errno.EACCES, errno.EPERM, errno.EROFS)
 _NO_WRITE_ERRNOS = (*_OUT_OF_SPACE_ERRNOS, *_REFUSED_ERRNOS, errno.EISDIR)
 # Errors that concern one file: another user's file in a sticky directory, an immutable file, a
 # directory or a link with the name of a task.
-_ONE_FILE_ERRNOS = (errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTEMPTY, errno.ELOOP)
+_ONE_FILE_ERRNOS = (
+    errno.EACCES,
+    errno.EPERM,
+    errno.EISDIR,
+    errno.ENOTEMPTY,
+    errno.ELOOP,
+)
 # This process, or the system, has no descriptor or no memory left. The file itself is in order.
 _TRANSIENT_ERRNOS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 # ESTALE: another host removed the file that our descriptor refers to (NFS, GlusterFS).
@@ -275,7 +281,9 @@ class _OpenFile:
     fd: int | None = None
     prefix = ""
 
-    def __init__(self, parent: _OpenFile | None, name: str, flags: int = _DIR_FLAGS) -> None:
+    def __init__(
+        self, parent: _OpenFile | None, name: str, flags: int = _DIR_FLAGS
+    ) -> None:
         self.parent: _OpenFile | None = parent
         self.name = name
         self.path: str = os.path.join(parent.path, name) if parent else name
@@ -313,7 +321,8 @@ class _OpenFile:
             os.close(fd)
 
     def __del__(self) -> None:
-        with suppress(Exception):  # the interpreter ends, and has cleared what close() needs
+        with suppress(Exception):
+            # the interpreter ends, and has cleared what close() needs
             self.close()
 
 
@@ -326,7 +335,9 @@ def _follow_owner(fd: int | None, data_dir: os.stat_result, mode: int) -> None:
         made = os.fstat(fd)
         # RACE: between mkdir() and open(), a member of the queue replaces the new directory by
         # another one, which may be a private directory of this user.
-        if made.st_uid != os.geteuid() or (stat.S_ISDIR(made.st_mode) and os.listdir(fd)):
+        if made.st_uid != os.geteuid() or (
+            stat.S_ISDIR(made.st_mode) and os.listdir(fd)
+        ):
             return
         with suppress(OSError):  # this user is not a member of the group
             os.fchown(fd, data_dir.st_uid if os.geteuid() == 0 else -1, data_dir.st_gid)
@@ -451,11 +462,11 @@ _LIVE = ("inflight", "scheduled", "pending", "inflight")
 _WAITING_DIRS = ("pending", "scheduled")
 _STATE_DIRS = ("creating", *_WAITING_DIRS, *_ENDED)  # made when the queue is opened
 
-_MAX_STAMP_NS = 8_999_999_999_999_999_999  # the year 2255: the largest number that a name may carry
+# the year 2255: the largest number that a name may carry
+_MAX_STAMP_NS = 8_999_999_999_999_999_999
 _FOREVER_NS = 4 * 10**18  # 126 years: the longest lease
-# schedule() refuses due times between these two numbers: one second after the epoch, and the end of
-# 1972. Most likely, the caller gave such a time in seconds or milliseconds, not in microseconds.
-# Programs for version 0.4 pass numbers near 0 for a task due at once.
+# schedule() refuses due times from one second after the epoch to the end of 1972, because the caller
+# most likely gave such a time in seconds or milliseconds, not in microseconds.
 _REFUSED_DUE_NS = (10**9, 94_694_400 * 10**9)
 # September 2001. No queue clock starts earlier, so the times of a queue clock have 19 digits, and
 # new_id() and claim() put one "0" in front.
@@ -493,7 +504,8 @@ _FORMS = {
         "locks": "[0-9a-f]{2}",
     }.items()
 }
-_parse_reason = re.compile(rf"{_ID}\.error").fullmatch  # the other form of a name in failed/
+# the other form of a name in failed/
+_parse_reason = re.compile(rf"{_ID}\.error").fullmatch
 # The hash of a key, which is the other form of a name in keys/. A random tag does not match.
 _parse_tag = re.compile("[89a-f][0-9a-f]{15}").fullmatch
 _parse_id = re.compile(_ID).fullmatch
@@ -535,7 +547,9 @@ def _parse(directory: str, name: str) -> _Entry | None:
     if match is None:
         return None
     attempts, boot, ident = match.groups()
-    return _Entry(directory, name, ident, int(attempts) if attempts else None, boot or "")
+    return _Entry(
+        directory, name, ident, int(attempts) if attempts else None, boot or ""
+    )
 
 
 def _state_of(path: str) -> str:
@@ -656,7 +670,8 @@ def _encode_key(key: object) -> str:
 
 
 def _quote_key(key: str | bytes) -> str:
-    from urllib.parse import quote  # takes 2 ms, so only programs that use keys import it
+    # takes 2 ms, so only programs that use keys import it
+    from urllib.parse import quote
 
     return quote(key, "~:/@")
 
@@ -783,7 +798,16 @@ class FemtoTask:
 
     # _anchor_ns: the anchor of the queue clock, for `until`.
     __slots__ = (
-        *("id", "data", "attempts", "key", "checkpoint", "error", "size_bytes", "since"),
+        *(
+            "id",
+            "data",
+            "attempts",
+            "key",
+            "checkpoint",
+            "error",
+            "size_bytes",
+            "since",
+        ),
         *("_anchor_ns", "_lease"),
     )
 
@@ -862,9 +886,13 @@ def _lease_of(task: object) -> _Lease:
     task carries no lease."""
     if not isinstance(task, FemtoTask):
         kind = type(task).__name__
-        raise TypeError(f"task must be a FemtoTask that pop() returned, not of type {kind}")
+        raise TypeError(
+            f"task must be a FemtoTask that pop() returned, not of type {kind}"
+        )
     if not task._lease.length_ns:
-        raise LeaseLost(task.id, False, "it carries no lease; pop() or take() gives one")
+        raise LeaseLost(
+            task.id, False, "it carries no lease; pop() or take() gives one"
+        )
     return task._lease
 
 
@@ -948,7 +976,9 @@ def _finite(name: str, value: float) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number, not {value!r}")
     if not abs(value) < _MAX_NUMBER:  # also true for NaN
-        raise ValueError(f"{name} must be finite, and less than {_MAX_NUMBER:g}, not {value!r}")
+        raise ValueError(
+            f"{name} must be finite, and less than {_MAX_NUMBER:g}, not {value!r}"
+        )
     return value
 
 
@@ -985,7 +1015,11 @@ def _due_after_ns(delay_s: float) -> int:
 
 
 def _lease_length_ns(name: str, ms: float | None, if_none_ns: int) -> int:
-    return if_none_ns if ms is None else max(1, min(_FOREVER_NS, int(_positive(name, ms) * 1e6)))
+    return (
+        if_none_ns
+        if ms is None
+        else max(1, min(_FOREVER_NS, int(_positive(name, ms) * 1e6)))
+    )
 
 
 def _end_s(timeout: float | None, name: str = "timeout") -> float:
@@ -1011,7 +1045,9 @@ def _check_node_id(node_id: object) -> str | None:
         return None
     match = _parse_node_dir("inflight-" + node_id) if isinstance(node_id, str) else None
     if match is None or match[1] in (".", ".."):
-        raise ValueError(f"node_id must be 1 to 100 of A-Z a-z 0-9 . _ -, not {node_id!r}")
+        raise ValueError(
+            f"node_id must be 1 to 100 of A-Z a-z 0-9 . _ -, not {node_id!r}"
+        )
     # A plain str. If node_id is a member of a str Enum, an f-string could show the member's name.
     return match[1]
 
@@ -1027,7 +1063,8 @@ def _check_max_attempts(max_attempts: object) -> None:
 def _check_state(state: str) -> str:
     if state not in STATES:
         raise ValueError(f"state must be one of {', '.join(STATES)}, not {state!r}")
-    return STATES[STATES.index(state)]  # a plain str: `state` may be a member of a str Enum
+    # a plain str: `state` may be a member of a str Enum
+    return STATES[STATES.index(state)]
 
 
 def _check_id(id: object) -> str:
@@ -1049,7 +1086,8 @@ def _check_id(id: object) -> str:
 #    raises CorruptTask, and tasks() logs the error. A torn checkpoint is logged and ignored.
 # ==================================================================================================
 
-_READ_BYTES = 4096  # a record up to this size is read with one call; any header is shorter
+# a record up to this size is read with one call; any header is shorter
+_READ_BYTES = 4096
 _JOINED_BYTES = 1 << 14  # a record up to this size is written with one call
 
 _Record = tuple[bytes, "str | None"]  # the payload and the key
@@ -1062,7 +1100,10 @@ def _as_bytes(data: object) -> memoryview:
     try:
         return memoryview(data).cast("B")  # type: ignore[arg-type]
     except TypeError:
-        kind, hint = type(data).__name__, "json.dumps(...).encode() makes bytes of a value"
+        kind, hint = (
+            type(data).__name__,
+            "json.dumps(...).encode() makes bytes of a value",
+        )
         raise TypeError(f"data must be bytes-like, not {kind}; {hint}") from None
 
 
@@ -1070,7 +1111,8 @@ def _header(payload: bytes | memoryview, key: str = "") -> bytes:
     """Return the header line of a record. `key` is an encoded key, or "" for none."""
     if not key:
         return b"FQ1 %08x %d\n" % (binascii.crc32(payload), len(payload))
-    name = key.encode()  # the checksum covers the key: a damaged key must not pass for another
+    # the checksum covers the key: a damaged key must not pass for another
+    name = key.encode()
     checksum = binascii.crc32(payload, binascii.crc32(name))
     return b"FQ1 %08x %d %b\n" % (checksum, len(payload), name)
 
@@ -1102,7 +1144,9 @@ def _finish_read(fd: int, head: bytes, ident: str) -> _Record:
     length, start = int(header[2]), header.end()
     # This check comes before the read: a wrong length must not make us allocate much memory.
     if status.st_size - start != length:
-        raise CorruptTask(ident, f"{status.st_size - start} bytes, where the header says {length}")
+        raise CorruptTask(
+            ident, f"{status.st_size - start} bytes, where the header says {length}"
+        )
     payload = head[start:]
     if len(payload) < length:
         # Begin again at the start of the payload, so that one read can return all of it. The loop
@@ -1120,7 +1164,9 @@ def _finish_read(fd: int, head: bytes, ident: str) -> _Record:
     with suppress(ValueError):
         if _encode_key(key) == name and _key_tag(name) == _tag_of(ident):
             return payload, key
-    raise CorruptTask(ident, "its key is invalid, or not quoted as push() does, or not of its id")
+    raise CorruptTask(
+        ident, "its key is invalid, or not quoted as push() does, or not of its id"
+    )
 
 
 # ==================================================================================================
@@ -1162,16 +1208,24 @@ def _finish_read(fd: int, head: bytes, ident: str) -> _Record:
 _NO_FLOCK = "keyed tasks and tickets need flock(2), which is not available here"
 # NFS returns EBADF for an exclusive lock on a file that is open for reading only. Some file systems
 # return EINVAL for a lock on a directory.
-_NO_FLOCK_ERRNOS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EBADF, errno.EINVAL)
+_NO_FLOCK_ERRNOS = (
+    errno.ENOLCK,
+    errno.ENOSYS,
+    errno.ENOTSUP,
+    errno.EBADF,
+    errno.EINVAL,
+)
 _LOCK_FLAGS = os.O_RDWR | os.O_CREAT | _NO_FOLLOW_OR_BLOCK
-_MAX_OPENINGS = 100  # attempts to open a lock's file, if others make and remove it meanwhile
+# attempts to open a lock's file, if others make and remove it meanwhile
+_MAX_OPENINGS = 100
 # The pauses between two attempts to take a lock. Not flock() itself waits: it has no timeout, NFS
 # asks the server again only after 1, 2, 4 ... seconds, and a cut network leaves the request with
 # the servers of GlusterFS for ever.
 _LOCK_PAUSE_S, _LONGEST_LOCK_PAUSE_S = 0.00005, 0.01
 _LONG_WAIT_S = 5.0  # a longer wait for a lock is logged
 
-_open_lock_fds: set[int] = set()  # the descriptors of all locks; a forked child closes its copies
+# the descriptors of all locks; a forked child closes its copies
+_open_lock_fds: set[int] = set()
 _process_id = os.getpid()
 
 
@@ -1197,7 +1251,8 @@ class _FileLock(_OpenFile):
     end then, too: with the last reference to this object."""
 
     reading_is_enough = True  # flock() works on a file that is open for reading only
-    refused: OSError | None = None  # the error that made _open() open the file for reading only
+    # the error that made _open() open the file for reading only
+    refused: OSError | None = None
 
     def __init__(
         self, parent: _OpenFile, name: str, flags: int = _LOCK_FLAGS, mode: int = 0o666
@@ -1236,7 +1291,9 @@ class _FileLock(_OpenFile):
         raise _os_error(errno.ENOENT, self.path)
 
     def _create(self, flags: int) -> int:
-        fd = os.open(self._dir.prefix + self.name, flags, self._mode, dir_fd=self._dir.fd)
+        fd = os.open(
+            self._dir.prefix + self.name, flags, self._mode, dir_fd=self._dir.fd
+        )
         _follow_owner(fd, self._dir.status(), self._mode)
         return fd
 
@@ -1259,10 +1316,14 @@ class _FileLock(_OpenFile):
                 raise OSError(errno.ENOTSUP, _NO_FLOCK, self.path)
             now_s = time.monotonic()
             if now_s >= until_s:
-                raise BlockingIOError(errno.EWOULDBLOCK, "another process has its lock", self.path)
+                raise BlockingIOError(
+                    errno.EWOULDBLOCK, "another process has its lock", self.path
+                )
             if now_s >= began_s + _LONG_WAIT_S and not is_told:
                 is_told = True
-                _log().warning("waiting for %s, which another process has locked", self.path)
+                _log().warning(
+                    "waiting for %s, which another process has locked", self.path
+                )
             time.sleep(min(pause_s, until_s - now_s))
 
     def close(self) -> None:
@@ -1276,17 +1337,21 @@ class _FileLock(_OpenFile):
             return
         with suppress(OSError):  # flock does not work here
             fcntl.flock(fd, fcntl.LOCK_UN)
-        _open_lock_fds.discard(fd)  # before os.close() frees the number for another file
+        # before os.close() frees the number for another file
+        _open_lock_fds.discard(fd)
         # Not earlier: if Ctrl-C ends close() before this line, __del__() closes the descriptor.
         self.fd = None
         try:
             os.close(fd)
-        except OSError as error:  # the work under the lock is done, so ignore a disk error
+        except OSError as error:
+            # the work under the lock is done, so ignore a disk error
             _raise_if_no_errno(error)
 
 
 # Maps objects to functions. A forked child calls each function with its object.
-_fork_hooks: weakref.WeakKeyDictionary[Any, Callable[[Any], None]] = weakref.WeakKeyDictionary()
+_fork_hooks: weakref.WeakKeyDictionary[Any, Callable[[Any], None]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def _after_fork_in_child() -> None:
@@ -1421,7 +1486,8 @@ class _Files:
     """
 
     parts: Any
-    is_local = False  # True: it is certain that only this kernel writes to the file system
+    # True: it is certain that only this kernel writes to the file system
+    is_local = False
     clock: _QueueClock
     syncs_after_rename = os.name == "posix"
 
@@ -1715,7 +1781,12 @@ class _Files:
     # Moving
 
     def publish(
-        self, new_name: str, data: _BytesLike, directory: str, name: str, is_synced: bool
+        self,
+        new_name: str,
+        data: _BytesLike,
+        directory: str,
+        name: str,
+        is_synced: bool,
     ) -> None:
         """Write a record to creating/<new_name>, and rename the file to directory/name. The task
         exists from the rename on. If publish() raises, it removes the file.
@@ -1747,12 +1818,15 @@ class _Files:
                     os.fsync(fd)
             finally:
                 os.close(fd)
-            if not self.syncs_after_rename:  # a rename there needs more care: _SharedFiles.move()
+            if not self.syncs_after_rename:
+                # a rename there needs more care: _SharedFiles.move()
                 self.move(f"creating/{new_name}", f"{directory}/{name}")
             elif not is_synced:
                 try:
                     there = target.prefix + name
-                    os.replace(source, there, src_dir_fd=creating.fd, dst_dir_fd=target.fd)
+                    os.replace(
+                        source, there, src_dir_fd=creating.fd, dst_dir_fd=target.fd
+                    )
                 except FileNotFoundError:  # the directory was replaced
                     self.move(f"creating/{new_name}", f"{directory}/{name}")
             if is_synced:
@@ -1768,7 +1842,11 @@ class _Files:
 
     @contextmanager
     def replacement(
-        self, name: str, header: bytes, payload: bytes | memoryview = b"", mode: int | None = None
+        self,
+        name: str,
+        header: bytes,
+        payload: bytes | memoryview = b"",
+        mode: int | None = None,
     ) -> Iterator[str]:
         """Write a file creating/<name>, and yield its path. The block moves the file to its final
         path, where an older file may be. If the block raises, the new file is removed.
@@ -1844,7 +1922,8 @@ class _Files:
         person has moved it, and the rename would make two tasks of one. So the look is the last
         step before the rename."""
         self.lstat(target)
-        _Files.move(self, source, target)  # an override of move() would look at more files first
+        # an override of move() would look at more files first
+        _Files.move(self, source, target)
 
     def unlink(self, path: str) -> None:
         where, name = self.place(path)
@@ -1880,7 +1959,9 @@ class _Files:
     def remove_empty_dir(self, path: str) -> None:
         # A directory that is not empty stays. POSIX lets the file system report ENOTEMPTY or
         # EEXIST. So does another user's directory in a sticky directory, and a mount point.
-        with _ignore_missing(errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY, *_NO_WRITE_ERRNOS):
+        with _ignore_missing(
+            errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY, *_NO_WRITE_ERRNOS
+        ):
             where, name = self.place(path)
             os.rmdir(name, dir_fd=where.fd)
 
@@ -1935,7 +2016,8 @@ class _Files:
     def sync_dir(self, directory: str) -> None:
         if not self.is_durable:
             return
-        opened = self.dirs[directory]  # a lease directory of others is closed with this reference
+        # a lease directory of others is closed with this reference
+        opened = self.dirs[directory]
         if opened.fd is not None:
             try:
                 os.fsync(opened.fd)
@@ -1966,7 +2048,8 @@ class _Files:
 #    queue clock of an object.
 # ==================================================================================================
 
-_LOOK_INTERVAL_S = 0.1  # between two looks whether the directories are still at their names
+# between two looks whether the directories are still at their names
+_LOOK_INTERVAL_S = 0.1
 
 # TOPIC: which clock is used for what.
 #
@@ -2113,7 +2196,8 @@ _CHUNK = 1 << 16  # directory entries to read at a time
 _FEW = 1000  # a directory that had fewer names is listed by one os.listdir()
 # The system lists a directory of up to this many names in one call. No push comes in between.
 _AT_ONCE = 256
-_TROUBLE_PAUSE_S = 60.0  # the time for which a task that this worker can't claim is passed over
+# the time for which a task that this worker can't claim is passed over
+_TROUBLE_PAUSE_S = 60.0
 _is_task_name = _FORMS["pending"]
 
 
@@ -2158,8 +2242,12 @@ class _Batch:
         else:
             self._list_in_chunks()
         if self.barred:
-            self.barred = {it: until_s for it, until_s in self.barred.items() if until_s > now_s}
-            self.names = [name for name in self.names if _id_of(name) not in self.barred]
+            self.barred = {
+                it: until_s for it, until_s in self.barred.items() if until_s > now_s
+            }
+            self.names = [
+                name for name in self.names if _id_of(name) not in self.barred
+            ]
         self._listed_s = now_s
 
     def _list_in_chunks(self) -> None:
@@ -2277,14 +2365,17 @@ class _LeaseDir:
         """Use a directory of another name, because another user has made or locked the one of our
         node_id. The tasks in it stay there until they can be reclaimed."""
         other = f"inflight-{os.getpid()}-{os.urandom(8).hex()}"
-        text = "%s can't be used by this user, or is locked by another process; using %s"
+        text = (
+            "%s can't be used by this user, or is locked by another process; using %s"
+        )
         _log().warning(text, self.directory, other)
         self.directory = other
 
     def _try_to_hold(self, lock: _FileLock, end_s: float) -> bool:
         """Take the shared lock of the directory, and keep the directory open. Return False if it
         must be opened again."""
-        if not os.access(lock.prefix + ".", os.W_OK, dir_fd=lock.fd):  # another user has made it
+        if not os.access(lock.prefix + ".", os.W_OK, dir_fd=lock.fd):
+            # another user has made it
             self._use_another()
             return False
         # Another process holds the exclusive lock for a moment, to find out whether we live.
@@ -2333,7 +2424,9 @@ class _LeaseDir:
         can be undone although the rename may have been done."""
         attempts = min(_attempts_of(name) + 1, _MAX_ATTEMPTS) if "~" in name else 1
         boot = _DETACHED if self._worker.detached else self._clock.boot
-        deadline_ns = int(time.monotonic() * 1e9) + self._clock.anchor_ns + lease.length_ns
+        deadline_ns = (
+            int(time.monotonic() * 1e9) + self._clock.anchor_ns + lease.length_ns
+        )
         new_name = f"0{deadline_ns}~{attempts}~{boot}~{name[-_ID_LENGTH:]}"
         lease.name = new_name
         lease.path = f"{self.directory}/{new_name}"
@@ -2345,10 +2438,10 @@ class _LeaseDir:
                 # the directory has not been opened yet, or is no longer at its path.
                 return False
             where = self._files.dirs[directory]
-            old_name = where.prefix + name
+            old, new = where.prefix + name, held.prefix + new_name
             # CRASH: after the rename, the task is leased, and the name counts this attempt. TOPIC:
             # how a lease ends.
-            os.rename(old_name, held.prefix + new_name, src_dir_fd=where.fd, dst_dir_fd=held.fd)
+            os.rename(old, new, src_dir_fd=where.fd, dst_dir_fd=held.fd)
         except OSError as error:
             # RACE: another process moves the task first, or removes our lease directory.
             if error.errno == errno.ENOENT:
@@ -2382,7 +2475,8 @@ class _LeaseDir:
         self._worker.maintenance.drop_batch()
         self._files.dirs.pop(self.directory, None)
         lock, self._held = self._held, None
-        if lock is None or lock.fd is None:  # never opened, or closed by the garbage collector
+        if lock is None or lock.fd is None:
+            # never opened, or closed by the garbage collector
             return
         with closing(lock):
             try:
@@ -2391,7 +2485,8 @@ class _LeaseDir:
                     if is_alone:
                         self._worker.reclaim_all(self.directory)
                     self._files.remove_empty_dir(self.directory)
-            except OSError as error:  # no task is lost: any worker may reclaim the leases
+            except OSError as error:
+                # no task is lost: any worker may reclaim the leases
                 _log().warning("%s could not be cleared: %s", self.directory, error)
 
 
@@ -2515,10 +2610,16 @@ class _Worker:
         lease = _lease_of(task)
         if self.keep_done:
             try:
-                gone_to = self.move_leased(lease, f"done/{lease.path[-_ID_LENGTH:]}", "done")
+                gone_to = self.move_leased(
+                    lease, f"done/{lease.path[-_ID_LENGTH:]}", "done"
+                )
             except OSError as error:
                 # If the lease is gone, the rename has succeeded, and only a later step failed.
-                is_refused = error.errno in (*_OUT_OF_SPACE_ERRNOS, errno.EISDIR, errno.EPERM)
+                is_refused = error.errno in (
+                    *_OUT_OF_SPACE_ERRNOS,
+                    errno.EISDIR,
+                    errno.EPERM,
+                )
                 if not is_refused or not self.files.exists(lease.path):
                     raise
                 text = "task %s is done, and removed: done/ can't take it: %s"
@@ -2533,7 +2634,8 @@ class _Worker:
             with suppress(FileNotFoundError):  # then move_leased() raises LeaseLost
                 self.files.sync_with_dir(lease.path)
             self.move_leased(lease, "", "done")
-        with suppress(FileNotFoundError):  # the directory of another worker, removed meanwhile
+        with suppress(FileNotFoundError):
+            # the directory of another worker, removed meanwhile
             self.files.sync_dir(os.path.dirname(lease.path))
 
     def end_failed(self, task: FemtoTask, error: str | BaseException | None) -> None:
@@ -2625,7 +2727,8 @@ class _Worker:
         try:
             self.note_arrival(self.move_task(lease, target, 0))
         except BlockingIOError:
-            return  # RACE: another process holds the key's lock. The next reclaim tries again.
+            # RACE: another process holds the key's lock. The next reclaim tries again.
+            return
         except FileNotFoundError:
             # RACE: the holder settled the task first, or another worker reclaimed the task. But if
             # the lease still exists, the directory of the target is missing.
@@ -2676,7 +2779,8 @@ class _Worker:
                 self.files.unlink_if_exists(f"failed/{ident}.error")
                 self.move_task(source, target)
         except FileNotFoundError:
-            self.files.dirs["pending"]  # a missing pending/ is disk trouble: dir() raises for it
+            # a missing pending/ is disk trouble: dir() raises for it
+            self.files.dirs["pending"]
             return False  # RACE: another process retried or removed the task
         self.files.sync_with_dir(target)
         return True
@@ -2715,7 +2819,8 @@ class _Worker:
 #    that has just claimed a task returns it, and the next call for this task says LeaseLost.
 # ==================================================================================================
 
-_LOSSES = 64  # after every 64th lost claim, a pop() checks that its lease directory is there
+# after every 64th lost claim, a pop() checks that its lease directory is there
+_LOSSES = 64
 # How many times, at most, to look for a task if the claims of those that were found fail.
 _MAX_LISTINGS = 8
 
@@ -2763,7 +2868,9 @@ class _Delivery:
                     # or our lease directory is gone. So the next listing looks at the directory.
                     self._maintenance.drop_batch()
                 listings += 1
-                if listings > _MAX_LISTINGS or not self._maintenance.refill(close_count):
+                if listings > _MAX_LISTINGS or not self._maintenance.refill(
+                    close_count
+                ):
                     return None
             elif not is_claimed:
                 losses += 1
@@ -2772,7 +2879,12 @@ class _Delivery:
                 batch.correct_after_loss(f"pending/{name}")
 
     def take_named(
-        self, tag: str, ident: str, length_ns: int, until_s: float, even_paused: bool = False
+        self,
+        tag: str,
+        ident: str,
+        length_ns: int,
+        until_s: float,
+        even_paused: bool = False,
     ) -> FemtoTask | None:
         """Run the maintenance that is due, lease the waiting task of a key or of an id, and return
         the task.
@@ -2799,7 +2911,9 @@ class _Delivery:
                     path = self._path_to_take(tag, ident)
                     with self._lock:
                         directory, _, name = path.partition("/")
-                        is_claimed = path != "" and self._lease_dir.claim(directory, name, lease)
+                        is_claimed = path != "" and self._lease_dir.claim(
+                            directory, name, lease
+                        )
                     task = self._deliver(lease) if is_claimed else None
                 if task is not None or not path:
                     return task
@@ -2925,7 +3039,8 @@ _REPAIR_INTERVAL_S = 600.0
 _LONGEST_PAUSE_S = 20.0
 _LEFTOVER_NS = 3600 * 10**9  # a file in creating/ may be stale after this time
 _OLD_CHECKPOINT_NS = 30 * 86400 * 10**9
-_IDLE_NS = 60 * 10**9  # an empty lease directory whose lock is free is kept for this time
+# an empty lease directory whose lock is free is kept for this time
+_IDLE_NS = 60 * 10**9
 _PURGE_SLICE_S = 0.02  # the time for which one purge lasts
 
 
@@ -2960,7 +3075,8 @@ class _Maintenance:
             self._acts["purge"] = self._purge_done
             self.every_s["purge"] = _BASE_INTERVAL_S
         self.next_s = dict.fromkeys([*self._acts, "list"], 0.0)
-        self.rested_s = dict.fromkeys(self._acts, 0.0)  # when the pause after a long run is over
+        # when the pause after a long run is over
+        self.rested_s = dict.fromkeys(self._acts, 0.0)
         self.wake_s = 0.0
         self._failed: set[str] = set()  # what raised OSError at its last run
         self._is_paused = False
@@ -2968,7 +3084,8 @@ class _Maintenance:
         # The times and inodes of scheduled/ and keys/ when they were last listed.
         self._seen = {"enqueue": (0, 0), "repair": (0, 0)}
         self._first_due_ns = _MAX_STAMP_NS  # the first due time that was seen there
-        self._done_scan: Iterator[str] | None = None  # the listing of done/, while a purge goes on
+        # the listing of done/, while a purge goes on
+        self._done_scan: Iterator[str] | None = None
 
     # What runs when
 
@@ -3023,9 +3140,13 @@ class _Maintenance:
         finally:
             ended_s = time.monotonic()
             # The pause has a limit, because a run may have been long for once: the disk hung.
-            self.rested_s[what] = ended_s + min(20 * (ended_s - began_s), _LONGEST_PAUSE_S)
+            self.rested_s[what] = ended_s + min(
+                20 * (ended_s - began_s), _LONGEST_PAUSE_S
+            )
             if self.next_s[what] >= began_s + self.every_s[what]:
-                self.next_s[what] = max(ended_s + self.every_s[what], self.rested_s[what])
+                self.next_s[what] = max(
+                    ended_s + self.every_s[what], self.rested_s[what]
+                )
 
     def refill(self, close_count: int) -> bool:
         """List pending/ because the batch is empty. If no task waits there, run what may find more
@@ -3036,7 +3157,8 @@ class _Maintenance:
         with self._lock:
             if self._lease_dir.close_count != close_count:
                 return False
-            if not self._batch.names:  # RACE: else another thread has just listed pending/
+            if not self._batch.names:
+                # RACE: else another thread has just listed pending/
                 if time.monotonic() >= self._next_look_s:
                     self._look()
                 self._list()
@@ -3047,7 +3169,9 @@ class _Maintenance:
             # in keys/.
             is_due = _latest_due_ns() >= self._first_due_ns
             wanted += [
-                it for it in self._seen if self._is_changed(it) or (is_due and it == "enqueue")
+                it
+                for it in self._seen
+                if self._is_changed(it) or (is_due and it == "enqueue")
             ]
             for what in wanted:
                 self.run(what)
@@ -3165,8 +3289,13 @@ class _Maintenance:
         lease runs until our own lease length has passed since its last rename (st_ctime)."""
         length_ns = self._worker.length_ns
         if length_ns < _FOREVER_NS and entry.boot not in (self._clock.boot, _DETACHED):
-            with suppress(FileNotFoundError):  # RACE: another process settles or reclaims the task
-                return 0 <= _wall_ns() - self._files.lstat(entry.path).st_ctime_ns < length_ns
+            with suppress(FileNotFoundError):
+                # RACE: another process settles or reclaims the task
+                return (
+                    0
+                    <= _wall_ns() - self._files.lstat(entry.path).st_ctime_ns
+                    < length_ns
+                )
         return False
 
     def _reclaim_if_dead(self, directory: str, has_own_boot: bool) -> None:
@@ -3186,7 +3315,10 @@ class _Maintenance:
                 # directory here, each run comes to this line, so mind the pause after a long run.
                 if time.monotonic() >= self.rested_s["repair"]:
                     self.sooner("repair", 0)
-                if has_own_boot or not 0 <= _wall_ns() - lock.status().st_mtime_ns < _IDLE_NS:
+                if (
+                    has_own_boot
+                    or not 0 <= _wall_ns() - lock.status().st_mtime_ns < _IDLE_NS
+                ):
                     self._files.remove_empty_dir(directory)
 
     def _purge_done(self) -> None:
@@ -3237,7 +3369,8 @@ class _Maintenance:
         return [it.path for it in stale]
 
     def _is_stale(self, entry: _Entry, age_ns: int) -> bool:
-        with suppress(FileNotFoundError):  # RACE: another process ends the push or the task
+        with suppress(FileNotFoundError):
+            # RACE: another process ends the push or the task
             return self._files.lstat(entry.path).st_ctime_ns < _wall_ns() - age_ns
         return False
 
@@ -3318,7 +3451,9 @@ class FemtoQueue:
         """
         path = _check_dir("data_dir", data_dir)
         self._given_node_id = _check_node_id(node_id)
-        self._length_ns = _lease_length_ns("timeout_stale_ms", timeout_stale_ms, _FOREVER_NS)
+        self._length_ns = _lease_length_ns(
+            "timeout_stale_ms", timeout_stale_ms, _FOREVER_NS
+        )
         _not_negative("retry_delay_s", retry_delay_s)
         _positive("poll_interval_s", poll_interval_s)
         if not isinstance(keep_done, bool):
@@ -3400,7 +3535,9 @@ class FemtoQueue:
         still undo them.
         """
         if isinstance(iterable, (_BytesLike, str)):
-            raise TypeError("push_many takes an iterable of payloads; for one payload use push")
+            raise TypeError(
+                "push_many takes an iterable of payloads; for one payload use push"
+            )
         ids: list[str] = []
         syncs_once = self.sync_after_write and self._files.has_syncfs()
         syncs_each = self.sync_after_write and not syncs_once
@@ -3411,7 +3548,8 @@ class FemtoQueue:
                     self._files.publish(ident, data, "pending", ident, syncs_each)
                     ids.append(ident)
         except BaseException as error:
-            with suppress(Exception):  # an exception class of the caller may refuse the attribute
+            with suppress(Exception):
+                # an exception class of the caller may refuse the attribute
                 error.pushed_ids = ids  # type: ignore[attr-defined]
             raise
         return ids
@@ -3439,7 +3577,9 @@ class FemtoQueue:
         """
         return self._push_at(_due_time_ns(time_us), data, key, if_in_flight)
 
-    def _push_at(self, due_ns: int, data: _BytesLike, key: str | None, if_in_flight: str) -> str:
+    def _push_at(
+        self, due_ns: int, data: _BytesLike, key: str | None, if_in_flight: str
+    ) -> str:
         if key is not None or if_in_flight != "buffer":
             return self._push_keyed(data, key, if_in_flight, due_ns)
         ident = self._clock.new_id()
@@ -3468,7 +3608,9 @@ class FemtoQueue:
 
     # Consuming
 
-    def pop(self, timeout: float | None = 0, *, lease_ms: float | None = None) -> FemtoTask | None:
+    def pop(
+        self, timeout: float | None = 0, *, lease_ms: float | None = None
+    ) -> FemtoTask | None:
         """Lease the oldest task, and return it. Return None if there is no task to deliver.
 
         done(), fail() or release() ends the lease. If it ends otherwise, the task is delivered
@@ -3552,7 +3694,9 @@ class FemtoQueue:
         call tries again and again, until the timeout.
         """
         look = self._finder_of(key, id, lease_ms, 0)
-        return await self._worker.waits.wait_for_async(look, _end_s(timeout), f"{key} {id}")
+        return await self._worker.waits.wait_for_async(
+            look, _end_s(timeout), f"{key} {id}"
+        )
 
     def _finder_of(
         self,
@@ -3641,7 +3785,12 @@ class FemtoQueue:
         self._worker.end_failed(task, error)
 
     def release(
-        self, task: FemtoTask, *, front: bool = False, delay_s: float = 0, counted: bool = True
+        self,
+        task: FemtoTask,
+        *,
+        front: bool = False,
+        delay_s: float = 0,
+        counted: bool = True,
     ) -> None:
         """Give the task back, to the back of the queue, so that it is delivered again.
 
@@ -3660,7 +3809,9 @@ class FemtoQueue:
         path = _lease_of(task).path
         ident, attempts = _id_of(path), _attempts_of(path) - (not counted)
         if _finite("delay_s", delay_s) < 0 or (front and delay_s):
-            raise ValueError(f"delay_s must be 0 or more, and 0 with front, not {delay_s!r}")
+            raise ValueError(
+                f"delay_s must be 0 or more, and 0 with front, not {delay_s!r}"
+            )
         if delay_s:
             target = f"scheduled/{_task_name(_due_after_ns(delay_s), attempts, ident)}"
         elif front:
@@ -3698,22 +3849,32 @@ class FemtoQueue:
         changed the path. Raises TypeError if `lease` is not a str.
         """
         directory, _, name = _check_str("lease", lease).rpartition("/")
-        is_path = _parse_node_dir(directory) and self._files.exists(lease)  # needs no listing
+        # needs no listing
+        is_path = _parse_node_dir(directory) and self._files.exists(lease)
         entries = [_parse(directory, name)] if is_path else self._files.find("inflight")
         entry = next((it for it in entries if it and name in (it.name, it.id)), None)
         if entry is None:
             # A name with "~" begins with the deadline, as 20 digits.
             is_over = "~" in name and name < f"{self._clock.now_ns():020d}"
             why, ident = "it is not in flight by that name (any more)", _id_of(name)
-            now = self._files.find_id(ident, *_LIVE, *_ENDED) if _parse_id(ident) else None
-            raise LeaseLost(ident, is_over, f"{why}; now it is {now.path}" if now else why)
+            now = (
+                self._files.find_id(ident, *_LIVE, *_ENDED)
+                if _parse_id(ident)
+                else None
+            )
+            raise LeaseLost(
+                ident, is_over, f"{why}; now it is {now.path}" if now else why
+            )
         length_ns = self._length_ns
         if entry.boot == _DETACHED and length_ns >= _FOREVER_NS:
             length_ns = max(self._worker.left_ns(entry.path), 10**9)
         held = _Lease()
         held.path, held.length_ns = entry.path, length_ns
-        held.has_checkpoint = True  # not known here: done() and fail() remove a checkpoint, if any
-        task = FemtoTask(entry.id, b"", entry.attempts, None, held, self._clock.anchor_ns)
+        # not known here: done() and fail() remove a checkpoint, if any
+        held.has_checkpoint = True
+        task = FemtoTask(
+            entry.id, b"", entry.attempts, None, held, self._clock.anchor_ns
+        )
         task.size_bytes = None
         return task
 
@@ -3790,14 +3951,18 @@ class FemtoQueue:
             wanted = "a plain function, neither async nor a generator"
             raise TypeError(f"handler must be {wanted}, not {handler!r}")
         if type(concurrency) is not int or concurrency < 1:
-            raise ValueError(f"concurrency must be an int of 1 or more, not {concurrency!r}")
+            raise ValueError(
+                f"concurrency must be an int of 1 or more, not {concurrency!r}"
+            )
         if stop is not None and not callable(getattr(stop, "is_set", None)):
             raise TypeError(f"stop must be a threading.Event or None, not {stop!r}")
         lease_dir = self._worker.lease_dir
         close_count = lease_dir.close_count
 
         def is_stopped() -> bool:
-            return lease_dir.close_count != close_count or (stop is not None and stop.is_set())
+            return lease_dir.close_count != close_count or (
+                stop is not None and stop.is_set()
+            )
 
         return _WorkerPool(
             *(self, handler, concurrency, drain, is_stopped),
@@ -3844,8 +4009,11 @@ class FemtoQueue:
         """
         ident = _check_id(id)
         entry = self._files.find_id(ident, "failed")
-        if entry is None:  # a person may have moved the task there, and kept another name
-            entry = next((it for it in self._files.find("failed") if it.id == ident), None)
+        if entry is None:
+            # a person may have moved the task there, and kept another name
+            entry = next(
+                (it for it in self._files.find("failed") if it.id == ident), None
+            )
         if entry is None or not self._worker.requeue_failed(entry.path):
             raise TaskNotFound(f"no task {id} in failed/")
 
@@ -3877,11 +4045,17 @@ class FemtoQueue:
         _not_negative("older_than_s", older_than_s)
         given = {states} if isinstance(states, str) else set(states)
         if not given <= {*_ENDED}:
-            raise ValueError(f"states must be of {' and '.join(map(repr, _ENDED))}, not {given!r}")
+            raise ValueError(
+                f"states must be of {' and '.join(map(repr, _ENDED))}, not {given!r}"
+            )
         wanted = [state for state in _ENDED if state in given]
         files, before_s = self._files, time.time() - older_than_s
-        count = sum(files.unlink_if_older(it.path, before_s) for it in files.find(*wanted))
-        reasons = filter(_parse_reason, files.names("failed") if "failed" in wanted else ())
+        count = sum(
+            files.unlink_if_older(it.path, before_s) for it in files.find(*wanted)
+        )
+        reasons = filter(
+            _parse_reason, files.names("failed") if "failed" in wanted else ()
+        )
         for name in reasons:
             if not files.exists(f"failed/{name[:_ID_LENGTH]}"):
                 files.unlink_if_older(f"failed/{name}", before_s)
@@ -3939,7 +4113,9 @@ class FemtoQueue:
         """
         return self._read_all(self._files.find(_check_state(state)), data)
 
-    def peek(self, id: str | None = None, *, key: str | None = None) -> FemtoTask | None:
+    def peek(
+        self, id: str | None = None, *, key: str | None = None
+    ) -> FemtoTask | None:
         """Return the task with an id, or the task of a key, without leasing it. A task that waits
         has the newest payload of its key.
 
@@ -3975,7 +4151,9 @@ class FemtoQueue:
         """
         entries = self._files.find(_check_state(state))
         keyed = (entry for entry in entries if _is_keyed(entry.id))
-        return (task.key for task in self._read_all(keyed, True) if task.key is not None)
+        return (
+            task.key for task in self._read_all(keyed, True) if task.key is not None
+        )
 
     def _read_entry(self, entry: _Entry, data: bool = True) -> FemtoTask | None:
         """Return the task of an entry, or None if its file has moved. A task that waits is read
@@ -4079,7 +4257,9 @@ def _warn_of_old_tasks(files: _Files) -> None:
         with suppress(PermissionError):
             if any(map(_parse_old_task, itertools.islice(files.scan(directory), 100))):
                 text = f"{files.path}/{directory} has tasks of femtoqueue 0.4, which are not read"
-                _warn_once(f'{text}; the README, "Changes", has the program that moves them')
+                _warn_once(
+                    f'{text}; the README, "Changes", has the program that moves them'
+                )
 
 
 # The names of the settings, from which an unpickled object is made anew.
@@ -4186,7 +4366,8 @@ class _Keys:
         name = tag[-2:]
         holder = self._holder(tag)
         lock = outer = _key_locks.get(holder)
-        if lock is None or lock.fd is None:  # None: Ctrl-C came while the lock was being closed
+        if lock is None or lock.fd is None:
+            # None: Ctrl-C came while the lock was being closed
             lock = self._open_lock(name)
         try:
             if lock is not outer:
@@ -4217,7 +4398,9 @@ class _Keys:
         self._files.make_dir(name)
         self._files.sync_dir("")
 
-    def lock_of(self, path: str, until_s: float = _FOREVER_S) -> AbstractContextManager[Any]:
+    def lock_of(
+        self, path: str, until_s: float = _FOREVER_S
+    ) -> AbstractContextManager[Any]:
         """Return a context manager that holds the lock of a task's key. For a task without a key,
         it does nothing. path: any text that ends with the task's id."""
         ident = path[-_ID_LENGTH:]
@@ -4325,7 +4508,11 @@ class _Keys:
     # Pushing
 
     def put(
-        self, name: str, payload: bytes | memoryview, if_in_flight: str, due_ns: int | None
+        self,
+        name: str,
+        payload: bytes | memoryview,
+        if_in_flight: str,
+        due_ns: int | None,
     ) -> str:
         """Push a payload for an encoded key.
 
@@ -4348,7 +4535,9 @@ class _Keys:
                 if path and not is_leased:
                     return self._replace(new_path, path, behind, due_ns)
                 is_update = is_leased and if_in_flight == "update"
-                return self._add(*(tag, new_path, path, behind), due_ns=due_ns, is_update=is_update)
+                return self._add(
+                    *(tag, new_path, path, behind), due_ns=due_ns, is_update=is_update
+                )
 
     @contextmanager
     def _repaired_after_error(self) -> Iterator[None]:
@@ -4363,7 +4552,9 @@ class _Keys:
     def _repair_soon(self) -> None:
         self._worker.maintenance.sooner("repair", _BASE_INTERVAL_S)
 
-    def _replace(self, new_path: str, path: str, behind: str, due_ns: int | None) -> str:
+    def _replace(
+        self, new_path: str, path: str, behind: str, due_ns: int | None
+    ) -> str:
         """Replace the payload of the waiting task at `path` by the file `new_path`, and set its
         attempts to 0. Return the id of the task, or "" if the task is no longer at `path`."""
         ident = _id_of(path)
@@ -4378,7 +4569,8 @@ class _Keys:
             # RACE: a pop() claimed the task, or a person moved it, after find().
             for directory in _WAITING_DIRS:  # a missing directory is disk trouble
                 self._files.lstat(directory)
-            self._make_dir("keys")  # it may be missing, because a person has moved the task here
+            # it may be missing, because a person has moved the task here
+            self._make_dir("keys")
             self._files.remove(new_path)
             return ""
         try:
@@ -4402,7 +4594,8 @@ class _Keys:
             _raise_if_no_errno(error)
             self._repair_soon()
         self._worker.note_arrival(target)
-        if target != path:  # else btrfs could show both names after the sync of the file alone
+        if target != path:
+            # else btrfs could show both names after the sync of the file alone
             self._files.sync_dir(os.path.dirname(path))
         self._files.sync_with_dir(target)
         return ident
@@ -4545,7 +4738,9 @@ class _Keys:
             with suppress(OSError), self._repaired_after_error():
                 if is_linked:
                     is_over = _ends_at(target)
-                    path, behind = (self._promote(behind), "") if is_over else (target, behind)
+                    path, behind = (
+                        (self._promote(behind), "") if is_over else (target, behind)
+                    )
                     self._link(tag, path, behind)
         return target
 
@@ -4592,7 +4787,8 @@ class _Keys:
             try:
                 with self.lock(tag, 0):
                     self._repair(tag, payloads.get(tag, []))
-            except BlockingIOError:  # RACE: another process pushes or moves a task under the lock
+            except BlockingIOError:
+                # RACE: another process pushes or moves a task under the lock
                 self._worker.maintenance.sooner("repair", 1)
 
         _for_each(repair, sorted({*map(_tag_of, self.paths_without_task()), *payloads}))
@@ -4604,7 +4800,11 @@ class _Keys:
         path, behind = self.find(tag)
         if not path:
             self._link(tag, "")  # also one whose text is not valid
-        strays = [it for it in payloads if it != behind and stat.S_ISREG(self._files.mode_of(it))]
+        strays = [
+            it
+            for it in payloads
+            if it != behind and stat.S_ISREG(self._files.mode_of(it))
+        ]
         if not strays:
             return
         youngest = max([*filter(None, [behind or path]), *strays], key=self._written_ns)
@@ -4621,7 +4821,11 @@ class _Keys:
     def paths_without_task(self) -> list[str]:
         """Return the paths in keys/ whose hash has no task."""
         found = self._paths()
-        busy = {_tag_of(entry.id) for entry in self._files.find(*_LIVE)} if found else set()
+        busy = (
+            {_tag_of(entry.id) for entry in self._files.find(*_LIVE)}
+            if found
+            else set()
+        )
         return [path for path in found if _tag_of(path) not in busy]
 
     def _paths(self) -> list[str]:
@@ -4651,9 +4855,15 @@ class _Keys:
 _IN_COMES, _IN_GOES = 0x01000000 | 0x100 | 0x80, 0x200 | 0x40
 # data_dir is watched first. If pending/ is replaced while the watches are added, the watch of
 # data_dir reports the new directory.
-_WATCHED = (("", _IN_COMES | _IN_GOES), ("pending", _IN_COMES), ("scheduled", _IN_COMES))
-_SERVER_LINGER_S = 1.0  # the thread that serves coroutines ends after this time without a request
-_MAX_IDLE = 4  # unused watchers to keep: by default a user may have 128 instances of inotify
+_WATCHED = (
+    ("", _IN_COMES | _IN_GOES),
+    ("pending", _IN_COMES),
+    ("scheduled", _IN_COMES),
+)
+# the thread that serves coroutines ends after this time without a request
+_SERVER_LINGER_S = 1.0
+# unused watchers to keep: by default a user may have 128 instances of inotify
+_MAX_IDLE = 4
 _Found = TypeVar("_Found")  # what a look finds
 _Look = Callable[[], "_Found | None"]
 
@@ -4710,7 +4920,8 @@ class _Watcher:
         fd, add_watch = self._fds[0], _libc().inotify_add_watch
         before = self._watches
         self._watches = [
-            add_watch(fd, os.fsencode(f"{self._path}/{name}"), events) for name, events in _WATCHED
+            add_watch(fd, os.fsencode(f"{self._path}/{name}"), events)
+            for name, events in _WATCHED
         ]
         self.sees_all &= min(self._watches) >= 0
         return self._watches != before
@@ -4776,12 +4987,16 @@ class _Waits:
         self._idle: list[_Watcher] = []
         # By the id() of the request, in the order of their arrival. Weak: a request lives as long
         # as the event loop or the frame of its coroutine holds it.
-        self._requests: weakref.WeakValueDictionary[int, _Request] = weakref.WeakValueDictionary()
+        self._requests: weakref.WeakValueDictionary[int, _Request] = (
+            weakref.WeakValueDictionary()
+        )
         # Held while a request is added, and while the thread that serves them starts or ends.
         self._lock = threading.RLock()
         self._is_serving = False  # True: the thread that serves the requests runs
 
-    def wait_for(self, look: _Look[_Found], end_s: float, has_events: bool = True) -> _Found | None:
+    def wait_for(
+        self, look: _Look[_Found], end_s: float, has_events: bool = True
+    ) -> _Found | None:
         """Repeat the look until it finds something, and return what it found. Return None at the
         time end_s (monotonic clock), or when another thread calls close().
 
@@ -4824,7 +5039,9 @@ class _Waits:
                 self._worker.reclaim(found.path)
         except OSError as error:
             if isinstance(error, BlockingIOError) and not until_s:
-                threading.Thread(target=self._give_back, args=(found,), daemon=True).start()
+                threading.Thread(
+                    target=self._give_back, args=(found,), daemon=True
+                ).start()
             else:
                 _log().warning("task %s is given back later: %s", found.id, error)
 
@@ -4875,12 +5092,14 @@ class _Waits:
             with self._lock:
                 self._requests[id(request)] = request
                 if self._is_serving:
-                    self._wake()  # if the thread does not sleep, its next sleep ends at once
+                    # if the thread does not sleep, its next sleep ends at once
+                    self._wake()
                 else:
                     threading.Thread(target=self._serve, daemon=True).start()
                     self._is_serving = True
             return await asyncio.wrap_future(request.answer)
-        except BaseException:  # the coroutine was cancelled, or the answer is an exception
+        except BaseException:
+            # the coroutine was cancelled, or the answer is an exception
             # RACE: the thread sets a task as the answer before the cancel() of the answer here.
             # Then put that task back.
             if not request.answer.cancel() and request.answer.exception() is None:
@@ -4920,7 +5139,8 @@ class _Waits:
             # An event loop that does not run could not take the task.
             if request.answer.done() or not request.loop.is_running():
                 continue
-            is_over = request.is_over  # read before the look, so that a look follows the timeout
+            # read before the look, so that a look follows the timeout
+            is_over = request.is_over
             is_closed = self._lease_dir.close_count != request.close_count
             if request.line in empty_lines and not (is_over or is_closed):
                 continue
@@ -4935,7 +5155,10 @@ class _Waits:
                 empty_lines.add(request.line)
 
     def _answer(
-        self, request: _Request, task: FemtoTask | None, error: BaseException | None = None
+        self,
+        request: _Request,
+        task: FemtoTask | None,
+        error: BaseException | None = None,
     ) -> None:
         """Answer a coroutine with a task, None or an error. If its wait has already ended, put the
         task back."""
@@ -4959,7 +5182,8 @@ class _Waits:
 # ==================================================================================================
 
 _RENEWAL = 1 / 3  # the time between two renewals of a lease, as a part of its length
-_LONGEST_RETRY_S = 3600.0  # the longest delay before a retry, after an exception in processing()
+# the longest delay before a retry, after an exception in processing()
+_LONGEST_RETRY_S = 3600.0
 
 
 def _read_checkpoint(worker: _Worker, ident: str, data: bytes) -> bytes | None:
@@ -4973,7 +5197,8 @@ def _read_checkpoint(worker: _Worker, ident: str, data: bytes) -> bytes | None:
             return None
         saved, _ = files.read_path(path)
     except FileNotFoundError:
-        return None  # RACE: a push to the task's key, or a person, removed the file after exists()
+        # RACE: a push to the task's key, or a person, removed the file after exists()
+        return None
     except (CorruptTask, PermissionError) as error:
         _log().warning("%s: no checkpoint: %s", path, error)
         return None
@@ -4999,7 +5224,9 @@ def _save_checkpoint(worker: _Worker, task: FemtoTask, payload: bytes) -> None:
     # The worker of the next delivery may run under another user, so the file can be read by those
     # who may read data_dir.
     mode = 0o600 | files.mode & 0o044
-    with files.replacement(worker.clock.new_id(), _header(record), record, mode) as path:
+    with files.replacement(
+        worker.clock.new_id(), _header(record), record, mode
+    ) as path:
         if not files.exists("checkpoints"):
             files.make_dir("checkpoints")
             files.sync_dir("")
@@ -5022,11 +5249,14 @@ class _LeaseRenewer:
         self._worker, self._lock = worker, worker.lock
         # The blocks, by the id() of the task. The references are weak: a block lives as long as its
         # `with` statement holds it.
-        self.blocks: weakref.WeakValueDictionary[int, _Processing] = weakref.WeakValueDictionary()
+        self.blocks: weakref.WeakValueDictionary[int, _Processing] = (
+            weakref.WeakValueDictionary()
+        )
         # The lock of the thread that was started last. Each thread has its own lock, which stop()
         # releases to end the thread. None: no thread was started, or stop() was called.
         self._run_lock: threading.Lock | None = None
-        self._pause_s = 0.0  # seconds between two rounds of the thread, unless a renewal failed
+        # seconds between two rounds of the thread, unless a renewal failed
+        self._pause_s = 0.0
 
     def add(self, block: _Processing) -> None:
         """Renew the lease of a block from now on. Start a thread if none runs, or in place of one
@@ -5038,7 +5268,9 @@ class _LeaseRenewer:
             if lease.length_ns < _FOREVER_NS and not has_thread:
                 runs = threading.Lock()
                 runs.acquire()
-                threading.Thread(target=self._run, args=(runs, pause_s), daemon=True).start()
+                threading.Thread(
+                    target=self._run, args=(runs, pause_s), daemon=True
+                ).start()
                 self.stop()
                 self._run_lock, self._pause_s = runs, pause_s
             self.blocks[id(block.task)] = block
@@ -5055,7 +5287,9 @@ class _LeaseRenewer:
 
     def _run(self, runs: threading.Lock, pause_s: float) -> None:
         longest_s = threading.TIMEOUT_MAX
-        while not runs.acquire(timeout=min(pause_s, longest_s)) and (tasks := self._tasks(runs)):
+        while not runs.acquire(timeout=min(pause_s, longest_s)) and (
+            tasks := self._tasks(runs)
+        ):
             pause_s = self._pause_s
             for task in tasks:
                 try:
@@ -5070,7 +5304,9 @@ class _LeaseRenewer:
         empty list ends the thread, whose lock is `runs`."""
         with self._lock:
             tasks = [block.task for block in self.blocks.values()]
-            length_ns = min((_lease_of(it).length_ns for it in tasks), default=_FOREVER_NS)
+            length_ns = min(
+                (_lease_of(it).length_ns for it in tasks), default=_FOREVER_NS
+            )
             # stop() was called, add() has started another thread, or Ctrl-C has interrupted add()
             # just after the start of this thread.
             if self._run_lock is not runs:
@@ -5085,7 +5321,9 @@ class _LeaseRenewer:
         round. Raises OSError if the renewal failed."""
         lease = _lease_of(task)
         next_left_ns = self._worker.left_ns(task.path) - self._pause_s * 1e9
-        if id(task) not in self.blocks or next_left_ns >= lease.length_ns * (1 - _RENEWAL):
+        if id(task) not in self.blocks or next_left_ns >= lease.length_ns * (
+            1 - _RENEWAL
+        ):
             return
         end_s = time.monotonic() + self._pause_s / 10
         if not lease.outcome:
@@ -5122,7 +5360,10 @@ class _Processing:
         return task
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: object
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: object,
     ) -> None:
         """End the delivery, unless the block has ended it, or has raised LeaseLost for this task.
         Raises LeaseLost. After another exception, a task that is still leased is reclaimed soon."""
@@ -5131,7 +5372,9 @@ class _Processing:
         if os.getpid() != self._pid:
             return
         try:
-            is_lost = isinstance(error, LeaseLost) and error.id == _id_of(self._lease.path)
+            is_lost = isinstance(error, LeaseLost) and error.id == _id_of(
+                self._lease.path
+            )
             if not (self._lease.outcome or is_lost):
                 self._end(error)
         except LeaseLost as lost:
@@ -5150,7 +5393,10 @@ class _Processing:
         return self.__enter__()
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: object
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: object,
     ) -> None:
         """Do what __exit__() does, in a thread, so that syncs and locks do not block the loop."""
         import asyncio
@@ -5180,7 +5426,9 @@ class _Processing:
         elif queue.max_attempts is not None and attempts >= queue.max_attempts:
             queue.fail(task, error)
         else:
-            delay_s = min(queue.retry_delay_s * 2.0 ** min(attempts - 1, 64), _LONGEST_RETRY_S)
+            delay_s = min(
+                queue.retry_delay_s * 2.0 ** min(attempts - 1, 64), _LONGEST_RETRY_S
+            )
             # Subtract a random part, up to half, to spread out tasks that failed together.
             queue.release(task, delay_s=delay_s * (1 - os.urandom(1)[0] / 512))
             self._lease.outcome = "retried"
@@ -5201,7 +5449,8 @@ _TROUBLE_S = 30.0  # the longest series of errors with a task_id: see _take_untr
 # Two signals within so many seconds count as one. timeout(1) sends two, one to the process and one
 # to the process group. A terminal that is closed may send SIGHUP in the same way.
 _ONE_SIGNAL_S = 0.3
-_SIGNAL_POLL_S = 0.15  # the pause between two looks at `signals`, while handlers run in threads
+# the pause between two looks at `signals`, while handlers run in threads
+_SIGNAL_POLL_S = 0.15
 _AFTER_FAILURE = {
     "retried": "to be retried",
     "failed": "a dead letter",
@@ -5215,7 +5464,9 @@ def _write_stop_line(begin: bytes) -> None:
 
     with suppress(OSError, ValueError):
         if select.select([], [2], [], 0)[1]:
-            text = b"femtoqueue: the running tasks may finish; a second signal ends them\n"
+            text = (
+                b"femtoqueue: the running tasks may finish; a second signal ends them\n"
+            )
             os.write(2, begin + text)
 
 
@@ -5253,7 +5504,8 @@ class _WorkerPool:
         # By the id() of the task. A task is here from before its handler is called until its
         # delivery is counted. The thread that removes the task counts the delivery.
         self._running: dict[int, FemtoTask] = {}
-        self._changed = threading.Condition()  # held while `_running` or `counts` changes
+        # held while `_running` or `counts` changes
+        self._changed = threading.Condition()
         self._take_lock = threading.Lock()  # held by the thread that takes a task
         # When the current series of errors with a task_id began (monotonic clock). inf: there is no
         # series.
@@ -5281,7 +5533,8 @@ class _WorkerPool:
         """Run the loop in threads, until they end or the second signal comes."""
         # Daemon threads, so that a handler that never returns does not keep the process alive.
         threads = [
-            threading.Thread(target=self._work, daemon=True) for _ in range(self._concurrency)
+            threading.Thread(target=self._work, daemon=True)
+            for _ in range(self._concurrency)
         ]
         try:
             for thread in threads:
@@ -5309,7 +5562,9 @@ class _WorkerPool:
             self._error = self._error or error
 
     def _is_stopping(self) -> bool:
-        is_over = self.signals or self._error is not None or time.monotonic() >= self._end_s
+        is_over = (
+            self.signals or self._error is not None or time.monotonic() >= self._end_s
+        )
         return bool(is_over or self._is_stopped())
 
     def _take_untroubled(self) -> FemtoTask | None:
@@ -5323,7 +5578,9 @@ class _WorkerPool:
             self._trouble_s = min(self._trouble_s, now_s)
             if not ident and self._is_passing(error):
                 return None
-            if not ident or (now_s - self._trouble_s > _TROUBLE_S and not self._running):
+            if not ident or (
+                now_s - self._trouble_s > _TROUBLE_S and not self._running
+            ):
                 raise
             why = str(error) or type(error).__name__
             _log().error("task %s is passed over: %s", ident, why)
@@ -5359,7 +5616,11 @@ class _WorkerPool:
     def _process(self, task: FemtoTask) -> None:
         """Call the handler for a task, within processing(), and count how the delivery ended. Log
         an Exception."""
-        processing, lease, has_begun = self._queue.processing(task), _lease_of(task), False
+        processing, lease, has_begun = (
+            self._queue.processing(task),
+            _lease_of(task),
+            False,
+        )
         try:
             with processing:
                 has_begun = True
@@ -5370,7 +5631,11 @@ class _WorkerPool:
             cause = (type(error), error, _handler_frames(error))
             tell = _log().warning if lease.outcome == "retried" else _log().error
             text = self._failure_text(task, lease.outcome, error)
-            tell("%s", text, exc_info=None if isinstance(error, _CommandFailed) else cause)
+            tell(
+                "%s",
+                text,
+                exc_info=None if isinstance(error, _CommandFailed) else cause,
+            )
             # Without an outcome, the delivery has not ended: the disk failed, or no thread could be
             # started to renew the lease. So `error` ends the pool, unless it is of one file: the
             # task is taken back.
@@ -5447,7 +5712,8 @@ class _WorkerPool:
         def handle(number: int, frame: object) -> None:
             if os.getpid() == pid:
                 self._on_signal(number)
-            else:  # in a child that a task's handler forked: act on the signal as before work()
+            else:
+                # in a child that a task's handler forked: act on the signal as before work()
                 signal.signal(number, before[number])
                 os.kill(os.getpid(), number)
 
@@ -5540,13 +5806,19 @@ class _Inspector:
         for directory in self._files.node_dirs():
             stats = _node_stats(self._worker, directory)
             if stats.liveness == "dead":
-                yield Finding("dead worker", directory, f"{stats.inflight} tasks leased")
+                yield Finding(
+                    "dead worker", directory, f"{stats.inflight} tasks leased"
+                )
             elif stats.expired:
-                yield Finding("expired", directory, f"{stats.expired} leases have ended")
+                yield Finding(
+                    "expired", directory, f"{stats.expired} leases have ended"
+                )
         for path in self._worker.keys.paths_without_task():
             yield Finding("key without a task", path, "no task of the key is left")
         for path in self._worker.maintenance.stale_files():
-            yield Finding("leftover", path, "of a killed process, or of a task ended by hand")
+            yield Finding(
+                "leftover", path, "of a killed process, or of a task ended by hand"
+            )
 
     def _names(self) -> Iterator[Finding]:
         """Yield a finding for each foreign name, but not for the lost+found of a mount point."""
@@ -5583,12 +5855,15 @@ class _Inspector:
             try:
                 self._files.read_path(entry.path)
             except FileNotFoundError:
-                continue  # RACE: another process moved or removed the task after it was listed
+                # RACE: another process moved or removed the task after it was listed
+                continue
             except OSError as error:
                 _raise_if_no_errno(error)
                 yield Finding("unreadable", entry.path, str(error))
             except CorruptTask as error:
-                if entry.directory == "failed" and self._files.exists(f"{entry.path}.error"):
+                if entry.directory == "failed" and self._files.exists(
+                    f"{entry.path}.error"
+                ):
                     continue  # a dead letter, whose reason tells why it failed
                 is_mended = False
                 if self._repair and entry.directory in _WAITING_DIRS:
@@ -5607,7 +5882,8 @@ class _Inspector:
 #    that has ended is never taken again. So any process may remove the ticket of a dead member.
 # ==================================================================================================
 
-_MAX_REDRAWS = 8  # how often a member draws another number: see _join_with() and check()
+# how often a member draws another number: see _join_with() and check()
+_MAX_REDRAWS = 8
 _REDRAW_PAUSE_S = 0.01
 _REDRAW_ERRNOS = (*_MISSING_ERRNOS, errno.EEXIST, errno.ENOTSUP)
 
@@ -5691,9 +5967,13 @@ class TicketQueue:
         self.queue_dir = queue_dir
         self.stale_timeout = stale_timeout
         path = _check_dir("queue_dir", queue_dir)
-        boot_id = _read_boot_id() or (os.uname().nodename if hasattr(os, "uname") else "")
+        boot_id = _read_boot_id() or (
+            os.uname().nodename if hasattr(os, "uname") else ""
+        )
 
-        self._files = _despite_cleanup(lambda: _open_files(path, is_durable=False), path)
+        self._files = _despite_cleanup(
+            lambda: _open_files(path, is_durable=False), path
+        )
         self._boot = _boot_tag(boot_id, self._files.root)
         self._numbers: _Numbers = self._files.parts[-1](self._files)
         _fork_hooks[self] = TicketQueue._after_fork
@@ -5736,7 +6016,9 @@ class TicketQueue:
         # Another host draws a number, or removes the new file as a leftover. Then OSError is raised
         # with one of _REDRAW_ERRNOS, and the caller tries again. ENOTSUP is among them: flock()
         # raises EBADF for a removed file (NFS), which acquire_exclusive() turns into ENOTSUP.
-        number = self._numbers.draw(last, max(map(_stamp_of, self._tickets()), default=0))
+        number = self._numbers.draw(
+            last, max(map(_stamp_of, self._tickets()), default=0)
+        )
         began_s = time.time()
         name = f"{number:020d}~{self._boot}~{os.urandom(8).hex()}"
         lock = self._files.open_lock(f".{name}")
@@ -5788,12 +6070,15 @@ class TicketQueue:
             it is not of that form.
         """
         if not isinstance(member, str) or not _parse_ticket(member):
-            raise ValueError(f"member must be a name that register() returned, not {member!r}")
+            raise ValueError(
+                f"member must be a name that register() returned, not {member!r}"
+            )
         _notice_fork()
         held = self._held_tickets.pop(member, None)
         try:
             return self._files.unlink_if_exists(member)
-        finally:  # even if the file can't be removed, the member must no longer hold the lock
+        finally:
+            # even if the file can't be removed, the member must no longer hold the lock
             if held is not None:
                 held.lock.close()
 
@@ -5834,7 +6119,11 @@ class TicketQueue:
         is_head() tells this: turn() does not interrupt the block. Raises OSError as register()
         does, and ValueError or TypeError for an invalid timeout.
         """
-        end_s = float("inf") if timeout is None else time.monotonic() + _finite("timeout", timeout)
+        end_s = (
+            float("inf")
+            if timeout is None
+            else time.monotonic() + _finite("timeout", timeout)
+        )
         late = TimeoutError(f"no turn within {timeout} s")
         try:
             held = self._join_line(end_s)
@@ -5845,11 +6134,15 @@ class TicketQueue:
         try:
             self._held_tickets[member] = held
             if self.stale_timeout is not None:
-                threading.Thread(target=self._touch_until, args=(member, over), daemon=True).start()
+                threading.Thread(
+                    target=self._touch_until, args=(member, over), daemon=True
+                ).start()
             while not self.is_head(ticket):
                 line = self._tickets()
                 if member not in line:
-                    raise FemtoQueueError(f"ticket {ticket} was passed over, or removed")
+                    raise FemtoQueueError(
+                        f"ticket {ticket} was passed over, or removed"
+                    )
                 left_s = end_s - time.monotonic()
                 if left_s <= 0:
                     raise late
@@ -5920,7 +6213,8 @@ class TicketQueue:
             _make_dir(self._files.path, 0o700, sync=False)
             raise
         lock.acquire_exclusive(until_s)
-        if not lock.is_at_path():  # RACE: maybe_cleanup() removed the file while we waited
+        if not lock.is_at_path():
+            # RACE: maybe_cleanup() removed the file while we waited
             raise _os_error(errno.ENOENT, lock.path)
         return lock
 
@@ -5931,7 +6225,8 @@ class TicketQueue:
     def _lives(self, member: str) -> bool:
         """Return whether a member lives. If not, remove its ticket. For a member of this boot, or
         if only this kernel uses the line, the lock decides, else the last touch."""
-        with _ignore_missing():  # RACE: the member or another process removed the ticket
+        with _ignore_missing():
+            # RACE: the member or another process removed the ticket
             with closing(self._files.open_lock(member, os.O_RDWR)) as lock:
                 if member.split("~")[1] == self._boot or self._files.is_local:
                     is_dead = lock.try_exclusive()
@@ -6043,9 +6338,13 @@ def _trust_problem(files: _Files) -> str:
         return ""
     status = files.root.status()
     if status.st_uid:
-        return f"root works on the queue of user {status.st_uid}; better: runuser -u OWNER"
+        return (
+            f"root works on the queue of user {status.st_uid}; better: runuser -u OWNER"
+        )
     if files.mode & 0o022:
-        return "root works on a queue that others may write to; better: runuser -u OWNER"
+        return (
+            "root works on a queue that others may write to; better: runuser -u OWNER"
+        )
     return ""
 
 
@@ -6120,7 +6419,8 @@ class _SharedFiles(_Files):
     def _refresh(self, directory: str) -> None:
         """Open a directory, so that the names in it are looked up anew (close-to-open, see
         nfs(5))."""
-        with suppress(OSError):  # the look that follows meets the same trouble, and raises OSError
+        with suppress(OSError):
+            # the look that follows meets the same trouble, and raises OSError
             _OpenFile(self.root, directory or ".").close()
 
     def exists(self, path: str) -> bool:
@@ -6146,7 +6446,9 @@ class _SharedFiles(_Files):
         if not (state == "checkpoints" or (state == "inflight" and _is_keyed(ident))):
             return self._read_once(directory, name, ident)
         # A number of looks, not a time: while a mount hangs, time passes without an answer.
-        for pause_s in itertools.islice(_backoff_s(0.001, _STALE_S / 24), _LISTED_LOOKS):
+        for pause_s in itertools.islice(
+            _backoff_s(0.001, _STALE_S / 24), _LISTED_LOOKS
+        ):
             is_listed = name in self.names(directory)
             try:
                 return self._read_once(directory, name, ident)
@@ -6176,7 +6478,9 @@ class _SharedFiles(_Files):
         is_lease = _state_of(source) == "inflight"
         # RACE: the deadline of a lease has passed, and another worker has reclaimed the task and
         # ended it in the same way. Then the error is not suppressed.
-        if not (self.is_fuse or (is_lease and _stamp_of(source) <= self.clock.now_ns())):
+        if not (
+            self.is_fuse or (is_lease and _stamp_of(source) <= self.clock.now_ns())
+        ):
             before = super().lstat(source)
         try:
             yield
@@ -6184,7 +6488,9 @@ class _SharedFiles(_Files):
             if before is None or not self._was_moved(before, began_ns, source, target):
                 raise
 
-    def _was_moved(self, before: os.stat_result, began_ns: int, source: str, target: str) -> bool:
+    def _was_moved(
+        self, before: os.stat_result, began_ns: int, source: str, target: str
+    ) -> bool:
         """Return whether this call has moved a file from source to target. before: the result of
         lstat() before the call, which began at began_ns (wall clock)."""
         if self.exists(source):
@@ -6192,7 +6498,9 @@ class _SharedFiles(_Files):
         is_ours = _state_of(source) == "creating"
         # Others remove a file in creating/ only after an hour. So if a file is gone within half an
         # hour, this call has moved it. RACE: another worker moves the file on from the target.
-        if not target or (is_ours and _wall_ns() < before.st_mtime_ns + _LEFTOVER_NS // 2):
+        if not target or (
+            is_ours and _wall_ns() < before.st_mtime_ns + _LEFTOVER_NS // 2
+        ):
             return True
         if not self.exists(target):
             return False
@@ -6295,7 +6603,9 @@ class _SharedKeys(_Keys):
             left_ns = self._worker.left_ns(path) if _state_of(path) == "inflight" else 0
             if left_ns > 0:
                 due_ns = _wall_ns() + min(left_ns, int(_STALE_S * 1e9))
-                target = f"scheduled/{_task_name(due_ns, _attempts_of(lease) - 1, ident)}"
+                target = (
+                    f"scheduled/{_task_name(due_ns, _attempts_of(lease) - 1, ident)}"
+                )
                 self._worker.note_arrival(self._files.move(lease, target))
                 return None
             self._quarantine_second(lease, path)
@@ -6334,7 +6644,9 @@ class _SharedNumbers(_Numbers):
         # (flock). Another host drew a higher number, was the first in line, and may have its turn
         # now. The lower number of this ticket would give this member a turn at the same time.
         if self._last_name() > f"last~{number:020d}":
-            raise FileExistsError(errno.EEXIST, "another host was faster", self._files.path)
+            raise FileExistsError(
+                errno.EEXIST, "another host was faster", self._files.path
+            )
 
     def remove_dir(self) -> None:
         """Do nothing: another host could open and lock a removed "last" (stale), and two hosts
@@ -6346,9 +6658,12 @@ class _SharedNumbers(_Numbers):
 #     Invariant: data is written to a stream as a whole, or an error is raised.
 # ==================================================================================================
 
-_REDRAW_S = 0.5  # the shortest pause between two drawings of the progress line on a terminal
-_GRACE_S = 5.0  # how long a stalled reader of the output, or a job after a signal, may take
-_OUTCOMES = ("done", "failed", "retried", "released", "lost")  # the fields of WorkCounts
+# the shortest pause between two drawings of the progress line on a terminal
+_REDRAW_S = 0.5
+# how long a stalled reader of the output, or a job after a signal, may take
+_GRACE_S = 5.0
+# the fields of WorkCounts
+_OUTCOMES = ("done", "failed", "retried", "released", "lost")
 _UNITS = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
 _PREVIEW_BYTES = 200
 _STREAM_NAMES = ("standard input", "standard output", "standard error")
@@ -6366,7 +6681,11 @@ def _write_all(fd: int, data: bytes) -> None:
 
 def _named(error: Any, name: Any) -> Any:
     """Give an OSError of the system a file name, if it has none, and return it."""
-    if isinstance(error, OSError) and error.errno is not None and error.filename is None:
+    if (
+        isinstance(error, OSError)
+        and error.errno is not None
+        and error.filename is None
+    ):
         error.filename = name
     return error
 
@@ -6382,7 +6701,9 @@ def _printable(text: str) -> str:
 
 def _preview(data: bytes) -> str:
     """Return the beginning of a payload as one line of printable text."""
-    return _printable(" ".join(data[:_PREVIEW_BYTES].decode("utf-8", "replace").split()))
+    return _printable(
+        " ".join(data[:_PREVIEW_BYTES].decode("utf-8", "replace").split())
+    )
 
 
 class _Progress:
@@ -6410,13 +6731,16 @@ class _Progress:
         thousand youngest."""
 
         def moved_s(name: str) -> float:
-            with suppress(OSError):  # RACE: another process has retried or removed the task
+            with suppress(OSError):
+                # RACE: another process has retried or removed the task
                 return self._files.lstat(f"failed/{name}").st_ctime
             return 0.0
 
         youngest = sorted(self.tasks_in("failed"))[-1000:]
         # Each id once: a person may have given a task a second name in failed/.
-        return [*dict.fromkeys(map(_id_of, sorted(youngest, key=moved_s)[::-1]))][:count]
+        return [*dict.fromkeys(map(_id_of, sorted(youngest, key=moved_s)[::-1]))][
+            :count
+        ]
 
     def count_left(self, ended: int) -> None:
         """Count the tasks left, and add a sample. ended: the tasks that this worker has ended."""
@@ -6465,7 +6789,9 @@ class _Progress:
             for unit, size in [it for it in _UNITS if rate * it[1] >= 1][-1:]:
                 texts.append(f"{round(rate * size, 1):g}/{unit}")
             if shrinks > rate / 20 and self._last[1]:  # else it is noise
-                texts.append(f"about {_rough_time(max(self._last[1] / shrinks, due_s))} left")
+                texts.append(
+                    f"about {_rough_time(max(self._last[1] / shrinks, due_s))} left"
+                )
         if due_s > 0:
             texts.append(f"{len(self._due_ns)} due in {_rough_time(due_s)}")
         return "  ".join(texts)
@@ -6534,7 +6860,8 @@ class _Output:
         # A write to standard output that waits for a reader must not delay the log.
         self.out = self.err if os.path.sameopenfile(1, 2) else _Stream(1)
         self.has_terminal = os.isatty(2) and os.environ.get("TERM", "dumb") != "dumb"
-        self._line: str | None = ""  # to show at the bottom of the terminal; None: show no more
+        # to show at the bottom of the terminal; None: show no more
+        self._line: str | None = ""
         self._is_shown = False
 
     def put(
@@ -6566,13 +6893,20 @@ class _Output:
         """Write a text to standard error, as lines of its own. Raise nothing: if the terminal is
         gone, the running jobs must still finish."""
         with suppress(OSError):
-            self.put(self.err, text.encode("utf-8", "backslashreplace"), begins_line=True)
+            self.put(
+                self.err, text.encode("utf-8", "backslashreplace"), begins_line=True
+            )
 
     @contextmanager
-    def reporting(self, text: Callable[[], str], plain_s: float = 0.0) -> Iterator[None]:
+    def reporting(
+        self, text: Callable[[], str], plain_s: float = 0.0
+    ) -> Iterator[None]:
         """While the block runs, show what text() returns on the terminal. Without a terminal,
         write it every plain_s seconds (0: never) if it has changed."""
-        is_over, least_s = threading.Event(), _REDRAW_S if self.has_terminal else plain_s
+        is_over, least_s = (
+            threading.Event(),
+            _REDRAW_S if self.has_terminal else plain_s,
+        )
 
         def report() -> None:
             last, pause_s = "", least_s
@@ -6610,7 +6944,9 @@ class _Output:
 
     def _drawing(self) -> bytes:
         """Return the bytes that draw the progress line, with failed tasks in red."""
-        self._is_shown = bool(self._line and self.err.ends_line and self._is_foreground())
+        self._is_shown = bool(
+            self._line and self.err.ends_line and self._is_foreground()
+        )
         if not self._is_shown:
             return b""
         line = (self._line or "").rstrip()[: _terminal_size(2)[0] or 80]
@@ -6638,7 +6974,8 @@ class _Output:
 # ==================================================================================================
 
 _FORGET = 255  # a request to the launcher; the others are numbers of signals, and 0
-_REQUEST_BYTES = 1024  # the size of a request to start a job: its variables, then zero bytes
+# the size of a request to start a job: its variables, then zero bytes
+_REQUEST_BYTES = 1024
 _VARIABLES = (b"FEMTOQUEUE_ID", b"FEMTOQUEUE_ATTEMPT", b"FEMTOQUEUE_KEY")
 _LAUNCHER_ENDED = "the launcher of this worker has ended; its jobs are killed"
 
@@ -6667,7 +7004,8 @@ def _groups_of(leaders: set[int]) -> list[int]:
     if not names:
         return [it for it in leaders if _is_signalled(it, 0)]
     for name in names:
-        with suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:  # RACE: it has just ended
+        with suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
+            # RACE: it has just ended
             state, _, group, session, *more = file.read().rpartition(b")")[2].split()
             # A process whose first thread has ended has the state Z, too: more[13] is num_threads.
             if int(session) in leaders and (state not in b"ZX" or int(more[13]) > 1):
@@ -6688,7 +7026,8 @@ def _kill(leaders: set[int]) -> None:
     import signal
 
     while _signal(leaders, signal.SIGKILL):
-        time.sleep(0.01)  # RACE: a process may have forked just before the signal, so look again
+        # RACE: a process may have forked just before the signal, so look again
+        time.sleep(0.01)
 
 
 # Jobs: in the launcher
@@ -6705,7 +7044,8 @@ class _Session:
         self.pid: int = popen.pid
         self._limit_s = self.wake_s = time.monotonic() + limit_s
         self._status: int | None = None
-        self._number: int | None = None  # the signal that ends the job; 0: only wait for its end
+        # the signal that ends the job; 0: only wait for its end
+        self._number: int | None = None
         self._kill_s = 0.0  # when SIGKILL follows
 
     def is_forgotten(self) -> bool:
@@ -6713,7 +7053,8 @@ class _Session:
         number = _FORGET
         try:
             number = self.link.recv(1)[0]
-        except (IndexError, ConnectionResetError):  # the worker has ended, or its thread has
+        except (IndexError, ConnectionResetError):
+            # the worker has ended, or its thread has
             _kill({self.pid})
         if number != _FORGET:
             self._end(number)
@@ -6773,16 +7114,22 @@ def _report(link: Any, name: str, value: int) -> None:
         link.send(f"{name:8}{value:8}".encode())
 
 
-def _start_session(requests: Any, words: list[bytes], limit_s: float) -> _Session | None:
+def _start_session(
+    requests: Any, words: list[bytes], limit_s: float
+) -> _Session | None:
     """Read a request, and start CMD. Return None if it can't be started. Raises EOFError if the
     worker has ended."""
     import socket
     import subprocess
 
-    request, fds, _, _ = socket.recv_fds(requests, _REQUEST_BYTES, 4, socket.MSG_WAITALL)
+    request, fds, _, _ = socket.recv_fds(
+        requests, _REQUEST_BYTES, 4, socket.MSG_WAITALL
+    )
     if len(request) < _REQUEST_BYTES:
         raise EOFError
-    os.environb.update(zip(_VARIABLES, request.rstrip(b"\0").split(b" ", 2), strict=True))
+    os.environb.update(
+        zip(_VARIABLES, request.rstrip(b"\0").split(b" ", 2), strict=True)
+    )
     link = socket.socket(fileno=fds.pop())
     stdin, stdout, stderr = fds
     try:
@@ -6810,7 +7157,15 @@ def _handle_signals() -> int:
     import signal
 
     # CMD gets the default action, because a handler, unlike SIG_IGN, does not survive exec().
-    for name in ("SIGCHLD", "SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2"):
+    for name in (
+        "SIGCHLD",
+        "SIGINT",
+        "SIGTERM",
+        "SIGHUP",
+        "SIGQUIT",
+        "SIGUSR1",
+        "SIGUSR2",
+    ):
         number = signal.Signals[name]
         if name == "SIGCHLD" or signal.getsignal(number) not in (signal.SIG_IGN, None):
             signal.signal(number, _no_op)
@@ -6829,10 +7184,14 @@ def _launch(requests: Any, words: list[bytes], limit_s: float) -> None:
         while True:
             now_s = time.monotonic()
             wake_s = min([now_s + 3600, *(it.wake_s for it in sessions.values())])
-            ready = _readable([requests.fileno(), waking, *sessions], max(0.0, wake_s - now_s))
+            ready = _readable(
+                [requests.fileno(), waking, *sessions], max(0.0, wake_s - now_s)
+            )
             if waking in ready:  # a child has ended
                 os.read(waking, 1 << 16)
-            if requests.fileno() in ready and (session := _start_session(requests, words, limit_s)):
+            if requests.fileno() in ready and (
+                session := _start_session(requests, words, limit_s)
+            ):
                 sessions[session.link.fileno()] = session
             for fd, it in [*sessions.items()]:
                 if (fd in ready and it.is_forgotten()) or it.is_over():
@@ -6890,7 +7249,8 @@ class _CommandJob:
     def _sessions_of_stdin(self) -> set[int]:
         found = set[int]()
         for name in _processes():
-            with suppress(OSError):  # RACE: it has just ended; or it belongs to another user
+            with suppress(OSError):
+                # RACE: it has just ended; or it belongs to another user
                 if os.path.samestat(os.stat(f"/proc/{name}/fd/0"), self._stdin):
                     found.add(os.getsid(int(name)))
         return found
@@ -6911,7 +7271,8 @@ class _Launcher:
         if self._pid == 0:
             try:
                 self._requests.close()
-                os.setsid()  # SIGKILL to the worker's process group must not reach the launcher
+                # SIGKILL to the worker's process group must not reach the launcher
+                os.setsid()
                 _launch(requests, [*map(os.fsencode, words)], limit_s)
             finally:
                 os._exit(0)
@@ -6923,7 +7284,9 @@ class _Launcher:
 
         # The key is passed in UTF-8, whatever the locale is.
         key = (task.key or "").replace("\0", "%00")
-        request = f"{task.id} {task.attempts} {key}".encode().ljust(_REQUEST_BYTES, b"\0")
+        request = f"{task.id} {task.attempts} {key}".encode().ljust(
+            _REQUEST_BYTES, b"\0"
+        )
         link, theirs = socket.socketpair()
         # CRASH: the launcher may be killed after it has started CMD. So after an error there may be
         # a job, and the first note() learns of the end.
@@ -6967,8 +7330,10 @@ class _Launcher:
 #   any                 all others, such as ENOENT of CMD        the worker ends; the task goes back
 
 _REPORT_S = 10.0  # the pause between two lines of progress
-_REASON_BYTES = 4096  # a reason gets at most this many of the last bytes of CMD's standard error
-_LINE_BYTES = 1 << 24  # with -j 2 or more, a line is kept until its end, but not if it is longer
+# a reason gets at most this many of the last bytes of CMD's standard error
+_REASON_BYTES = 4096
+# with -j 2 or more, a line is kept until its end, but not if it is longer
+_LINE_BYTES = 1 << 24
 _PIPE_BYTES = 1 << 20  # a pipe holds at most so many bytes (Linux: pipe-max-size)
 _SHORT_ERRNOS = (errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ETXTBSY)
 _PAYLOAD, _OUTPUT = "its payload can't be written", "its output can't be written"
@@ -6979,7 +7344,9 @@ class _Shortage(Exception):
 
 
 def _is_shortage(error: BaseException) -> bool:
-    is_no_thread = isinstance(error, RuntimeError) and str(error) == "can't start new thread"
+    is_no_thread = (
+        isinstance(error, RuntimeError) and str(error) == "can't start new thread"
+    )
     is_memory = isinstance(error, MemoryError)
     return is_no_thread or is_memory or getattr(error, "errno", 0) in _SHORT_ERRNOS
 
@@ -7022,8 +7389,13 @@ class _CommandPool(_WorkerPool):
     stops = (*_WorkerPool.stops, "SIGHUP", "SIGUSR1", "SIGUSR2")
 
     def __init__(self, queue: FemtoQueue, launcher: _Launcher, options: Any) -> None:
-        limits = {"idle_timeout_s": options.idle_timeout, "time_limit_s": options.time_limit}
-        super().__init__(queue, self._run_command, options.jobs, options.drain, **limits)
+        limits = {
+            "idle_timeout_s": options.idle_timeout,
+            "time_limit_s": options.time_limit,
+        }
+        super().__init__(
+            queue, self._run_command, options.jobs, options.drain, **limits
+        )
         # In the main thread, the second signal would raise KeyboardInterrupt within a start of CMD.
         self._is_threaded = True
         self._options, self._launcher = options, launcher
@@ -7128,7 +7500,8 @@ class _CommandPool(_WorkerPool):
         except OSError as error:
             raise _verdict(step, error) from None
         self._jobs.add(job)
-        if len(self.signals) > 1:  # RACE: the main thread ran _abort() before it knew the job
+        if len(self.signals) > 1:
+            # RACE: the main thread ran _abort() before it knew the job
             job.end(self.signals[-1])
         try:
             self._follow(task, job, {**relays})
@@ -7139,8 +7512,12 @@ class _CommandPool(_WorkerPool):
         if job.is_stopped:
             self._queue.release(task, front=True, counted=False)
         elif job.is_late or job.status:
-            tails = [it.tail for it in relays.values()] or [_end_of_file(outputs[-1], begin)]
-            raise _CommandFailed(self._reason(task, job, tails[-1].decode("utf-8", "replace")))
+            tails = [it.tail for it in relays.values()] or [
+                _end_of_file(outputs[-1], begin)
+            ]
+            raise _CommandFailed(
+                self._reason(task, job, tails[-1].decode("utf-8", "replace"))
+            )
         elif job.errno:
             self._refuse(task, OSError(job.errno, os.strerror(job.errno)), step)
         elif job.status is None:
@@ -7176,7 +7553,9 @@ class _CommandPool(_WorkerPool):
         files.callback(job.link.close)
         return job, relays
 
-    def _follow(self, task: FemtoTask, job: _CommandJob, pipes: dict[int, _Relay]) -> None:
+    def _follow(
+        self, task: FemtoTask, job: _CommandJob, pipes: dict[int, _Relay]
+    ) -> None:
         """Pass on the output of a job until the job is over. If a write raises OSError or _Stalled,
         end the job first."""
         import signal
@@ -7186,7 +7565,9 @@ class _CommandPool(_WorkerPool):
             while not job.is_over:
                 ready = _readable([link, *pipes], warn_s)
                 if not ready and (job.is_late or job.is_ending):
-                    _log().warning("task %s: its command can't be killed; waiting", task.id)
+                    _log().warning(
+                        "task %s: its command can't be killed; waiting", task.id
+                    )
                     warn_s = 3600.0
                 self._relay(pipes, ready)
                 if link in ready:
@@ -7294,7 +7675,9 @@ def _payload_file(data: bytes, files: ExitStack) -> int:
 def _open_output(path: str) -> int:
     """Open a file for output, at its end. Raises OSError unless it is a regular file of this user
     with one link: others may write to the directory, too."""
-    fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | _NO_FOLLOW_OR_BLOCK, 0o666)
+    fd = os.open(
+        path, os.O_RDWR | os.O_APPEND | os.O_CREAT | _NO_FOLLOW_OR_BLOCK, 0o666
+    )
     it = os.fstat(fd)
     if stat.S_ISREG(it.st_mode) and it.st_uid == os.geteuid() and it.st_nlink == 1:
         os.set_blocking(fd, True)
@@ -7351,8 +7734,13 @@ def _open_closed_streams() -> None:
     """If a standard stream is closed (`>&-`), open /dev/null, so that no task's file gets its
     descriptor."""
     for name in ("stdin", "stdout", "stderr"):
-        if getattr(sys, name) is None:  # then the descriptor of the stream is the lowest free one
-            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), "r+", closefd=False))
+        if getattr(sys, name) is None:
+            # then the descriptor of the stream is the lowest free one
+            setattr(
+                sys,
+                name,
+                os.fdopen(os.open(os.devnull, os.O_RDWR), "r+", closefd=False),
+            )
 
 
 def _write_error(text: str) -> None:
@@ -7367,7 +7755,8 @@ def _put(stream: Any, data: str | bytes) -> None:
     stream.flush()
     try:
         fd = stream.fileno()
-    except (OSError, ValueError):  # the calling program has replaced the stream by an object
+    except (OSError, ValueError):
+        # the calling program has replaced the stream by an object
         (stream if isinstance(data, str) else stream.buffer).write(data)
         stream.flush()
         return
@@ -7388,7 +7777,8 @@ def _input() -> Iterator[bytes]:
     """Yield the bytes of standard input, in pieces, as they come."""
     try:
         fd = sys.stdin.fileno()
-    except (OSError, ValueError):  # the calling program has replaced the stream by an object
+    except (OSError, ValueError):
+        # the calling program has replaced the stream by an object
         yield sys.stdin.buffer.read()
         return
     data = b"-"
@@ -7418,7 +7808,9 @@ def _command(*arguments: _Argument) -> Callable[[Any], Any]:
     return declare
 
 
-def _argument(words: str, text: str = "", group: str = "", **settings: Any) -> _Argument:
+def _argument(
+    words: str, text: str = "", group: str = "", **settings: Any
+) -> _Argument:
     """Declare an argument of a command. words: the names, then the value in capitals; a flag has
     none. group: only one argument of a group may be given."""
     *names, value = words.split()
@@ -7426,7 +7818,11 @@ def _argument(words: str, text: str = "", group: str = "", **settings: Any) -> _
         text += " (default: %(default)s)"
     if value.startswith("-"):
         return group, [*names, value], {"action": "store_true", "help": text}
-    return group, names, {"type": _TYPES.get(value), "metavar": value, "help": text, **settings}
+    return (
+        group,
+        names,
+        {"type": _TYPES.get(value), "metavar": value, "help": text, **settings},
+    )
 
 
 def _parse_arguments(argv: list[str]) -> Any:
@@ -7442,7 +7838,9 @@ def _parse_arguments(argv: list[str]) -> Any:
         sys.exit(0)
     if name not in _COMMANDS:
         _refuse_command(name)
-    dashes = argv.index("--") if name in ("push", "work") and "--" in argv else len(argv)
+    dashes = (
+        argv.index("--") if name in ("push", "work") and "--" in argv else len(argv)
+    )
     options = argparse.Namespace(after_dashes=argv[dashes + 1 :])
     return _parser_of(name).parse_intermixed_args(argv[1:dashes], options)
 
@@ -7459,14 +7857,18 @@ def _parser_of(name: str) -> Any:
 
     class Parser(argparse.ArgumentParser):
         def error(self, message: str) -> NoReturn:
-            where = f" (DIR is {default_dir}, from FEMTOQUEUE_DIR)" if default_dir else ""
+            where = (
+                f" (DIR is {default_dir}, from FEMTOQUEUE_DIR)" if default_dir else ""
+            )
             if "unrecognized" in message and name == "push":
                 where += "; put a PAYLOAD that begins with - after --"
-            _write_error(f"{message}{where}; see {self.prog} --help")  # one line, without the usage
+            # one line, without the usage
+            _write_error(f"{message}{where}; see {self.prog} --help")
             sys.exit(2)
 
         def print_help(self, file: Any = None) -> None:
-            _put(sys.stdout, self.format_help())  # argparse itself ignores an error of the write
+            # argparse itself ignores an error of the write
+            _put(sys.stdout, self.format_help())
 
     default_dir, (run, arguments) = os.environ.get("FEMTOQUEUE_DIR"), _COMMANDS[name]
     title, text = _help_of(name)
@@ -7474,7 +7876,9 @@ def _parser_of(name: str) -> Any:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.set_defaults(run=run, error=parser.error, dir=default_dir)
     if not default_dir:
-        parser.add_argument("dir", metavar="DIR", help="the queue; or set FEMTOQUEUE_DIR")
+        parser.add_argument(
+            "dir", metavar="DIR", help="the queue; or set FEMTOQUEUE_DIR"
+        )
     groups = defaultdict[str, Any](parser.add_mutually_exclusive_group, {"": parser})
     for group, names, settings in arguments:
         groups[group].add_argument(*names, **settings)
@@ -7501,7 +7905,9 @@ def _seconds(text: str) -> float:
     form = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{0,9})?)(ms|s|m|h|d|)", text)
     if form is None:
         raise _invalid(text, "a TIME is 500ms, 30s, 5m, 2h, 7d, or 1.5 for seconds")
-    return float(form[1]) * {"ms": 0.001, "m": 60, "h": 3600, "d": 86400}.get(form[2], 1)
+    return float(form[1]) * {"ms": 0.001, "m": 60, "h": 3600, "d": 86400}.get(
+        form[2], 1
+    )
 
 
 def _lease_seconds(text: str) -> float:
@@ -7528,7 +7934,8 @@ def _id_argument(text: str) -> str:
     if _parse_id(_id_of(text)):
         return text
     raise _invalid(
-        text, "an ID is the last 29 characters of a task's name, or the path that `pop` printed"
+        text,
+        "an ID is the last 29 characters of a task's name, or the path that `pop` printed",
     )
 
 
@@ -7555,7 +7962,9 @@ _TYPES: dict[str, Callable[[str], Any]] = {
 }
 _ID_HELP = "id of a task, or the path that `pop` printed"
 _IDS = _argument("ids ID", _ID_HELP, nargs="+")
-_LEASE = _argument("--timeout TIME", "length of the lease", default="30s", type=_lease_seconds)
+_LEASE = _argument(
+    "--timeout TIME", "length of the lease", default="30s", type=_lease_seconds
+)
 _SYNC = _argument("--sync", "survive power loss, not only the death of processes")
 
 
@@ -7576,7 +7985,9 @@ def _open_queue(options: Any, **settings: Any) -> FemtoQueue:
     return FemtoQueue(options.dir, **settings)
 
 
-def _for_each_id(options: Any, act: Callable[[FemtoQueue, str], object], **settings: Any) -> int:
+def _for_each_id(
+    options: Any, act: Callable[[FemtoQueue, str], object], **settings: Any
+) -> int:
     """Call act() for each ID. Return the exit status: 1 if one raised FemtoQueueError."""
     status = 0
     with _open_queue(options, **settings) as q:
@@ -7658,7 +8069,10 @@ def _task_table(q: FemtoQueue, tasks: Iterable[FemtoTask]) -> Iterator[str]:
 
 
 def _field_lines(row: dict[str, Any]) -> list[str]:
-    return [f"{name.removesuffix('_s'):20} {_cell(name, value)}" for name, value in row.items()]
+    return [
+        f"{name.removesuffix('_s'):20} {_cell(name, value)}"
+        for name, value in row.items()
+    ]
 
 
 def _fitting(lines: Iterable[str]) -> Iterator[str]:
@@ -7682,7 +8096,9 @@ def _fitting(lines: Iterable[str]) -> Iterator[str]:
     _argument("--delay TIME", "the task is due after TIME, not at once", "when"),
     _argument("--at WHEN", f"due at {_TIMES}", "when"),
     _argument("--key KEY", "replace the payload of this key's task, if one waits"),
-    _argument("--if-in-flight HOW", "if leased: buffer, update or reject", default="buffer"),
+    _argument(
+        "--if-in-flight HOW", "if leased: buffer, update or reject", default="buffer"
+    ),
     _SYNC,
 )
 def _push_command(options: Any) -> None:
@@ -7701,7 +8117,11 @@ def _push_command(options: Any) -> None:
     with FemtoQueue(options.dir, sync_after_write=options.sync) as q:
         if is_new:
             _write_error(f"{options.dir}: a new queue is made")
-        push = q.push if due_s is None else functools.partial(q.schedule, time_us=due_s * 1e6)
+        push = (
+            q.push
+            if due_s is None
+            else functools.partial(q.schedule, time_us=due_s * 1e6)
+        )
         of_key = {"key": options.key, "if_in_flight": options.if_in_flight}
         _push_all(functools.partial(push, **of_key), payloads)
 
@@ -7728,13 +8148,19 @@ def _push_all(push: Callable[[bytes], str], payloads: Iterable[bytes]) -> None:
     """Push payloads, and print an id for each. After an error of the print, the status stays 0:
     otherwise the caller would push all tasks again."""
     count, show = 0, _print
-    with nullcontext() if sys.stdout.isatty() else _Output().reporting(lambda: f"{count} pushed"):
+    with (
+        nullcontext()
+        if sys.stdout.isatty()
+        else _Output().reporting(lambda: f"{count} pushed")
+    ):
         for payload in payloads:
             try:
                 ident = push(payload)
             except (OSError, FemtoQueueError):
                 if count:
-                    _write_error(f"the first {count} tasks are pushed, the others are not")
+                    _write_error(
+                        f"the first {count} tasks are pushed, the others are not"
+                    )
                 raise
             count += 1
             try:
@@ -7742,7 +8168,9 @@ def _push_all(push: Callable[[bytes], str], payloads: Iterable[bytes]) -> None:
             except OSError as error:
                 show = _no_op
                 if not isinstance(error, BrokenPipeError):
-                    _write_error(f"tasks are pushed, but their ids can't be printed: {error}")
+                    _write_error(
+                        f"tasks are pushed, but their ids can't be printed: {error}"
+                    )
 
 
 def _pieces(chunks: Iterable[bytes], end: bytes) -> Iterator[bytes]:
@@ -7761,17 +8189,29 @@ def _pieces(chunks: Iterable[bytes], end: bytes) -> Iterator[bytes]:
 
 
 @_command(
-    _argument("words CMD", "what to run for each task", nargs="*", default=(), metavar="-- CMD"),
+    _argument(
+        "words CMD",
+        "what to run for each task",
+        nargs="*",
+        default=(),
+        metavar="-- CMD",
+    ),
     _argument("-j --jobs N", "run N at a time", default="1"),
     _LEASE,
     _argument("--node NODE", "name of this worker (default: a fresh one)"),
-    _argument("--keep-done TIME", "delete finished tasks after TIME (default: keep)", default=True),
+    _argument(
+        "--keep-done TIME",
+        "delete finished tasks after TIME (default: keep)",
+        default=True,
+    ),
     _SYNC,
     _argument("--drain", "exit when no task is in flight or waits, due or not"),
     _argument("--idle-timeout TIME", "exit when this worker got nothing for TIME"),
     _argument("--time-limit TIME", "take nothing more after TIME, and exit"),
     _argument("--max-attempts N", "give up after N tries; 0: never", default="3"),
-    _argument("--retry-delay TIME", "wait up to TIME before try 2; then double", default="1s"),
+    _argument(
+        "--retry-delay TIME", "wait up to TIME before try 2; then double", default="1s"
+    ),
     _argument("--task-timeout TIME", "end CMD after TIME; 0: never (default: 0)"),
     _argument("--output-dir DIR", "write output to DIR/ID.out and .err"),
     _argument("-q --quiet", "report no progress"),
@@ -7848,14 +8288,18 @@ def _prepare_work(options: Any) -> None:
     command = options.after_dashes
     if options.words or not command:
         unexpected = f"unexpected {options.words[0]!r}; " if options.words else ""
-        options.error(f"{unexpected}put the command after --, as in: work DIR -- CMD ARGS")
+        options.error(
+            f"{unexpected}put the command after --, as in: work DIR -- CMD ARGS"
+        )
     if options.jobs < 1:
         options.error("-j must be 1 or more")
     if shutil.which(command[0]) is None:
         options.error(f"{command[0]}: command not found, or not executable")
     if _SCRIPT_WITH_PAYLOAD.match("\0".join(command)):
         wanted = "sh -c 'convert \"$1\"' sh {}"
-        options.error(f"{{}} in the script of sh -c would run as code; as an argument: {wanted}")
+        options.error(
+            f"{{}} in the script of sh -c would run as code; as an argument: {wanted}"
+        )
     if not hasattr(os, "fork"):
         options.error("no fork() here; use FemtoQueue.work() in a program of your own")
     if options.output_dir is not None:
@@ -7865,7 +8309,9 @@ def _prepare_work(options: Any) -> None:
         _write_error(f"{options.dir}: there was no queue; an empty one is made")
 
 
-_SHELL_OPTION = r"(?:[-+][A-Za-z]*[oO]\0[^\0]*\0|--(?:rcfile|init-file)\0[^\0]*\0|[-+][^\0]*\0)"
+_SHELL_OPTION = (
+    r"(?:[-+][A-Za-z]*[oO]\0[^\0]*\0|--(?:rcfile|init-file)\0[^\0]*\0|[-+][^\0]*\0)"
+)
 # A command line, joined by zero bytes, with {} in the script of a shell.
 _SCRIPT_WITH_PAYLOAD = re.compile(
     rf"(?s)(?:.*[\0/])?(?:ba|da|z|k|a|mk)?sh\0{_SHELL_OPTION}*"
@@ -7895,7 +8341,9 @@ def _pop_command(options: Any) -> int:
              femtoqueue done jobs "$task"
     """
     lease_ms = options.timeout * 1000
-    with _open_queue(options, node_id=options.node, timeout_stale_ms=lease_ms, detached=True) as q:
+    with _open_queue(
+        options, node_id=options.node, timeout_stale_ms=lease_ms, detached=True
+    ) as q:
         if options.key is None and options.id is None:
             task = q.pop(options.wait)
         else:
@@ -7906,10 +8354,14 @@ def _pop_command(options: Any) -> int:
             if options.payload:
                 _put(sys.stdout, task.data)
             _put(sys.stderr if options.payload else sys.stdout, f"{task.path}\n")
-        except BaseException as error:  # without the path, the caller can't settle the task
+        except BaseException as error:
+            # without the path, the caller can't settle the task
             q.release(task, front=True, counted=False)
-            if isinstance(error, BrokenPipeError):  # main() would take this error for a success
-                raise FemtoQueueError(f"task {task.id} is given back: nobody reads") from None
+            if isinstance(error, BrokenPipeError):
+                # main() would take this error for a success
+                raise FemtoQueueError(
+                    f"task {task.id} is given back: nobody reads"
+                ) from None
             raise
     return 0
 
@@ -7971,7 +8423,11 @@ def _release_command(options: Any) -> int:
     if options.ids:
         return _for_each_id(options, lambda q, name: q.release(q.attach(name), **to))
     with _open_queue(options) as q:
-        tasks = [it for it in q.tasks("inflight", data=False) if options.node in (None, it.node)]
+        tasks = [
+            it
+            for it in q.tasks("inflight", data=False)
+            if options.node in (None, it.node)
+        ]
         _print(f"released {sum(_release(q, it, to) for it in tasks)}")
     return 0
 
@@ -8003,8 +8459,11 @@ def _extend_command(options: Any) -> int:
         q.extend(task, options.timeout * 1000)
         try:
             _print(task.path)
-        except OSError as error:  # the lease is renewed: the caller must learn its new path
-            _write_error(f"renewed, but standard output fails: {error}; new path: {task.path}")
+        except OSError as error:
+            # the lease is renewed: the caller must learn its new path
+            _write_error(
+                f"renewed, but standard output fails: {error}; new path: {task.path}"
+            )
 
     return _for_each_id(options, renew)
 
@@ -8037,7 +8496,9 @@ def _ls_command(options: Any) -> None:
         _print(line)
 
 
-@_command(_argument("id ID", _ID_HELP), _argument("--payload", "print the payload only"))
+@_command(
+    _argument("id ID", _ID_HELP), _argument("--payload", "print the payload only")
+)
 def _show_command(options: Any) -> None:
     """Print the fields of a task, and its payload.
 
@@ -8064,8 +8525,14 @@ def _show_command(options: Any) -> None:
 
 @_command(
     _argument("--json", "print a JSON object"),
-    _argument("--max-age TIME", "status 1 if a task has been due for longer", default=float("inf")),
-    _argument("--max-pending N", "status 1 if more tasks are pending", default=float("inf")),
+    _argument(
+        "--max-age TIME",
+        "status 1 if a task has been due for longer",
+        default=float("inf"),
+    ),
+    _argument(
+        "--max-pending N", "status 1 if more tasks are pending", default=float("inf")
+    ),
 )
 def _stat_command(options: Any) -> int:
     """Count the tasks in each state, for people and for monitors.
@@ -8082,7 +8549,10 @@ def _stat_command(options: Any) -> int:
     figures = _figures(q, stats)
     _print(*[json.dumps(figures)] if options.json else _field_lines(figures))
     leases = q.tasks("inflight", data=False) if stats.expired else ()
-    ages_s = [stats.oldest_pending_age_s or 0.0, *(_since_s(it.until) or 0.0 for it in leases)]
+    ages_s = [
+        stats.oldest_pending_age_s or 0.0,
+        *(_since_s(it.until) or 0.0 for it in leases),
+    ]
     return int(stats.pending > options.max_pending or max(ages_s) > options.max_age)
 
 
@@ -8094,7 +8564,9 @@ def _figures(q: FemtoQueue, stats: Stats) -> dict[str, Any]:
     return {**figures, "paused": q.paused}
 
 
-@_command(_argument("--timeout TIME", "wait for TIME at most (default: as long as it takes)"))
+@_command(
+    _argument("--timeout TIME", "wait for TIME at most (default: as long as it takes)")
+)
 def _join_command(options: Any) -> int:
     """Wait until no task is left. The command itself runs no task.
 
@@ -8115,7 +8587,9 @@ def _top_command(options: Any) -> None:
 
     Example: femtoqueue top jobs
     """
-    begins, ends, ends_all = ("\x1b[H", "\x1b[K", "\x1b[J") if sys.stdout.isatty() else ("",) * 3
+    begins, ends, ends_all = (
+        ("\x1b[H", "\x1b[K", "\x1b[J") if sys.stdout.isatty() else ("",) * 3
+    )
     if not _has_queue(options.dir):
         _print(f"{options.dir}: waiting for a queue")
     while not _has_queue(options.dir):
@@ -8124,7 +8598,9 @@ def _top_command(options: Any) -> None:
     progress = _Progress(_open_files(options.dir, False))
     while True:
         rows = _terminal_size(1)[1] or 999
-        lines = itertools.islice(_fitting(_top_lines(options.dir, q, progress)), rows - 1)
+        lines = itertools.islice(
+            _fitting(_top_lines(options.dir, q, progress)), rows - 1
+        )
         _put(sys.stdout, begins + "".join(f"{it}{ends}\n" for it in lines) + ends_all)
         time.sleep(options.interval)
 
@@ -8135,7 +8611,9 @@ def _top_lines(name: str, q: FemtoQueue, progress: _Progress) -> Iterator[str]:
     figures = _figures(q, stats)
     progress.is_paused = figures["paused"]
     progress.count_scheduled()
-    progress.add_sample(time.monotonic(), stats.pending + stats.scheduled + stats.inflight)
+    progress.add_sample(
+        time.monotonic(), stats.pending + stats.scheduled + stats.inflight
+    )
     yield f"{name} {time.strftime('%H:%M:%S')}  {progress.pace_text()}".rstrip()
     yield from _field_lines(figures)
     if stats.nodes:
@@ -8188,14 +8666,21 @@ def _check_command(options: Any) -> int:
     Example: femtoqueue check jobs --repair
     """
     q, began_s = _open_queue(options), time.monotonic()
-    with _Output().reporting(lambda: f"checking for {time.monotonic() - began_s:.0f} s"):
+    with _Output().reporting(
+        lambda: f"checking for {time.monotonic() - began_s:.0f} s"
+    ):
         findings = q.check(options.repair)
     for kind, path, text, repaired in findings:
-        _print("\t".join([kind, ascii(path)[1:-1], text, "mended" if repaired else "odd"]))
+        _print(
+            "\t".join([kind, ascii(path)[1:-1], text, "mended" if repaired else "odd"])
+        )
     return int(not all(it.repaired for it in findings))
 
 
-@_command(_argument("ids ID", _ID_HELP, nargs="*"), _argument("--all", "retry all that failed"))
+@_command(
+    _argument("ids ID", _ID_HELP, nargs="*"),
+    _argument("--all", "retry all that failed"),
+)
 def _retry_command(options: Any) -> int:
     """Put failed tasks at the back of the queue, as if they were new.
 
@@ -8207,14 +8692,18 @@ def _retry_command(options: Any) -> int:
         return _for_each_id(options, lambda q, name: q.retry(_id_of(name)))
     q = _open_queue(options)
     before = q.stats().failed
-    with _Output().reporting(lambda: f"{before - q.stats().failed} of {before} put back"):
+    with _Output().reporting(
+        lambda: f"{before - q.stats().failed} of {before} put back"
+    ):
         count = q.retry_failed()
     _print(count)
     return 0
 
 
 @_command(
-    _argument("--older-than TIME", "delete what ended more than TIME ago", required=True),
+    _argument(
+        "--older-than TIME", "delete what ended more than TIME ago", required=True
+    ),
     _argument("--failed", "delete dead letters, too"),
 )
 def _purge_command(options: Any) -> None:

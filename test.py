@@ -107,8 +107,12 @@ EVENTS = {
     **dict.fromkeys(("unlink", "remove"), "unlink"),
     **dict.fromkeys(("mkdir", "makedirs"), "mkdir"),
     **dict.fromkeys(("fsync", "fdatasync"), "fsync"),
-    **dict.fromkeys(("exists", "lexists", "isdir", "isfile", "islink", "ismount"), "stat"),
-    **dict.fromkeys(("getsize", "getmtime", "getatime", "getctime", "samefile"), "stat"),
+    **dict.fromkeys(
+        ("exists", "lexists", "isdir", "isfile", "islink", "ismount"), "stat"
+    ),
+    **dict.fromkeys(
+        ("getsize", "getmtime", "getatime", "getctime", "samefile"), "stat"
+    ),
     **dict.fromkeys(("flock", "lockf"), "lock"),
     **dict.fromkeys(("inotify_init1", "inotify_add_watch"), "inotify"),
 }
@@ -120,8 +124,10 @@ FORK = unittest.skipUnless(hasattr(os, "fork"), "needs fork()")
 PATIENCE_S = 60  # a test that has waited this long gives up
 LOG = logging.getLogger("femtoqueue")
 SEED = int(os.environ.get("FEMTOQUEUE_SEED") or time.time_ns() // 1000 % 10**6)
-SUITE_S = 900  # a class that has run this long hangs: the slowest class takes half a minute
-MEMORY_BYTES = 1 << 28  # free space needed in /dev/shm: 20,000 tasks take a third of this
+# a class that has run this long hangs: the slowest class takes half a minute
+SUITE_S = 900
+# free space needed in /dev/shm: 20,000 tasks take a third of this
+MEMORY_BYTES = 1 << 28
 
 
 def memory_dir() -> str | None:
@@ -169,7 +175,9 @@ class Clock:
 def fake_os(*missing: str, **functions: Any) -> types.ModuleType:
     """Return a stand-in for os, without the functions `missing` and with `functions` replaced."""
     fake = types.ModuleType("os")
-    fake.__dict__.update({name: it for name, it in vars(os).items() if name not in missing})
+    fake.__dict__.update(
+        {name: it for name, it in vars(os).items() if name not in missing}
+    )
     fake.__dict__.update(functions)
     return fake
 
@@ -257,7 +265,8 @@ def descriptors_of(path: str) -> list[int]:
     """Return the descriptors that this process has of a file or directory."""
     wanted, found = os.stat(path), []
     for fd in map(int, os.listdir("/dev/fd")):
-        with contextlib.suppress(OSError):  # listdir() used a descriptor that is now closed
+        with contextlib.suppress(OSError):
+            # listdir() used a descriptor that is now closed
             if os.path.samestat(os.fstat(fd), wanted):
                 found.append(fd)
     return found
@@ -268,7 +277,8 @@ def simulate_death(q: FemtoQueue) -> None:
     drops the lock. The queue object must not be used afterwards."""
     nowhere = os.open(os.devnull, os.O_RDONLY)
     for fd in descriptors_of(lease_dir(q)):
-        os.dup2(nowhere, fd, inheritable=False)  # fd stays open: the object will close fd later
+        # fd stays open: the object will close fd later
+        os.dup2(nowhere, fd, inheritable=False)
     os.close(nowhere)
 
 
@@ -307,7 +317,8 @@ def hooked_call(
     wrapped function returns False instead of raising OSError."""
 
     def function(*args: Any, **kwargs: Any) -> Any:
-        if args and type(args[0]) is str and args[0][:6] == "/proc/":  # the boot id: not on a disk
+        if args and type(args[0]) is str and args[0][:6] == "/proc/":
+            # the boot id: not on a disk
             return call(*args, **kwargs)
         caller = sys._getframe(1).f_back
         if caller is not None and caller.f_code.co_name == "__del__":
@@ -338,7 +349,9 @@ class HookedModule(types.ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         it = getattr(self._module, name)
-        is_wrapped = not IN_PROCESS.fullmatch(name) if self._module is os else name in EVENTS
+        is_wrapped = (
+            not IN_PROCESS.fullmatch(name) if self._module is os else name in EVENTS
+        )
         if is_wrapped and callable(it) and not isinstance(it, type):
             it = self._wrap(EVENTS.get(name, name), it, name in ASKING)
         setattr(self, name, it)  # __getattr__() is not called for this name again
@@ -390,7 +403,9 @@ def hooked(hook: Hook, *, after: bool = False) -> Iterator[None]:
         if library is not None:
             stack.enter_context(seam("C library", lambda: HookedLibrary(library, wrap)))
         if locks := sys.modules.get("fcntl"):
-            stack.enter_context(mock.patch.object(femtoqueue, "fcntl", HookedModule(locks, wrap)))
+            stack.enter_context(
+                mock.patch.object(femtoqueue, "fcntl", HookedModule(locks, wrap))
+            )
         yield
 
 
@@ -417,7 +432,9 @@ def at_line(
 
     def trace(frame: types.FrameType, event: str, arg: object) -> Any:
         name, caller = frame.f_code.co_name, frame.f_back
-        if frame.f_code.co_filename != femtoqueue.__file__ or (within and name not in within):
+        if frame.f_code.co_filename != femtoqueue.__file__ or (
+            within and name not in within
+        ):
             return None
         if "__del__" in (name, caller.f_code.co_name if caller else ""):
             # If action() raised an exception in a finalizer, Python would only print the exception.
@@ -427,7 +444,11 @@ def at_line(
         last[id(frame)] = 0 if event == "call" else line
         # At the end of a `with` block, the trace shows the line of the `with` once more. That event
         # does not count, because Python handles no signal between the block and __exit__().
-        is_end = event == "line" and line < before and source[line - 1].lstrip().startswith("with ")
+        is_end = (
+            event == "line"
+            and line < before
+            and source[line - 1].lstrip().startswith("with ")
+        )
         if event == "line" and not is_end and next(left) == 0:
             sys.settrace(None)
             reached.append(f"{name}:{line}")
@@ -446,7 +467,8 @@ def at_line(
 # The forms of names and records. This code is independent of femtoqueue's, so that an error there
 # is not repeated here.
 
-NUMBER, BOOT = "0[0-8][0-9]{18}", "[0-9a-f]{8}"  # nanoseconds, up to the year 2255; random digits
+# nanoseconds, up to the year 2255; random digits
+NUMBER, BOOT = "0[0-8][0-9]{18}", "[0-9a-f]{8}"
 ID, KEYED_ID = f"{NUMBER}-[0-9a-f]{{16}}", f"{NUMBER}-[89a-f][0-9a-f]{{15}}"
 STAMP = f"{NUMBER}~[0-9]{{1,6}}~"
 TASKS = {  # the names of tasks in each state, as in femtoqueue's docstring
@@ -474,7 +496,10 @@ def is_task(state: str, name: str) -> bool:
 def is_ours(state: str, name: str) -> bool:
     """Return whether a file of this name is a task, or a companion of a task. Such a file belongs
     to the queue, which may move or remove the file."""
-    return is_task(state, name) or re.fullmatch(COMPANIONS.get(state, "(?!)"), name) is not None
+    return (
+        is_task(state, name)
+        or re.fullmatch(COMPANIONS.get(state, "(?!)"), name) is not None
+    )
 
 
 def read_record(content: bytes) -> Record | None:
@@ -632,7 +657,9 @@ class QueueCase(unittest.TestCase):
         self.check_invariants()
         return task
 
-    def take(self, q: FemtoQueue, key: str | None = None, id: str | None = None) -> FemtoTask:
+    def take(
+        self, q: FemtoQueue, key: str | None = None, id: str | None = None
+    ) -> FemtoTask:
         """Take a task by its key or id; the task must be there."""
         return q.take(key, id=id) or self.fail("a task was there to be taken")
 
@@ -734,7 +761,9 @@ class QueueCase(unittest.TestCase):
         where: dict[str, str] = {}
         for directory in sorted(os.listdir(self.path)):
             state = "inflight" if directory.startswith("inflight-") else directory
-            if state not in (*femtoqueue.STATES, "keys") or os.path.isfile(self.file(directory)):
+            if state not in (*femtoqueue.STATES, "keys") or os.path.isfile(
+                self.file(directory)
+            ):
                 continue
             for name in self.names(directory):
                 if not is_task(state, name):
@@ -755,7 +784,9 @@ class QueueCase(unittest.TestCase):
 # A task's life
 
 
-def at_call(event: str, of: Any, action: Callable[[], object], times: int = 10**9) -> Hook:
+def at_call(
+    event: str, of: Any, action: Callable[[], object], times: int = 10**9
+) -> Hook:
     """Return a hook that calls action() before each call of an event, at most `times` times.
 
     `event` may name several events: "open move". If `of` is not None, a call counts only if an
@@ -807,7 +838,9 @@ def in_threads(*works: Callable[[], object]) -> Iterator[None]:
 
 def reason_of(q: FemtoQueue, ident: str) -> str:
     """Return the reason that is stored beside a dead letter."""
-    with open(os.path.join(q.data_dir, "failed", f"{ident}.error"), encoding="utf-8") as file:
+    with open(
+        os.path.join(q.data_dir, "failed", f"{ident}.error"), encoding="utf-8"
+    ) as file:
         return file.read()
 
 
@@ -831,7 +864,9 @@ def leased(q: FemtoQueue, data: bytes = b"x", key: str | None = None) -> FemtoTa
 # - a pattern of the message; in the pattern, {it} stands for the wrong argument, or, if that is
 #   None, for the task;
 # - the wrong arguments. NO_BYTES are values that are not accepted as bytes, and so on.
-Refusal = tuple[Callable[[Any, Any, Any], object], type[Exception], str, tuple[Any, ...]]
+Refusal = tuple[
+    Callable[[Any, Any, Any], object], type[Exception], str, tuple[Any, ...]
+]
 NAN, INFINITE = float("nan"), float("inf")
 NO_BYTES = 7, None, memoryview(b"abcd")[::2], ["x"]
 NO_TIMES = NAN, INFINITE, 9e15, 1e300, 1e308, 10**400
@@ -849,10 +884,19 @@ class AsyncHandlers:
         yield task
 
 
-NO_HANDLERS = 7, asyncio.sleep, lambda task: (yield task), AsyncHandlers(), AsyncHandlers().each
+NO_HANDLERS = (
+    7,
+    asyncio.sleep,
+    lambda task: (yield task),
+    AsyncHandlers(),
+    AsyncHandlers().each,
+)
 NO_KEYS = "", "k" * 201, "\u00e9" * 101, "\udc80"
 NO_TEXTS = 7, b"k", ("k",)
-NO_TASK: tuple[dict[str, str], ...] = {}, {"key": "k", "id": f"{0:020d}-0000000000000000"}
+NO_TASK: tuple[dict[str, str], ...] = (
+    {},
+    {"key": "k", "id": f"{0:020d}-0000000000000000"},
+)
 NO_RELEASE = {"front": True, "delay_s": 1}, {"delay_s": -1}, {"delay_s": NAN}
 NO_SETTINGS: tuple[tuple[str, type[Exception], tuple[Any, ...]], ...] = (
     ("node_id", ValueError, ("", "..", "a/b", "a" * 101, "größe", "a\n", 7)),
@@ -873,8 +917,18 @@ REFUSALS: tuple[Refusal, ...] = (
     (lambda q, task, it: q.push(it), TypeError, "encode it", ("text",)),
     (lambda q, task, it: q.push(it), TypeError, "bytes-like", NO_BYTES),
     (lambda q, task, it: q.push(b"x", delay_s=it), ValueError, "delay_s", NO_AGES),
-    (lambda q, task, it: q.push(b"x", delay_s=it), TypeError, "delay_s", ("1", None, [])),
-    (lambda q, task, it: q.push_many(it), TypeError, "for one payload use push", (b"123",)),
+    (
+        lambda q, task, it: q.push(b"x", delay_s=it),
+        TypeError,
+        "delay_s",
+        ("1", None, []),
+    ),
+    (
+        lambda q, task, it: q.push_many(it),
+        TypeError,
+        "for one payload use push",
+        (b"123",),
+    ),
     (lambda q, task, it: q.schedule(it, 0), TypeError, "bytes-like", NO_BYTES),
     (lambda q, task, it: q.schedule(b"x", it), TypeError, "time_us", ("1", None, True)),
     (lambda q, task, it: q.schedule(b"x", it), ValueError, "time_us", NO_TIMES),
@@ -883,9 +937,24 @@ REFUSALS: tuple[Refusal, ...] = (
     (lambda q, task, it: q.push(it, key="k"), TypeError, "encode it", ("text",)),
     (lambda q, task, it: q.push(b"x", key=it), ValueError, "", NO_KEYS),
     (lambda q, task, it: q.push(b"x", key=it), TypeError, "key must be", NO_TEXTS),
-    (lambda q, task, it: q.push(b"x", if_in_flight=it), TypeError, "needs a key", ("update",)),
-    (lambda q, task, it: q.push(b"x", key="k", if_in_flight=it), ValueError, "or reject", ("x",)),
-    (lambda q, task, it: q.schedule(b"x", 0, key=it), TypeError, "key must be", NO_TEXTS),
+    (
+        lambda q, task, it: q.push(b"x", if_in_flight=it),
+        TypeError,
+        "needs a key",
+        ("update",),
+    ),
+    (
+        lambda q, task, it: q.push(b"x", key="k", if_in_flight=it),
+        ValueError,
+        "or reject",
+        ("x",),
+    ),
+    (
+        lambda q, task, it: q.schedule(b"x", 0, key=it),
+        TypeError,
+        "key must be",
+        NO_TEXTS,
+    ),
     (lambda q, task, it: q.take(it), ValueError, "", NO_KEYS),
     (lambda q, task, it: q.contains(it), TypeError, "key must be", NO_TEXTS),
     (lambda q, task, it: q.keys(it), ValueError, "state", ("buffered",)),
@@ -893,18 +962,38 @@ REFUSALS: tuple[Refusal, ...] = (
     (lambda q, task, it: q.take(id=it), ValueError, "not the id", ("../x",)),
     (lambda q, task, it: q.done(it), TypeError, "FemtoTask", (None,)),
     (lambda q, task, it: q.checkpoint(it, b""), TypeError, "FemtoTask", (None, "id")),
-    (lambda q, task, it: q.done(q.peek(task.id)), LeaseLost, "or take.. gives one", (None,)),
+    (
+        lambda q, task, it: q.done(q.peek(task.id)),
+        LeaseLost,
+        "or take.. gives one",
+        (None,),
+    ),
     (lambda q, task, it: q.fail(task, it), TypeError, "text or an exception", (7,)),
     (lambda q, task, it: q.release(task, **it), ValueError, "delay_s", NO_RELEASE),
     (lambda q, task, it: q.release(task, delay_s=it), TypeError, "delay_s", ("1",)),
     (lambda q, task, it: q.extend(task, it), ValueError, "ms", (0, -1, NAN, INFINITE)),
     (lambda q, task, it: q.retry(it), TypeError, "id", (None,)),
-    (lambda q, task, it: q.retry(it), ValueError, "not the id", ("", "../pending/x", "x" * 29)),
+    (
+        lambda q, task, it: q.retry(it),
+        ValueError,
+        "not the id",
+        ("", "../pending/x", "x" * 29),
+    ),
     (lambda q, task, it: q.retry(task.id), TaskNotFound, "{it.id}", (None,)),
     (lambda q, task, it: q.purge(it), ValueError, "older_than_s", (-1, NAN)),
-    (lambda q, task, it: q.purge(0, states=("done", it)), ValueError, "{it}", ("pending", 7)),
+    (
+        lambda q, task, it: q.purge(0, states=("done", it)),
+        ValueError,
+        "{it}",
+        ("pending", 7),
+    ),
     (lambda q, task, it: q.peek(it), ValueError, "not the id", ("../secrets",)),
-    (lambda q, task, it: q.attach(it), TypeError, "lease must be a str", (None, 5, b"x")),
+    (
+        lambda q, task, it: q.attach(it),
+        TypeError,
+        "lease must be a str",
+        (None, 5, b"x"),
+    ),
     (lambda q, task, it: q.tasks(it), ValueError, "state must be one of", ("waiting",)),
     (lambda q, task, it: q.pop(it), TypeError, "timeout must be", NO_SECONDS),
     (lambda q, task, it: q.pop(it), ValueError, "timeout must be", NO_TIMEOUTS),
@@ -912,20 +1001,65 @@ REFUSALS: tuple[Refusal, ...] = (
     (lambda q, task, it: q.drain(it), ValueError, "timeout must be", NO_TIMEOUTS),
     (lambda q, task, it: q.take("key", it), TypeError, "timeout must be", NO_SECONDS),
     (lambda q, task, it: q.take("key", it), ValueError, "timeout must be", NO_TIMEOUTS),
-    (lambda q, task, it: q.work(it), TypeError, "neither async nor a generator", NO_HANDLERS),
-    (lambda q, task, it: q.work(print, concurrency=it), ValueError, "concurrency", (0, 1.5)),
+    (
+        lambda q, task, it: q.work(it),
+        TypeError,
+        "neither async nor a generator",
+        NO_HANDLERS,
+    ),
+    (
+        lambda q, task, it: q.work(print, concurrency=it),
+        ValueError,
+        "concurrency",
+        (0, 1.5),
+    ),
     (lambda q, task, it: q.work(print, stop=it), TypeError, "stop", (True,)),
-    (lambda q, task, it: q.work(print, idle_timeout_s=it), ValueError, "idle_timeout_s", (-1,)),
-    (lambda q, task, it: q.work(print, time_limit_s=it), ValueError, "time_limit_s", (NAN,)),
-    (lambda q, task, it: q.work(print, time_limit_s=it), TypeError, "time_limit_s", ("1",)),
+    (
+        lambda q, task, it: q.work(print, idle_timeout_s=it),
+        ValueError,
+        "idle_timeout_s",
+        (-1,),
+    ),
+    (
+        lambda q, task, it: q.work(print, time_limit_s=it),
+        ValueError,
+        "time_limit_s",
+        (NAN,),
+    ),
+    (
+        lambda q, task, it: q.work(print, time_limit_s=it),
+        TypeError,
+        "time_limit_s",
+        ("1",),
+    ),
     (lambda q, task, it: q.processing(it), TypeError, "", (b"x",)),
     (lambda q, task, it: q.checkpoint(task, it), TypeError, "", ("text",)),
     (lambda q, task, it: TicketQueue(it), ValueError, "queue_dir", ("",)),
     (lambda q, task, it: TicketQueue(it), TypeError, "queue_dir", (b"line",)),
-    (lambda q, task, it: TicketQueue(q.data_dir, it), ValueError, "stale_timeout", (0,)),
-    (lambda q, task, it: TicketQueue(q.data_dir, it), TypeError, "stale_timeout", ("1",)),
-    (lambda q, task, it: TicketQueue(q.data_dir).turn(it).__enter__(), TypeError, "", ("1",)),
-    (lambda q, task, it: TicketQueue(q.data_dir).remove(it), ValueError, "member", NO_MEMBERS),
+    (
+        lambda q, task, it: TicketQueue(q.data_dir, it),
+        ValueError,
+        "stale_timeout",
+        (0,),
+    ),
+    (
+        lambda q, task, it: TicketQueue(q.data_dir, it),
+        TypeError,
+        "stale_timeout",
+        ("1",),
+    ),
+    (
+        lambda q, task, it: TicketQueue(q.data_dir).turn(it).__enter__(),
+        TypeError,
+        "",
+        ("1",),
+    ),
+    (
+        lambda q, task, it: TicketQueue(q.data_dir).remove(it),
+        ValueError,
+        "member",
+        NO_MEMBERS,
+    ),
 )
 
 
@@ -935,10 +1069,14 @@ class Lifecycle(QueueCase):
 
     in_memory = False
 
-    def test_schedule_takes_a_datetime_with_a_time_zone_and_refuses_seconds(self) -> None:
+    def test_schedule_takes_a_datetime_with_a_time_zone_and_refuses_seconds(
+        self,
+    ) -> None:
         q, clock = self.queue(), self.clock()
         utc = datetime.timezone.utc
-        due = datetime.datetime.fromtimestamp(time.time(), utc) + datetime.timedelta(hours=1)
+        due = datetime.datetime.fromtimestamp(time.time(), utc) + datetime.timedelta(
+            hours=1
+        )
         ident = q.schedule(b"x", due)
         self.assertEqual(next(q.tasks("scheduled")).until, due)
         clock.advance(3599)
@@ -1018,12 +1156,16 @@ class Lifecycle(QueueCase):
             q.push({"a": 1})  # type: ignore[arg-type]
         task = leased(q)
         q.done(task)
-        with self.assertRaisesRegex(LeaseLost, "has ended before; its outcome was: done"):
+        with self.assertRaisesRegex(
+            LeaseLost, "has ended before; its outcome was: done"
+        ):
             q.done(task)
         task, clock = leased(q), self.clock()
         clock.advance(2)
         os.unlink(self.file(task.path))
-        with self.assertRaisesRegex(LeaseLost, r"its lease of 1 s ran out [12]\.\d+ s ago"):
+        with self.assertRaisesRegex(
+            LeaseLost, r"its lease of 1 s ran out [12]\.\d+ s ago"
+        ):
             q.done(task)
         q.push(b"x")
         task = q.pop(lease_ms=30) or self.fail("a task was there")
@@ -1036,9 +1178,16 @@ class Lifecycle(QueueCase):
         """A payload of any size and of any bytes-like type is delivered as it was pushed."""
         # Files of more than 4096 bytes are read in another way. A memoryview must be contiguous,
         # but its items may have any size.
-        q, sizes = self.queue(), (0, 1, 100, 4079, 4080, 4081, 4082, 4096, 10**6, 64 * 10**6)
+        q, sizes = (
+            self.queue(),
+            (0, 1, 100, 4079, 4080, 4081, 4082, 4096, 10**6, 64 * 10**6),
+        )
         payloads: list[Any] = [random.Random(size).randbytes(size) for size in sizes]
-        payloads += [bytearray(b"ab"), memoryview(b"abcd")[1:3], memoryview(b"abcdefgh").cast("I")]
+        payloads += [
+            bytearray(b"ab"),
+            memoryview(b"abcd")[1:3],
+            memoryview(b"abcdefgh").cast("I"),
+        ]
         for payload in payloads:
             q.push(payload)
             task = self.pop(q)
@@ -1074,7 +1223,9 @@ class Lifecycle(QueueCase):
 
         q: Any = self.queue(Word.NODE)  # a type checker wants the literals
         self.assertEqual(q.push(b"y", key=Word.KEY), ident)
-        self.assertEqual(([*q.keys(Word.PENDING)], len([*q.tasks(Word.PENDING)])), (["k"], 1))
+        self.assertEqual(
+            ([*q.keys(Word.PENDING)], len([*q.tasks(Word.PENDING)])), (["k"], 1)
+        )
         with FemtoQueue(Word.DIRECTORY, Word.NODE) as other:
             task = self.take(other, id=Word.ID)
             self.assertEqual((task.node, type(other.node_id)), ("n2", str))
@@ -1087,7 +1238,9 @@ class Lifecycle(QueueCase):
         q.fail(self.pop(q))
         self.assertEqual(q.purge(0, Word.FAILED), 1)
 
-    def test_task_objects_compare_by_value_but_only_a_lease_can_be_settled(self) -> None:
+    def test_task_objects_compare_by_value_but_only_a_lease_can_be_settled(
+        self,
+    ) -> None:
         """A leased task equals the task that peek() returns, but only the leased object can end the
         delivery."""
         # If the caller changes an attribute of the object, nothing changes in the queue.
@@ -1097,7 +1250,9 @@ class Lifecycle(QueueCase):
         seen, copy = q.peek(ident), FemtoTask(ident, b"x", 1)
         self.assertEqual(({task, seen, copy}, task == ident), ({task}, False))
         self.assertNotEqual(task, FemtoTask(ident, b"x", 2))
-        self.assertEqual(repr(task), f"FemtoTask(id='{ident}', data=b'x', attempts=1, key=None)")
+        self.assertEqual(
+            repr(task), f"FemtoTask(id='{ident}', data=b'x', attempts=1, key=None)"
+        )
         self.assertAlmostEqual(task.created.timestamp(), time.time(), delta=60)
         self.assertEqual(str(task.created.tzinfo), "UTC")
         self.assertRaises(LeaseLost, q.done, copy)
@@ -1106,7 +1261,9 @@ class Lifecycle(QueueCase):
         self.assertEqual(self.names("done"), [ident])
         with self.assertRaisesRegex(LeaseLost, f"{ident}.*finished") as caught:
             q.done(task)
-        self.assertEqual((caught.exception.id, caught.exception.expired), (ident, False))
+        self.assertEqual(
+            (caught.exception.id, caught.exception.expired), (ident, False)
+        )
 
     def test_attach_to_an_ended_lease_says_whether_it_expired(self) -> None:
         """attach() of a lease that has ended raises LeaseLost, whose attribute `expired` says
@@ -1145,7 +1302,9 @@ class Lifecycle(QueueCase):
         q.done(task)
         self.assertEqual(self.states(), {})
 
-    def test_tasks_released_to_the_front_are_delivered_in_the_order_of_push(self) -> None:
+    def test_tasks_released_to_the_front_are_delivered_in_the_order_of_push(
+        self,
+    ) -> None:
         """Tasks released to the front are delivered in the order of their pushes."""
         q, payloads = self.queue(), [b"%d" % number for number in range(8)]
         q.push_many(payloads)
@@ -1163,20 +1322,28 @@ class Lifecycle(QueueCase):
             raise ValueError("größe \udc80")  # not KeyError, whose text is quoted
         except ValueError as error:
             q.fail(self.pop(q), error)
-        self.assertRegex(reason_of(q, ident), r"\ATraceback[^$]*in test_fail_keeps_an_exception")
+        self.assertRegex(
+            reason_of(q, ident), r"\ATraceback[^$]*in test_fail_keeps_an_exception"
+        )
 
-    def test_times_that_names_can_not_hold_become_the_earliest_or_the_latest(self) -> None:
+    def test_times_that_names_can_not_hold_become_the_earliest_or_the_latest(
+        self,
+    ) -> None:
         """A time outside the range of file names becomes the first or last time of the range."""
         # A lease of less than a nanosecond can still be settled while no other worker reclaims it.
         q = self.queue(timeout_stale_ms=1e-7)
         for lease_ms in (None, 1e-7):
             q.push(b"x")
-            task = q.pop(lease_ms=lease_ms) or self.fail("a task was there to be popped")
+            task = q.pop(lease_ms=lease_ms) or self.fail(
+                "a task was there to be popped"
+            )
             q.extend(task, 1e-7)
             q.extend(task, 1e300)
             q.release(task, delay_s=1e300)
         q.schedule(b"before 1970", -5e15)
-        self.assertEqual((self.drain(q), len(self.names("scheduled"))), ([b"before 1970"], 2))
+        self.assertEqual(
+            (self.drain(q), len(self.names("scheduled"))), ([b"before 1970"], 2)
+        )
 
     def test_push_many_that_fails_half_way_says_how_many_were_pushed(self) -> None:
         """If push_many() fails half way, the payloads before the error are pushed, and the
@@ -1204,7 +1371,11 @@ class Lifecycle(QueueCase):
     def test_many_due_tasks_are_enqueued_in_several_rounds(self) -> None:
         """If very many tasks are due, one pop() moves only some of them to pending/."""
         # During these moves, pop() holds the worker's lock: no lease of the worker can be renewed.
-        q, clock, wanted = self.queue(), self.clock(), [b"%d" % number for number in range(20)]
+        q, clock, wanted = (
+            self.queue(),
+            self.clock(),
+            [b"%d" % number for number in range(20)],
+        )
         for due_us, data in enumerate(wanted, 10**14):
             q.schedule(data, due_us)
         with hooked(at_call("move", "/scheduled/", lambda: clock.advance(0.1))):
@@ -1213,7 +1384,9 @@ class Lifecycle(QueueCase):
             self.assertEqual([first.data, *self.drain(q)], wanted)
         q.done(first)
 
-    def test_due_task_scheduled_by_another_process_is_seen_at_once_if_none_waits(self) -> None:
+    def test_due_task_scheduled_by_another_process_is_seen_at_once_if_none_waits(
+        self,
+    ) -> None:
         """If no task waits, pop() sees at once a due task that another process has scheduled."""
         self.clock().stand_still()  # no job comes due
         q, other = self.queue(), self.queue("n2")
@@ -1221,7 +1394,9 @@ class Lifecycle(QueueCase):
         other.schedule(b"1", 0)
         self.assertEqual(self.pop(q).data, b"1")
 
-    def test_due_task_that_a_person_removes_while_take_moves_it_is_not_taken(self) -> None:
+    def test_due_task_that_a_person_removes_while_take_moves_it_is_not_taken(
+        self,
+    ) -> None:
         """If a person removes the file of a due task while take() moves it, take() returns None."""
         self.clock().stand_still()  # no job comes due
         q = self.queue()
@@ -1245,7 +1420,9 @@ class Lifecycle(QueueCase):
         """join() sees that work is left even if a task moves before each listing of a directory."""
         self.check_join_sees_a_task_that_moves()
 
-    def test_join_does_not_miss_a_moving_task_where_times_have_whole_seconds(self) -> None:
+    def test_join_does_not_miss_a_moving_task_where_times_have_whole_seconds(
+        self,
+    ) -> None:
         """join() sees a task that moves even if the times of directories are in whole seconds."""
         # On ext4 with inodes of 128 bytes, times are in whole seconds. So a move does not change
         # the time of a directory if the last move was in the same second. The replaced stat()
@@ -1303,7 +1480,9 @@ class Lifecycle(QueueCase):
                 self.assertIsNone(q.pop())
                 counts.append(len(self.names("done")))
         self.assertEqual(self.names("done"), ["notes.txt"])
-        self.assertLessEqual(max(a - b for a, b in itertools.pairwise([12, *counts])), 4)
+        self.assertLessEqual(
+            max(a - b for a, b in itertools.pairwise([12, *counts])), 4
+        )
 
     def test_slices_of_done_follow_quickly_while_old_tasks_are_found(self) -> None:
         """While pop() finds finished tasks to delete, it soon purges the next slice of done/."""
@@ -1331,9 +1510,13 @@ class Lifecycle(QueueCase):
             (other, 9, lambda: clock.advance(1)),
         )
         for (pauser, listing_s, notice), listed in itertools.product(ways, (1, 3)):
-            with self.subTest(listed=listed, pauser=pauser.node_id, listing_s=listing_s):
+            with self.subTest(
+                listed=listed, pauser=pauser.node_id, listing_s=listing_s
+            ):
                 ids = q.push_many([b"x"] * listed)
-                slow = at_call("list", "pending", functools.partial(clock.advance, listing_s))
+                slow = at_call(
+                    "list", "pending", functools.partial(clock.advance, listing_s)
+                )
                 with hooked(slow):
                     q.done(self.pop(q))
                 pauser.pause()
@@ -1452,7 +1635,12 @@ class Ordering(QueueCase):
         year_s, one_s = 365 * 86400.0, 1.0 - time.monotonic()
         # The boot id and the shifts of both clocks, in seconds, for each process of a case.
         cases: dict[str, list[tuple[str | None, float, float]]] = {
-            "the date is set": [("1", 0, 0), ("1", -year_s, 0), ("1", year_s, 0), ("1", 0, 0)],
+            "the date is set": [
+                ("1", 0, 0),
+                ("1", -year_s, 0),
+                ("1", year_s, 0),
+                ("1", 0, 0),
+            ],
             "a reboot": [("1", 0, 0), ("2", -year_s, one_s)],
             "a reboot decades in the past": [("1", 0, 0), ("2", -30 * year_s, one_s)],
             "no boot id": [(None, 0, 0), (None, -1000, 0)],
@@ -1461,7 +1649,11 @@ class Ordering(QueueCase):
         clock = self.clock()
         for name, rows in cases.items():
             self.path = self.new_dir()
-            for number, (boot, clock.wall_shift_s, clock.monotonic_shift_s) in enumerate(rows):
+            for number, (
+                boot,
+                clock.wall_shift_s,
+                clock.monotonic_shift_s,
+            ) in enumerate(rows):
                 # The kernel gives the directories real dates, even if the clocks are shifted. Such
                 # a date could help to keep the order; a date of 1970 can't.
                 for directory in os.listdir(self.path):
@@ -1472,11 +1664,15 @@ class Ordering(QueueCase):
             with self.subTest(name):
                 self.assertEqual(self.drain(q), [b"%d" % n for n in range(len(rows))])
                 # Processes without a boot id have no clock file.
-                self.assertEqual(len(self.clocks()), len({boot for boot, *_ in rows} - {None}))
+                self.assertEqual(
+                    len(self.clocks()), len({boot for boot, *_ in rows} - {None})
+                )
 
     def clocks(self) -> list[str]:
         """Return the sorted names of the clock files."""
-        return sorted(name for name in os.listdir(self.path) if name.startswith("clock-"))
+        return sorted(
+            name for name in os.listdir(self.path) if name.startswith("clock-")
+        )
 
     def test_clock_files_of_other_boots_stay(self) -> None:
         """A clock file stays when another boot begins, and its worker, which may be in a container,
@@ -1493,7 +1689,9 @@ class Ordering(QueueCase):
         with on_boot("container"):
             self.check_one_clock(q, self.queue("second"))
 
-    def test_service_that_can_not_see_the_boot_id_keeps_the_order_after_a_reboot(self) -> None:
+    def test_service_that_can_not_see_the_boot_id_keeps_the_order_after_a_reboot(
+        self,
+    ) -> None:
         """A service that can't see the boot id does not use the clock file of an earlier boot."""
         # The queue is empty, so no id shows that the clock of that file is behind.
         clock = self.clock()
@@ -1509,7 +1707,9 @@ class Ordering(QueueCase):
         service.push(b"second")
         self.assertEqual(self.drain(service), [b"first", b"second"])
 
-    def test_process_that_can_not_read_the_clock_file_has_a_clock_of_its_own(self) -> None:
+    def test_process_that_can_not_read_the_clock_file_has_a_clock_of_its_own(
+        self,
+    ) -> None:
         """A process that may not read clock-<boot> delivers tasks, and its leases have another
         <boot>."""
         self.queue().push(b"x")
@@ -1528,7 +1728,9 @@ class Ordering(QueueCase):
                 self.queue().push(b"x")
         self.assertEqual(len(self.clocks()), 3)
 
-    def test_queue_clock_starts_at_the_wall_clock_however_long_the_listings_take(self) -> None:
+    def test_queue_clock_starts_at_the_wall_clock_however_long_the_listings_take(
+        self,
+    ) -> None:
         clock = self.clock()
         clock.stand_still()
         q = self.queue(None)
@@ -1544,7 +1746,14 @@ class Ordering(QueueCase):
         q = self.queue()
         q.push(b"0")
         clock = f"clock-{self.boot()}"
-        rubbish = (b"", b"x" * 50, b"\0\n", b"8" * 19 + b"\n", b"-" + b"9" * 19 + b"\n", b"12")
+        rubbish = (
+            b"",
+            b"x" * 50,
+            b"\0\n",
+            b"8" * 19 + b"\n",
+            b"-" + b"9" * 19 + b"\n",
+            b"12",
+        )
         for number, content in enumerate(rubbish, 1):
             self.put(clock, content, "")
             self.queue().push(b"%d" % number)
@@ -1552,7 +1761,9 @@ class Ordering(QueueCase):
             os.unlink(self.file(clock))
             make(self.file(clock))
             self.queue().push(b"%d" % number)
-        self.assertEqual(self.drain(self.queue()), [b"%d" % n for n in range(len(rubbish) + 3)])
+        self.assertEqual(
+            self.drain(self.queue()), [b"%d" % n for n in range(len(rubbish) + 3)]
+        )
 
     def test_anchor_set_by_a_faster_process_is_not_overwritten(self) -> None:
         """If two processes create clock-<boot> at once, both use the anchor of the faster one."""
@@ -1581,7 +1792,9 @@ class Ordering(QueueCase):
         clock.wall_shift_s = 0.0
         self.check_one_clock(q, self.queue())
 
-    def test_huge_backlog_is_delivered_in_order_though_only_part_is_in_memory(self) -> None:
+    def test_huge_backlog_is_delivered_in_order_though_only_part_is_in_memory(
+        self,
+    ) -> None:
         """A huge backlog is delivered in order, although the worker keeps only a part of the names
         in memory."""
         # A listing drops foreign names, and the names of the youngest tasks. It keeps 20 names
@@ -1603,9 +1816,13 @@ class ReplacedClock(QueueCase):
     the replaced functions."""
 
     def both_clocks(self, seconds: float) -> Any:
-        return mock.patch.multiple(time, time=lambda: seconds, monotonic=lambda: seconds)
+        return mock.patch.multiple(
+            time, time=lambda: seconds, monotonic=lambda: seconds
+        )
 
-    def test_program_that_leaves_its_own_clock_in_the_time_module_ends_quietly(self) -> None:
+    def test_program_that_leaves_its_own_clock_in_the_time_module_ends_quietly(
+        self,
+    ) -> None:
         """A program that leaves its own function in the time module ends without an error."""
         # That function refers to the program's variables, and so to its queue. So the time module
         # keeps the queue alive. The queue is finalized when the interpreter has already cleared
@@ -1669,7 +1886,8 @@ class ReplacedClock(QueueCase):
 
     def test_due_task_is_found_after_the_clock_went_back(self) -> None:
         """After both clocks went back by an hour, pop() still finds tasks when they are due."""
-        now_s = 1_795_851_611.2259564  # now_s + 60 is rounded down by a fraction of a microsecond
+        # now_s + 60 is rounded down by a fraction of a microsecond
+        now_s = 1_795_851_611.2259564
         with self.both_clocks(now_s + 3600):
             q = self.queue()
             self.assertIsNone(q.pop())
@@ -1690,7 +1908,9 @@ class ReplacedClock(QueueCase):
             wanted = [q.push(b"%d" % number) for number in range(100)]
             self.assertEqual([self.pop(q).id for _ in wanted], wanted)
 
-    def test_no_task_is_lost_when_a_monotonic_clock_begins_anew_under_one_boot_id(self) -> None:
+    def test_no_task_is_lost_when_a_monotonic_clock_begins_anew_under_one_boot_id(
+        self,
+    ) -> None:
         """A restored virtual machine delivers all its tasks."""
         # Such a machine has the same boot id as before, and a monotonic clock near zero. The tasks
         # may come in another order, and a lease may end late unless its worker is dead.
@@ -1746,7 +1966,9 @@ class Liveness(QueueCase):
             mine = os.path.basename(self.pop(q).path)
             self.pop(dead)
             theirs = mine.replace(f"~{self.boot()}~", "~12345678~")
-            os.rename(self.file("inflight-n1", mine), self.file("inflight-dead", theirs))
+            os.rename(
+                self.file("inflight-n1", mine), self.file("inflight-dead", theirs)
+            )
             simulate_death(dead)
             clock.advance(1)
             self.assertEqual((self.pop(q).data, q.pop()), (b"2", None))
@@ -1772,7 +1994,9 @@ class Liveness(QueueCase):
                         leased(dead)
                     simulate_death(dead)
                     with on_boot(second), self.queue(node_id) as q:
-                        self.assertEqual([it.liveness for it in q.stats().nodes], ["unknown"])
+                        self.assertEqual(
+                            [it.liveness for it in q.stats().nodes], ["unknown"]
+                        )
                         if node_id == "other":
                             self.assertIsNone(q.pop())
                             clock.advance(31)
@@ -1794,14 +2018,20 @@ class Liveness(QueueCase):
                 simulate_death(dead)
                 with on_boot(second):
                     q = self.queue("other")
-                    self.assertEqual([it.liveness for it in q.stats().nodes], ["unknown"])
+                    self.assertEqual(
+                        [it.liveness for it in q.stats().nodes], ["unknown"]
+                    )
                     self.assertIsNone(q.pop())
                     again = self.pop(self.queue("dead"))
                     self.assertEqual((again.data, again.attempts), (b"1", 2))
                     clock.advance(31)
-                    self.assertEqual([it.data for it in iter(q.pop, None)], [b"1", b"2"])
+                    self.assertEqual(
+                        [it.data for it in iter(q.pop, None)], [b"1", b"2"]
+                    )
 
-    def test_lease_of_another_boot_is_not_of_this_boot_where_the_boot_id_is_not_seen(self) -> None:
+    def test_lease_of_another_boot_is_not_of_this_boot_where_the_boot_id_is_not_seen(
+        self,
+    ) -> None:
         """A service that can't see the boot id does not treat a lease of another boot as a lease of
         this boot."""
         for fs_type in (EXT4, NFS):
@@ -1809,7 +2039,8 @@ class Liveness(QueueCase):
             with on_boot("1"), on_file_system(fs_type):
                 living = self.queue("living", timeout_stale_ms=None)
                 leased(living)
-            simulate_death(living)  # as on another host, no lock shows that this worker lives
+            # as on another host, no lock shows that this worker lives
+            simulate_death(living)
             with on_boot(None):
                 self.assertIsNone(self.queue("other").pop())
 
@@ -1905,11 +2136,17 @@ class Liveness(QueueCase):
                     q.done(self.pop(q))
                 self.assertEqual(self.names("inflight-n1"), [])
 
-    def test_starting_worker_leaves_the_lease_of_a_quicker_worker_of_its_node_id(self) -> None:
+    def test_starting_worker_leaves_the_lease_of_a_quicker_worker_of_its_node_id(
+        self,
+    ) -> None:
         """A starting worker does not take back the lease of a quicker worker of its node_id."""
         # The starting worker opens the lease directory, which is removed before the worker locks
         # it. Then the quicker worker makes the directory again, and claims a task there.
-        starting, quicker, taken = self.queue("same"), self.queue("same"), list[FemtoTask]()
+        starting, quicker, taken = (
+            self.queue("same"),
+            self.queue("same"),
+            list[FemtoTask](),
+        )
         self.queue("producer").push(b"x")
         os.mkdir(lease_dir(starting))
 
@@ -1917,7 +2154,9 @@ class Liveness(QueueCase):
             os.rmdir(lease_dir(starting))
             taken.append(popped(quicker))
 
-        with hooked(at_call("lock", fcntl.LOCK_SH | fcntl.LOCK_NB, be_quicker, times=1)):
+        with hooked(
+            at_call("lock", fcntl.LOCK_SH | fcntl.LOCK_NB, be_quicker, times=1)
+        ):
             self.assertIsNone(starting.pop())
         quicker.done(taken[0])
         self.assertEqual(self.states(), {"done": 1})
@@ -1929,7 +2168,9 @@ class Liveness(QueueCase):
         clock = self.clock()
         monotonic = clock.monotonic
         for step in Step.each(interrupt, at_least=20):
-            q, again, later = (self.queue(it, timeout_stale_ms=None) for it in ("a", "a", "b"))
+            q, again, later = (
+                self.queue(it, timeout_stale_ms=None) for it in ("a", "a", "b")
+            )
             q.push_many([b"1", b"2"])
             self.assertEqual(len([*iter(q.pop, None)]), 2)
             simulate_death(q)
@@ -1989,9 +2230,13 @@ class Liveness(QueueCase):
         self.assertRegex(task.path, rf"inflight-{os.getpid()}-[0-9a-f]{{16}}/.*{ident}")
         q.done(task)
         q.close()
-        self.assertEqual([it for it in self.names(".") if it.startswith("inf")], ["inflight-n1"])
+        self.assertEqual(
+            [it for it in self.names(".") if it.startswith("inf")], ["inflight-n1"]
+        )
 
-    def test_dropped_queue_object_leaves_no_descriptor_warning_or_directory(self) -> None:
+    def test_dropped_queue_object_leaves_no_descriptor_warning_or_directory(
+        self,
+    ) -> None:
         """A queue object is closed at once when its last reference goes, like a file."""
         before = len(os.listdir("/dev/fd"))
         gc.disable()  # no reference cycle may keep the object until a collection
@@ -2030,19 +2275,26 @@ class Liveness(QueueCase):
         child.kill()
         q.done(popped(q, 10))
 
-    def test_forked_child_that_outlives_its_parent_keeps_none_of_its_leases(self) -> None:
+    def test_forked_child_that_outlives_its_parent_keeps_none_of_its_leases(
+        self,
+    ) -> None:
         """The leases of a killed worker end although a forked child of the worker still lives."""
         # At "lock", the worker forks while it locks its lease directory, as another thread may do.
         for call in ("read", "lock"):
             with self.subTest(call):
                 self.check_child_outlives_parent(call)
 
-    def test_forked_child_has_no_leases_of_its_parent_after_ctrl_c_in_the_fork(self) -> None:
+    def test_forked_child_has_no_leases_of_its_parent_after_ctrl_c_in_the_fork(
+        self,
+    ) -> None:
         """Ctrl-C at the start of a forked child does not give the parent's leases to the child."""
         # The Ctrl-C interrupts the function that Python calls in the child. Python then prints the
         # exception, and the child goes on.
         q = self.queue()
-        task, inner = leased(q), ("_after_fork_in_child", "_after_fork", "init_worker", "__init__")
+        task, inner = (
+            leased(q),
+            ("_after_fork_in_child", "_after_fork", "init_worker", "__init__"),
+        )
         hook, lines = mock.patch.object(sys, "unraisablehook"), [list[str]()]
 
         def work(child: Child) -> None:
@@ -2104,7 +2356,10 @@ class Liveness(QueueCase):
     @FORK
     def test_child_of_an_unseen_fork_takes_tasks_under_a_name_of_its_own(self) -> None:
         """A child that Python did not see leases a task in a directory of its own."""
-        calls: tuple[Callable[[FemtoQueue], object], ...] = (popped, lambda q: self.take(q, "k"))
+        calls: tuple[Callable[[FemtoQueue], object], ...] = (
+            popped,
+            lambda q: self.take(q, "k"),
+        )
         for call in calls:
             q = self.new_queue(node_id=None)
             task = leased(q)
@@ -2124,7 +2379,9 @@ class Liveness(QueueCase):
         q.done(task)
 
     @FORK
-    def test_keyed_push_in_a_child_of_an_unseen_fork_waits_for_the_parents_lock(self) -> None:
+    def test_keyed_push_in_a_child_of_an_unseen_fork_waits_for_the_parents_lock(
+        self,
+    ) -> None:
         """A child that Python did not see, forked while its parent has the lock of a key, waits for
         the lock, and then pushes its payload."""
         q, pids = self.queue(), list[int]()
@@ -2138,7 +2395,9 @@ class Liveness(QueueCase):
         self.assertEqual(self.drain(q), [b"of the child"])
 
     @FORK
-    def test_end_of_a_call_in_a_child_of_an_unseen_fork_leaves_the_parents_lock(self) -> None:
+    def test_end_of_a_call_in_a_child_of_an_unseen_fork_leaves_the_parents_lock(
+        self,
+    ) -> None:
         """If an exception ends a call in a child that Python did not see, the lock that the parent
         has in this call stays."""
         import ctypes
@@ -2188,21 +2447,30 @@ class LeaseDirectoryLost(QueueCase):
             "made again": lambda place: os.rename(self.new_dir(self.path), place),
             "moved away": lambda place: os.rename(place, self.file("elsewhere")),
         }
-        for (name, lose), call in itertools.product(losses.items(), ("next", "pop", "take")):
+        for (name, lose), call in itertools.product(
+            losses.items(), ("next", "pop", "take")
+        ):
             with self.subTest(name, call=call):
-                q, observer = self.worker_that_listed(3 if call == "next" else 1), self.queue("n2")
+                q, observer = (
+                    self.worker_that_listed(3 if call == "next" else 1),
+                    self.queue("n2"),
+                )
                 lose(lease_dir(q))
                 if call != "next":
                     q.push(b"1", key="k")
                     q.push(b"2")
                 mine = self.take(q, "k") if call == "take" else popped(q)
                 theirs = popped(observer)
-                self.assertEqual((mine.data, theirs.data, observer.pop()), (b"1", b"2", None))
+                self.assertEqual(
+                    (mine.data, theirs.data, observer.pop()), (b"1", b"2", None)
+                )
                 q.done(mine)
                 observer.done(theirs)
                 self.assertEqual(self.states(), {"done": 3})
 
-    def test_claim_goes_into_no_directory_that_takes_the_place_of_the_locked_one(self) -> None:
+    def test_claim_goes_into_no_directory_that_takes_the_place_of_the_locked_one(
+        self,
+    ) -> None:
         """If another directory takes the place of the lease directory just before a claim, the task
         does not go there: other workers would take it away."""
         self.clock().stand_still()  # no job comes due, nor a look at the directory
@@ -2247,7 +2515,9 @@ class LeaseDirectoryLost(QueueCase):
         with hooked(stale):
             self.assertEqual(self.drain(q), [b"1", b"2", b"3", b"4"])
 
-    def test_nothing_is_claimed_while_the_lease_directory_can_not_be_opened(self) -> None:
+    def test_nothing_is_claimed_while_the_lease_directory_can_not_be_opened(
+        self,
+    ) -> None:
         """While a lease directory can't be opened, pop() raises the error and claims nothing."""
         # Tasks that were listed before must not go into an unlocked directory. If open() raises
         # ESTALE each time, pop() raises it, and does not try again for ever.
@@ -2273,7 +2543,9 @@ class LeaseDirectoryLost(QueueCase):
                 shutil.rmtree(lease_dir(q))
                 claims = calls_of("move", functools.partial(popped, q))
             self.assertEqual([task.data for task in q.tasks("inflight")], [b"1"])
-            self.assertLessEqual(len([it for it in claims if "/pending/" in it[0]]), most)
+            self.assertLessEqual(
+                len([it for it in claims if "/pending/" in it[0]]), most
+            )
 
     def test_lease_whose_directory_is_gone_is_lost(self) -> None:
         """To renew or settle a lease whose directory is gone raises LeaseLost."""
@@ -2296,7 +2568,8 @@ class Row(NamedTuple):
 # The system calls of each step: no more than the promise of the step needs. The steps are in words
 # of Life; the words before a bar prepare the step, in a new queue. After an intended change of the
 # system calls, edit these tables.
-LOOK = "stat" + " stat fstat" * 7 + " stat"  # at the directories and PAUSED, every 0.1 s
+# at the directories and PAUSED, every 0.1 s
+LOOK = "stat" + " stat fstat" * 7 + " stat"
 STEPS = {
     "push x": Row("open write close move", "move file directory"),
     "schedule x 4e15": Row("open write close move", "move file directory"),
@@ -2307,7 +2580,9 @@ STEPS = {
         f"{LOOK} stat open list close move open list close move open read close open stat",
         "move file directory move",
     ),
-    "push x, take, release | take": Row("open list close move open read close open stat", "move"),
+    "push x, take, release | take": Row(
+        "open list close move open read close open stat", "move"
+    ),
     "push x, take | done": Row("move", "move file directory"),
     "push unkept, take | done": Row(
         "unlink", "file directory unlink directory", {"keep_done": False}
@@ -2332,7 +2607,9 @@ STEPS = {
     ),
 }
 KEY_STEPS = {
-    "push x | take": Row("open list close move open read fstat close readlink stat", "move"),
+    "push x | take": Row(
+        "open list close move open read fstat close readlink stat", "move"
+    ),
     "push x, take | done": Row(
         "open lock readlink move unlink lock close", "move unlink file directory"
     ),
@@ -2400,7 +2677,9 @@ class StepCase(QueueCase):
             life.do(part)
         return functools.partial(life.do, step)
 
-    def check_steps(self, found: Callable[[Any], list[str]], column: str, **settings: Any) -> None:
+    def check_steps(
+        self, found: Callable[[Any], list[str]], column: str, **settings: Any
+    ) -> None:
         """Fail unless found(step) is, for each step, what this column of the tables says."""
         for key, steps in ((None, STEPS), ("k", KEY_STEPS)):
             for words, row in steps.items():
@@ -2426,7 +2705,9 @@ class Cost(StepCase):
         self.patched(on_file_system(NFS))
         for words in ("push x", "push x, push y, take | take", "push x, take | done"):
             calls = self.calls(self.prepare_step(words, STEPS[words]))
-            self.assertEqual(" ".join(it for it in calls if it != "stat"), STEPS[words].calls)
+            self.assertEqual(
+                " ".join(it for it in calls if it != "stat"), STEPS[words].calls
+            )
 
 
 class LostReply(QueueCase):
@@ -2452,7 +2733,9 @@ class LostReply(QueueCase):
         self.assertEqual(lost, ["reply"])
         self.check_invariants()
 
-    def test_task_is_settled_though_the_server_was_away_for_longer_than_the_lease(self) -> None:
+    def test_task_is_settled_though_the_server_was_away_for_longer_than_the_lease(
+        self,
+    ) -> None:
         """done() and fail() succeed even if the lease expires while the server is away."""
         q, clock = self.queue(), self.clock()
         # Only the monotonic clock is advanced: the times of files are by the real clock.
@@ -2500,7 +2783,11 @@ class LostReply(QueueCase):
     def test_expired_lease_is_lost_though_a_stale_cache_still_shows_it(self) -> None:
         """done() raises LeaseLost if the lease expired and another delivery made done/<id>."""
         # The client's cache still shows the lease, as it was half a minute ago.
-        q, other, clock = self.queue(timeout_stale_ms=1000), self.queue("n2"), self.clock()
+        q, other, clock = (
+            self.queue(timeout_stale_ms=1000),
+            self.queue("n2"),
+            self.clock(),
+        )
         late, seen = leased(q), list[str]()
         clock.advance(3)
         other.done(self.pop(other))
@@ -2509,7 +2796,9 @@ class LostReply(QueueCase):
             for _ in range(2):
                 self.assertRaises(LeaseLost, q.done, late)
 
-    def test_task_that_another_host_has_finished_is_lost_before_the_deadline_here(self) -> None:
+    def test_task_that_another_host_has_finished_is_lost_before_the_deadline_here(
+        self,
+    ) -> None:
         """done() raises LeaseLost if another host has taken the task back and made done/<id>."""
         # The deadline has not passed by the queue clock of this host, which is behind. The client's
         # cache still shows the lease. The rename of the other host is two seconds old: done() takes
@@ -2537,7 +2826,9 @@ class LostReply(QueueCase):
         q.done(task)
         self.assertRaises(LeaseLost, q.done, task)
 
-    def test_write_fails_if_its_file_was_removed_although_the_target_exists(self) -> None:
+    def test_write_fails_if_its_file_was_removed_although_the_target_exists(
+        self,
+    ) -> None:
         """If another host removed the written file from creating/ before the rename, the write
         fails, even if the target exists."""
         # The target has the older content. The host of the writer was suspended for an hour: its
@@ -2556,7 +2847,9 @@ class LostReply(QueueCase):
         q.release(task)
         self.assertEqual(self.pop(q).checkpoint, b"half")
 
-    def test_host_whose_queue_clock_is_ahead_leaves_files_that_are_being_written(self) -> None:
+    def test_host_whose_queue_clock_is_ahead_leaves_files_that_are_being_written(
+        self,
+    ) -> None:
         """A host whose queue clock is hours ahead does not remove a file that is being written."""
         # The queue clock of the writer is behind because its host was suspended. The wall clocks of
         # both hosts agree, and only the wall clocks count.
@@ -2625,14 +2918,17 @@ class Sharing(QueueCase):
 
         def empty() -> None:
             thread.start()
-            thread.join(0.1)  # the thread ends, or waits for a lock that this thread holds
+            # the thread ends, or waits for a lock that this thread holds
+            thread.join(0.1)
 
         with hooked(at_call("access", None, empty, times=1)):
             q.pop()
         thread.join()
         self.assertEqual((self.names("pending"), q._worker.lease_dir.orphans), ([], {}))
 
-    def test_lease_begins_when_the_task_is_claimed_however_long_the_pop_waited(self) -> None:
+    def test_lease_begins_when_the_task_is_claimed_however_long_the_pop_waited(
+        self,
+    ) -> None:
         """The deadline of a lease counts from the claim."""
         # Before the claim, pop() waits for another thread of the queue object. A system call of
         # that thread takes longer than a lease lasts.
@@ -2685,7 +2981,11 @@ class Sharing(QueueCase):
 
     def test_errors_survive_pickling(self) -> None:
         """A pickled error keeps its message and its attributes."""
-        for error in (LeaseLost("i", True, "why"), CorruptTask("i", "why"), TaskNotFound("why")):
+        for error in (
+            LeaseLost("i", True, "why"),
+            CorruptTask("i", "why"),
+            TaskNotFound("why"),
+        ):
             copy = pickle.loads(pickle.dumps(error))
             self.assertEqual((str(copy), vars(copy)), (str(error), vars(error)))
             self.assertIsInstance(error, FemtoQueueError)
@@ -2699,7 +2999,9 @@ class InterruptedDelivery(QueueCase):
         *("_look_for_all", "_answer", "wait_for_async"),
     )
 
-    def test_queue_object_in_a_reference_cycle_gives_its_task_back_silently(self) -> None:
+    def test_queue_object_in_a_reference_cycle_gives_its_task_back_silently(
+        self,
+    ) -> None:
         """If a queue object is freed by the garbage collector, nothing is printed, and the next
         worker takes its task back."""
         # The finalizer of the object's lock may run before that of the object itself.
@@ -2713,7 +3015,9 @@ class InterruptedDelivery(QueueCase):
         self.assertEqual(self.drain(self.queue("n2")), [b"x"])
         self.assertEqual(os.listdir(self.path).count("inflight-n1"), 0)
 
-    def test_interpreter_exits_while_an_ended_thread_holds_the_lock_of_a_queue_object(self) -> None:
+    def test_interpreter_exits_while_an_ended_thread_holds_the_lock_of_a_queue_object(
+        self,
+    ) -> None:
         """The interpreter exits without an error even if a thread that has ended holds the lock of
         a queue object. If the lock is free, the worker's tasks are given back at exit."""
         code = """if True:
@@ -2731,7 +3035,9 @@ class InterruptedDelivery(QueueCase):
             """
         for lock in ("free", "locked"):
             words = sys.executable, "-W", "error", "-c", code, self.path, lock
-            ended = run_guarded(*words, env={"PYTHONPATH": os.path.dirname(femtoqueue.__file__)})
+            ended = run_guarded(
+                *words, env={"PYTHONPATH": os.path.dirname(femtoqueue.__file__)}
+            )
             self.assertEqual(ended, (0, "", ""), lock)
             if lock == "free":
                 self.assertFalse(os.path.exists(self.file("inflight-gone")))
@@ -2748,7 +3054,11 @@ class InterruptedDelivery(QueueCase):
         }
         for way, deliver in ways.items():
             with self.subTest(way):
-                lines = next(it for it in itertools.count() if not self.close_at_line(it, deliver))
+                lines = next(
+                    it
+                    for it in itertools.count()
+                    if not self.close_at_line(it, deliver)
+                )
                 self.assertGreater(lines, 20)
 
     def test_ctrl_c_at_any_line_of_a_pop_leaves_no_lease(self) -> None:
@@ -2761,7 +3071,9 @@ class InterruptedDelivery(QueueCase):
             lines = next(it for it in numbers if not self.interrupt_at_line(it, key))
             self.assertGreater(lines, 50)
 
-    def test_pop_that_close_meets_returns_none_and_opens_no_lease_directory(self) -> None:
+    def test_pop_that_close_meets_returns_none_and_opens_no_lease_directory(
+        self,
+    ) -> None:
         """If close() comes during the maintenance of a pop(), this pop() takes no task."""
         q, clock = self.queue(), self.clock()
         self.assertIsNone(q.pop())
@@ -2786,10 +3098,14 @@ class InterruptedDelivery(QueueCase):
                 q.pop()
         except KeyboardInterrupt:
             self.assertEqual(self.names("inflight-n1"), [], number)
-            self.assertEqual(self.pop(q), FemtoTask(task.id, b"newer" if key else b"x", 1, key))
+            self.assertEqual(
+                self.pop(q), FemtoTask(task.id, b"newer" if key else b"x", 1, key)
+            )
         return bool(reached)
 
-    def close_at_line(self, number: int, deliver: Callable[[FemtoQueue], FemtoTask | None]) -> bool:
+    def close_at_line(
+        self, number: int, deliver: Callable[[FemtoQueue], FemtoTask | None]
+    ) -> bool:
         """Call close() in another thread at a line of a delivery, and check what is left. Return
         False if the delivery has fewer lines."""
         q = self.new_queue()
@@ -2827,10 +3143,18 @@ class InterruptedDelivery(QueueCase):
 class Keyed(QueueCase):
     """At most one task of a key waits or is in flight, and the last payload is delivered."""
 
-    STATES = "waits", "is back", "is scheduled", "is due", "is leased", "is leased with one behind"
+    STATES = (
+        "waits",
+        "is back",
+        "is scheduled",
+        "is due",
+        "is leased",
+        "is leased with one behind",
+    )
     in_memory = False
 
-    has_states = True  # there are state files: keys/<hash> says where the task of a key is
+    # there are state files: keys/<hash> says where the task of a key is
+    has_states = True
 
     def setUp(self) -> None:
         super().setUp()
@@ -2865,7 +3189,18 @@ class Keyed(QueueCase):
     def test_any_text_is_a_key_and_can_be_read_back(self) -> None:
         """Any text of 1 to 200 bytes can be a key, and is read back from the task and its file."""
         q = self.queue()
-        keys = ["k" * 200, "a b", "\n", "%41", "A", "-", "größe", "\U0001f40d" * 50, "\0", "../x"]
+        keys = [
+            "k" * 200,
+            "a b",
+            "\n",
+            "%41",
+            "A",
+            "-",
+            "größe",
+            "\U0001f40d" * 50,
+            "\0",
+            "../x",
+        ]
         ids = [q.push(key.encode(), key=key) for key in keys]
         for key in reversed(keys):
             task = self.take(q, key)
@@ -2901,7 +3236,9 @@ class Keyed(QueueCase):
         seen = {task and (task.data, task.attempts) for task in taken}
         self.assertEqual(seen, {(b"old", 3), (b"new", 1), None})
 
-    def test_replaced_payload_keeps_its_place_for_workers_that_have_listed_the_task(self) -> None:
+    def test_replaced_payload_keeps_its_place_for_workers_that_have_listed_the_task(
+        self,
+    ) -> None:
         """A task whose payload is replaced keeps its place, also for workers that have listed the
         old name of the task."""
         # The replacement changes the name, because the attempts begin anew.
@@ -2943,7 +3280,12 @@ class Keyed(QueueCase):
         buffered payloads."""
         task = q.peek(key="k")
         behind = [name for name in self.names("keys") if len(name) > 16]
-        return [task, task and task.path, *behind, *(q.peek(name[-37:]) for name in behind)]
+        return [
+            task,
+            task and task.path,
+            *behind,
+            *(q.peek(name[-37:]) for name in behind),
+        ]
 
     def test_keyed_push_that_raises_changes_nothing(self) -> None:
         """If a system call of a keyed push fails and the push raises, nothing has changed."""
@@ -2951,7 +3293,9 @@ class Keyed(QueueCase):
         self.in_memory = True  # syncs to a disk would take too long
         clock, _ = self.clock(), self.queue()
         way: Any
-        for state, way in itertools.product(self.STATES, ("buffer", "update", "schedule")):
+        for state, way in itertools.product(
+            self.STATES, ("buffer", "update", "schedule")
+        ):
             is_synced = state == "is leased"
             for step in Step.each(errno_raiser(errno.EIO)):
                 with self.new_queue(sync_after_write=is_synced) as q:
@@ -2970,33 +3314,55 @@ class Keyed(QueueCase):
 
     # Buffered payloads
 
-    def test_undone_claim_does_not_lead_to_the_delivery_of_an_outdated_payload(self) -> None:
+    def test_undone_claim_does_not_lead_to_the_delivery_of_an_outdated_payload(
+        self,
+    ) -> None:
         """If a claim is undone after a newer payload was buffered, that payload is delivered."""
         # The newer payload is buffered after the claim, before the task is read. Then the claim is
         # undone for one of four reasons: the file is missing, no descriptor is left, the read
         # fails, or Ctrl-C. On a shared file system, the worker looks for a missing file several
         # times.
         gone, interrupted = FileNotFoundError(errno.ENOENT, "gone"), KeyboardInterrupt()
-        for error in (gone, OSError(errno.EMFILE, "too many"), OSError(errno.EIO, ""), interrupted):
-            q, other, key, newer = self.queue(), self.queue("n2"), repr(error), list[str]()
+        for error in (
+            gone,
+            OSError(errno.EMFILE, "too many"),
+            OSError(errno.EIO, ""),
+            interrupted,
+        ):
+            q, other, key, newer = (
+                self.queue(),
+                self.queue("n2"),
+                repr(error),
+                list[str](),
+            )
             # Both workers repair keys now, and not during the rest of the test.
             self.assertEqual((q.pop(), other.pop()), (None, None))
             ident, task = q.push(b"old", key=key), None
 
-            def undo(key: str = key, newer: list[str] = newer, error: Any = error) -> None:
+            def undo(
+                key: str = key, newer: list[str] = newer, error: Any = error
+            ) -> None:
                 if not newer:
-                    newer.append("")  # "" until the newer payload is pushed: no error is raised
+                    # "" until the newer payload is pushed: no error is raised
+                    newer.append("")
                     newer[0] = self.queue("n2").push(b"new", key=key)
                 if newer[0]:
                     raise error
 
-            hook = at_call("open", "/inflight-n1/", undo, times=99 if error is gone else 1)
-            ended, slept = contextlib.suppress(OSError, KeyboardInterrupt), mock.patch("time.sleep")
+            hook = at_call(
+                "open", "/inflight-n1/", undo, times=99 if error is gone else 1
+            )
+            ended, slept = (
+                contextlib.suppress(OSError, KeyboardInterrupt),
+                mock.patch("time.sleep"),
+            )
             with ended, slept, hooked(hook):
                 task = q.pop()
             with self.subTest(error=error):
                 task = task or other.pop() or popped(q)
-                self.assertEqual((task.id, task.data, task.attempts), (ident, b"new", 1))
+                self.assertEqual(
+                    (task.id, task.data, task.attempts), (ident, b"new", 1)
+                )
                 (q if task.node == "n1" else other).done(task)
                 self.assertEqual((self.drain(q), q.stats().buffered), ([], 0))
 
@@ -3015,7 +3381,9 @@ class Keyed(QueueCase):
             self.assertEqual(self.drain(q), [newest])
             self.assertEqual(self.names("keys"), [])
 
-    def test_payload_buffered_behind_a_dead_workers_finished_task_comes_at_once(self) -> None:
+    def test_payload_buffered_behind_a_dead_workers_finished_task_comes_at_once(
+        self,
+    ) -> None:
         """If a worker dies between finishing a task and promoting the payload behind the task,
         another worker promotes the payload at once."""
         # The other worker does not wait for the next periodic repair of keys: when it finds a dead
@@ -3082,7 +3450,9 @@ class Keyed(QueueCase):
         """Return a context in which no link can be made: ENOSPC."""
         return hooked(at_call("symlink", None, errno_raiser(errno.ENOSPC)))
 
-    def test_task_moved_back_by_hand_is_not_delivered_before_its_state_is_saved(self) -> None:
+    def test_task_moved_back_by_hand_is_not_delivered_before_its_state_is_saved(
+        self,
+    ) -> None:
         """A keyed task that a person moved to pending/ is not delivered while the state file of its
         key can't be written."""
         # Otherwise a push would not know of the task, and would make a second task of the key.
@@ -3145,11 +3515,15 @@ class Keyed(QueueCase):
         q.done(task)
         self.assertEqual(self.drain(q), [b"2", b"3"])
 
-    def test_stray_payload_does_not_replace_a_payload_that_was_written_later(self) -> None:
+    def test_stray_payload_does_not_replace_a_payload_that_was_written_later(
+        self,
+    ) -> None:
         """A payload in keys/ that no link names, and that was written first, is not delivered."""
         q = self.queue()
         task = self.leased_with_buffered(q)
-        stray = self.put(f"{10**18:020d}-{key_tag('k')}", record(b"stray", b"k"), "keys")
+        stray = self.put(
+            f"{10**18:020d}-{key_tag('k')}", record(b"stray", b"k"), "keys"
+        )
         os.utime(stray, (1, 1))
         self.assertIsNone(self.queue("n2").pop())
         q.done(task)
@@ -3167,7 +3541,9 @@ class Keyed(QueueCase):
             os.utime(path, (written_s, written_s))
         self.assertEqual(self.drain(q), [b"1"] if self.has_states else [b"2"])
 
-    def test_payload_scheduled_behind_an_undone_claim_is_not_delivered_early(self) -> None:
+    def test_payload_scheduled_behind_an_undone_claim_is_not_delivered_early(
+        self,
+    ) -> None:
         """If a payload is scheduled behind a claim that is then undone, the next pop() does not
         deliver it before its time."""
         q, other = self.queue(), self.queue("n2")
@@ -3177,12 +3553,17 @@ class Keyed(QueueCase):
             other.schedule(b"2", (time.time() + 9000) * 1e6, key="k")
             raise_errno(errno.EMFILE)
 
-        with self.assertRaises(OSError), hooked(at_call("open", "/inflight-n1/", undo, times=1)):
+        with (
+            self.assertRaises(OSError),
+            hooked(at_call("open", "/inflight-n1/", undo, times=1)),
+        ):
             q.pop()
         self.assertEqual((other.pop(), q.pop()), (None, None))
         self.assertEqual(self.take(q, id=ident).data, b"2")
 
-    def test_payload_that_another_process_left_in_keys_is_delivered_at_once(self) -> None:
+    def test_payload_that_another_process_left_in_keys_is_delivered_at_once(
+        self,
+    ) -> None:
         """A payload that came to keys/, and whose task has ended, is delivered within seconds."""
         q, other, clock = self.queue(), self.queue("n2"), self.clock()
         self.assertIsNone(q.pop())
@@ -3251,10 +3632,13 @@ class Keyed(QueueCase):
         clock.advance(1)
         self.assertEqual(sorted(self.drain(q)), [b"1", b"3"])
 
-    def test_task_that_processing_could_not_give_back_comes_back_when_its_key_is_free(self) -> None:
+    def test_task_that_processing_could_not_give_back_comes_back_when_its_key_is_free(
+        self,
+    ) -> None:
         """A task that processing() could not give back, because of an I/O error, is delivered again
         as soon as the lock of its key is free."""
-        q = self.queue(timeout_stale_ms=10**15)  # the lease does not end by its deadline
+        # the lease does not end by its deadline
+        q = self.queue(timeout_stale_ms=10**15)
         task = leased(q, key="k")
         with (
             contextlib.suppress(OSError),
@@ -3266,7 +3650,9 @@ class Keyed(QueueCase):
             self.assertIsNone(q.pop())
         self.assertEqual(q.pop(10), FemtoTask(task.id, b"x", 2, "k"))
 
-    def test_take_without_a_timeout_waits_a_little_for_the_lock_of_the_key(self) -> None:
+    def test_take_without_a_timeout_waits_a_little_for_the_lock_of_the_key(
+        self,
+    ) -> None:
         """take() without a timeout gets the task though another process has the lock of the key
         for a moment."""
         self.clock().stand_still()  # no job comes due: only take() locks something
@@ -3292,7 +3678,9 @@ class Keyed(QueueCase):
         self.assertEqual(self.states(), {"scheduled": 1, "keys": 1})
         self.assertEqual(q.take(id=task.id), FemtoTask(task.id, b"2", 1, "k"))
 
-    def test_newer_payload_with_equal_bytes_begins_without_attempts_and_checkpoint(self) -> None:
+    def test_newer_payload_with_equal_bytes_begins_without_attempts_and_checkpoint(
+        self,
+    ) -> None:
         """A newer payload starts with attempt 1 and without a checkpoint, even if its bytes equal
         those of the older payload."""
         q = self.queue()
@@ -3310,13 +3698,17 @@ class Healed(QueueCase):
 
     fs_type = FUSE
 
-    def test_finished_task_whose_old_name_comes_back_comes_twice_more_at_most(self) -> None:
+    def test_finished_task_whose_old_name_comes_back_comes_twice_more_at_most(
+        self,
+    ) -> None:
         """If an old name of a finished task comes back, the task is delivered twice more at most,
         and its key's newer task is delivered."""
         # The first end renames the lease to another link of the same file, which does nothing. The
         # second end removes the lease.
         front = "pending/{id:.20}~1~{id}"
-        for key, name in itertools.product((None, "k"), ("pending/{id}", front, "{path}")):
+        for key, name in itertools.product(
+            (None, "k"), ("pending/{id}", front, "{path}")
+        ):
             q, clock = self.new_queue(), self.clock()
             task = leased(q, b"1", key)
             path = self.file(name.format(id=task.id, path=task.path))
@@ -3334,7 +3726,9 @@ class Healed(QueueCase):
                 self.assertLessEqual({*Counter(delivered).values()}, {1, 2})
                 self.assertLessEqual({*delivered}, {newer, task.id})
 
-    def test_replaced_record_that_comes_back_does_not_become_the_task_of_its_key(self) -> None:
+    def test_replaced_record_that_comes_back_does_not_become_the_task_of_its_key(
+        self,
+    ) -> None:
         """A replaced record that comes back ends in failed/, and the key's younger task is
         delivered."""
         # Payloads that are buffered behind the younger task are delivered, too. The file of a newer
@@ -3357,7 +3751,9 @@ class Healed(QueueCase):
                 self.assertEqual([it.data for it in iter(q.pop, None)], [b"4"])
                 self.assertEqual(self.names("failed"), [ended.id, f"{ended.id}.error"])
 
-    def test_buffered_payload_that_comes_back_does_not_replace_a_younger_task(self) -> None:
+    def test_buffered_payload_that_comes_back_does_not_replace_a_younger_task(
+        self,
+    ) -> None:
         """An old buffered payload that comes back in keys/ is not renamed over a younger task."""
         q = self.queue()
         first = leased(q, b"1", "k")
@@ -3394,7 +3790,9 @@ class Healed(QueueCase):
         """A worker ends a delivery after the deadline, if no other worker has got the task, even if
         the task's file has other links."""
         # A person may have made the link, or an older name of the file has come back.
-        for key, name in itertools.product((None, "k"), ("pending/{}", "failed/{}", "{}.copy")):
+        for key, name in itertools.product(
+            (None, "k"), ("pending/{}", "failed/{}", "{}.copy")
+        ):
             q, clock = self.new_queue(), self.clock()
             task = leased(q, b"1", key)
             os.link(self.file(task.path), self.file(name.format(task.id)))
@@ -3403,7 +3801,9 @@ class Healed(QueueCase):
                 q.done(task)
                 self.assertIn(task.id, self.names("done"))
 
-    def test_failed_statfs_is_raised_and_does_not_mean_a_local_file_system(self) -> None:
+    def test_failed_statfs_is_raised_and_does_not_mean_a_local_file_system(
+        self,
+    ) -> None:
         """If statfs() fails, a waiting pop() and register() raise the error."""
         # On a file system that is wrongly taken for a local one, the locks of other hosts would not
         # be seen. The calls that raised leave no descriptor and no ticket.
@@ -3430,7 +3830,9 @@ class Healed(QueueCase):
             task = leased(q)
         other = self.queue("n2")
         self.clock().advance(2)
-        with hooked(at_call("stat lstat", task.path, errno_raiser(errno.ESTALE), times=1)):
+        with hooked(
+            at_call("stat lstat", task.path, errno_raiser(errno.ESTALE), times=1)
+        ):
             self.assertIsNone(other.pop())
         q.done(task)
         self.assertEqual(self.states(), {"done": 1})
@@ -3476,12 +3878,16 @@ class Healed(QueueCase):
         task = leased(q)
         q.checkpoint(task, b"half")
         q.release(task)
-        with hooked(lambda name, args: seen.append(f"{name} {os.path.basename(str(args[0]))}")):
+        with hooked(
+            lambda name, args: seen.append(f"{name} {os.path.basename(str(args[0]))}")
+        ):
             task = self.pop(q)
         self.assertEqual(task.checkpoint, b"half")
         self.assertLess(seen.index("list checkpoints"), seen.index(f"open {task.id}"))
 
-    def test_claim_that_can_be_neither_used_nor_undone_is_given_back_later(self) -> None:
+    def test_claim_that_can_be_neither_used_nor_undone_is_given_back_later(
+        self,
+    ) -> None:
         """A claim that the worker can neither use nor undo is given back later."""
         # First, the claim is carried out, but reported as failed. Second (is_answered), the claim
         # is reported as carried out, but the worker can't read the file of the lease. In both
@@ -3513,7 +3919,9 @@ class Healed(QueueCase):
             self.assertEqual(self.states(), {"inflight-n1": 1})
             task = q.pop(60)
             # A task that can't be read counts the delivery.
-            self.assertEqual(task and (task.data, task.attempts), (b"1", 1 + is_answered))
+            self.assertEqual(
+                task and (task.data, task.attempts), (b"1", 1 + is_answered)
+            )
 
 
 class KeyedOnSharedFileSystem(Keyed):
@@ -3544,7 +3952,9 @@ class KeyedOnSharedFileSystem(Keyed):
         self.assertEqual([task.id for task in taken if task], [newer])
         self.assertIn(ident, self.names("failed"))
 
-    def test_push_replaces_the_payload_of_a_task_from_a_host_whose_clock_is_fast(self) -> None:
+    def test_push_replaces_the_payload_of_a_task_from_a_host_whose_clock_is_fast(
+        self,
+    ) -> None:
         """A pushed payload replaces the payload of a waiting task, even if the clock of the task's
         host is fast, so that the task's id has a time in the future."""
         q = self.queue()
@@ -3558,7 +3968,9 @@ class KeyedOnSharedFileSystem(Keyed):
         """A payload that is pushed behind a leased task is delivered, even if the task's id has a
         time in the future."""
         q = self.queue()
-        self.put(f"{time.time_ns() + 60 * 10**9:020d}-{key_tag('k')}", record(b"1", b"k"))
+        self.put(
+            f"{time.time_ns() + 60 * 10**9:020d}-{key_tag('k')}", record(b"1", b"k")
+        )
         task = self.pop(q)
         q.push(b"2", key="k")
         q.done(task)
@@ -3572,12 +3984,16 @@ class KeyedOnSharedFileSystem(Keyed):
         task = leased(q, b"1", "k")
         q.push(b"2", key="k")
         [behind] = self.names("keys")
-        self.put(f"{int(behind[:20]) + 1:020d}{behind[20:]}", record(b"3", b"k"), "keys")
+        self.put(
+            f"{int(behind[:20]) + 1:020d}{behind[20:]}", record(b"3", b"k"), "keys"
+        )
         q.release(task)
         self.assertEqual(self.drain(q), [b"3"])
         self.assertEqual((self.names("keys"), self.names("failed")), ([], []))
 
-    def test_younger_task_of_a_key_moved_to_pending_by_hand_waits_for_the_older_one(self) -> None:
+    def test_younger_task_of_a_key_moved_to_pending_by_hand_waits_for_the_older_one(
+        self,
+    ) -> None:
         """If a person moves a second task of a key to pending/, the task waits while the older task
         of the key is leased."""
         # Then the second task is delivered. The delay does not count as an attempt.
@@ -3589,7 +4005,9 @@ class KeyedOnSharedFileSystem(Keyed):
         task = self.pop(q)
         os.rename(self.file("failed", younger), self.file("pending", younger))
         self.assertIsNone(other.pop())
-        self.assertEqual((len(self.names("scheduled")), len(self.names("failed"))), (1, 0))
+        self.assertEqual(
+            (len(self.names("scheduled")), len(self.names("failed"))), (1, 0)
+        )
         q.done(task)
         clock.advance(2 * constant("stale"))
         self.assertEqual((task := self.pop(other)).data, b"2")
@@ -3698,7 +4116,9 @@ class Durability(StepCase):
         made = {os.stat(self.file(it)).st_ino for it in (".", "a", "a/b", "a/b/c")}
         self.assertLessEqual(made, synced)
         self.queue()
-        calls = self.moves_and_syncs(lambda: FemtoQueue(self.path, sync_after_write=True))
+        calls = self.moves_and_syncs(
+            lambda: FemtoQueue(self.path, sync_after_write=True)
+        )
         self.assertEqual(calls, ["directory"] * 2)
 
     def test_payload_that_becomes_a_task_is_synced_in_pending(self) -> None:
@@ -3721,13 +4141,22 @@ class Durability(StepCase):
     def test_push_many_syncs_the_batch_once(self) -> None:
         """push_many() with sync calls syncfs() once for the whole batch."""
         # Without syncfs(), it syncs each task. Without sync_after_write, it syncs nothing.
-        q, other, synced = self.queue(sync_after_write=True), self.queue("n2"), list[str]()
+        q, other, synced = (
+            self.queue(sync_after_write=True),
+            self.queue("n2"),
+            list[str](),
+        )
         with on_file_system(0):
             calls = self.moves_and_syncs(lambda: q.push_many([b"1", b"2", b"3"]))
         self.assertEqual(calls, ["move", "file", "directory"] * 3)
-        with on_file_system(EXT4), hooked(at_call("syncfs", None, lambda: synced.append("."))):
+        with (
+            on_file_system(EXT4),
+            hooked(at_call("syncfs", None, lambda: synced.append("."))),
+        ):
             for pushing in (q, other):
-                calls = self.moves_and_syncs(functools.partial(pushing.push_many, [b"4", b"5"]))
+                calls = self.moves_and_syncs(
+                    functools.partial(pushing.push_many, [b"4", b"5"])
+                )
                 self.assertEqual((calls, len(synced)), (["move"] * 2, 1))
         self.assertEqual(self.drain(q), [b"1", b"2", b"3", *[b"4", b"5"] * 2])
 
@@ -3749,7 +4178,9 @@ class Durability(StepCase):
 
         def note(name: str, args: tuple[Any, ...]) -> None:
             if name == "syncfs":
-                seen.append(os.path.samestat(os.fstat(args[0]), os.stat(self.file("pending"))))
+                seen.append(
+                    os.path.samestat(os.fstat(args[0]), os.stat(self.file("pending")))
+                )
 
         with on_file_system(EXT4), hooked(note):
             q.push_many([b"x"])
@@ -3759,7 +4190,17 @@ class Durability(StepCase):
 # Calls that change no directory and no file. A process that dies just before such a call leaves the
 # same files as a process that dies just after the call.
 UNCHANGING = (
-    *("access", "close", "fstat", "fsync", "getxattr", "inotify", "list", "listxattr", "lock"),
+    *(
+        "access",
+        "close",
+        "fstat",
+        "fsync",
+        "getxattr",
+        "inotify",
+        "list",
+        "listxattr",
+        "lock",
+    ),
     *("lseek", "lstat", "read", "readlink", "stat", "fstatfs", "statvfs", "syncfs"),
 )
 
@@ -3769,7 +4210,9 @@ def may_change(name: str, args: tuple[Any, ...]) -> bool:
     if name != "open":
         return name not in UNCHANGING
     how = args[1] if len(args) > 1 else "r"
-    return bool(how & (os.O_CREAT | os.O_TRUNC)) if isinstance(how, int) else how[0] != "r"
+    return (
+        bool(how & (os.O_CREAT | os.O_TRUNC)) if isinstance(how, int) else how[0] != "r"
+    )
 
 
 def takes_effect(name: str, args: tuple[Any, ...]) -> bool:
@@ -3780,7 +4223,9 @@ def takes_effect(name: str, args: tuple[Any, ...]) -> bool:
 def possible_errors(name: str, args: tuple[Any, ...]) -> list[int]:
     """Return the errors that a system may report for a call."""
     frees_space = name in ("unlink", "rmdir", "chmod", "fchmod", "fchown")
-    takes_space = name in ("fsync", "syncfs") or (may_change(name, args) and not frees_space)
+    takes_space = name in ("fsync", "syncfs") or (
+        may_change(name, args) and not frees_space
+    )
     has = {
         errno.EIO: True,
         errno.ENOSPC: takes_space,
@@ -3803,7 +4248,12 @@ class Step:
         action: Callable[[], object] = do_nothing,
         counts: Callable[[str, tuple[Any, ...]], bool] | None = None,
     ) -> None:
-        self.number, self.left, self.action, self.counts = number, number, action, counts
+        self.number, self.left, self.action, self.counts = (
+            number,
+            number,
+            action,
+            counts,
+        )
         self.at = ""  # the event of the call before which action() was called
         self.args: tuple[Any, ...] = ()
 
@@ -3866,7 +4316,9 @@ class StaleLook(Step):
         self.misses -= 1
         if self.at == "close":
             os.close(self.args[0])
-        raise OSError(errno.ESTALE if self.misses else errno.ENOENT, "replaced", self.args[0])
+        raise OSError(
+            errno.ESTALE if self.misses else errno.ENOENT, "replaced", self.args[0]
+        )
 
 
 def sees_or_changes_names(name: str, args: tuple[Any, ...]) -> bool:
@@ -3899,7 +4351,8 @@ class Life:
 
     def __init__(self, q: FemtoQueue, say: Say, key: str | None) -> None:
         self.q, self.say, self.key = q, say, key
-        self.other: FemtoQueue | None = None  # after turn(): the worker that does nothing now
+        # after turn(): the worker that does nothing now
+        self.other: FemtoQueue | None = None
         self.held: list[FemtoTask] = []  # leased tasks; the first one is settled first
         self.failed: FemtoTask | None = None  # the task that failed last
 
@@ -4011,7 +4464,10 @@ class Life:
     def mv(self) -> None:
         """Move a leased task back to pending/, as a person may do."""
         task = self.held.pop(0)
-        source, name = os.path.join(self.q.data_dir, task.path), f"{task.id[:20]}~1~{task.id}"
+        source, name = (
+            os.path.join(self.q.data_dir, task.path),
+            f"{task.id[:20]}~1~{task.id}",
+        )
         os.rename(source, os.path.join(self.q.data_dir, "pending", name))
 
     def turn(self) -> None:
@@ -4029,7 +4485,8 @@ class Life:
         """Make the other worker look dead."""
         assert self.other is not None
         simulate_death(self.other)
-        self.q.__dict__["dead"] = self.other  # freed together with q: no hook sees its finalizer
+        # freed together with q: no hook sees its finalizer
+        self.q.__dict__["dead"] = self.other
         self.other = None
         self.held.clear()
 
@@ -4048,12 +4505,18 @@ class Scenario:
         life, (*before, words) = Life(q, say, self.key), self.__name__.split(" | ")
         for part in before:
             life.do(part)
-        with hooked(hook, after=type(hook) is Meanwhile) if hook else contextlib.nullcontext():
+        with (
+            hooked(hook, after=type(hook) is Meanwhile)
+            if hook
+            else contextlib.nullcontext()
+        ):
             life.do(words)
 
 
 FINISHING = Scenario("push a, push b, take, extend, done, take, extend, done")
-FAILING = Scenario("push a, push b, take | take, fail why, fail, retry, take, fail again")
+FAILING = Scenario(
+    "push a, push b, take | take, fail why, fail, retry, take, fail again"
+)
 BATCH = Scenario("push_many a b c")
 SCENARIOS = (
     FINISHING,
@@ -4068,7 +4531,9 @@ SCENARIOS = (
     Scenario("push a, push b, take | close, take, done"),
     Scenario("wait, push a, push b, take 60, done"),
     Scenario("push a, push b, take, take | fail why, look, done"),
-    Scenario("push a, push b | turn, push c, take, done, take, turn, leave, take, done"),
+    Scenario(
+        "push a, push b | turn, push c, take, done, take, turn, leave, take, done"
+    ),
     Scenario("push a, push b | turn, take, take, turn, die, take, done"),
 )
 KEY_SCENARIOS = tuple(
@@ -4107,7 +4572,9 @@ def copy_tree(source: str, target: str) -> None:
 
 def names_after(word: str, said: list[str]) -> list[str]:
     """Return the rest of each line that begins with this word: the name of a payload."""
-    return [line.removeprefix(f"{word} ") for line in said if line.startswith(f"{word} ")]
+    return [
+        line.removeprefix(f"{word} ") for line in said if line.startswith(f"{word} ")
+    ]
 
 
 class Interrupted(QueueCase):
@@ -4118,7 +4585,8 @@ class Interrupted(QueueCase):
     ERRORS = 4  # for each call, at most this many of its possible errors are tried
     # Whether a push is the first step after an interruption; with two values, each is tried.
     PUSHES: tuple[bool, ...] = (False,)
-    scenarios: tuple[tuple[Scenario, dict[str, Any]], ...]  # each with the settings of its queue
+    # each with the settings of its queue
+    scenarios: tuple[tuple[Scenario, dict[str, Any]], ...]
     # Whether an error or Ctrl-C comes at a call; None: at each call.
     counts: Callable[[str, tuple[Any, ...]], bool] | None = None
 
@@ -4136,7 +4604,9 @@ class Interrupted(QueueCase):
         """Set `path` to that of a new queue."""
         self.path = os.path.join(self.base, f"{next(self.serial)}-{number}")
 
-    def new_life(self, number: int, settings: dict[str, Any]) -> tuple[FemtoQueue, list[str]]:
+    def new_life(
+        self, number: int, settings: dict[str, Any]
+    ) -> tuple[FemtoQueue, list[str]]:
         """Open a new queue. Return the queue object, and an empty list for the lines of a life."""
         self.new_path(number)
         return FemtoQueue(self.path, "n1", **settings), []
@@ -4146,7 +4616,9 @@ class Interrupted(QueueCase):
         raise NotImplementedError
 
     def check_all(
-        self, end: Callable[[Scenario, dict[str, Any]], Iterator[Ending]], **settings: Any
+        self,
+        end: Callable[[Scenario, dict[str, Any]], Iterator[Ending]],
+        **settings: Any,
     ) -> None:
         """Run each scenario with each ending that `end` yields. After each ending, call check()."""
         self.now = self.clock()
@@ -4189,7 +4661,9 @@ class Interrupted(QueueCase):
         of each process."""
         for number in itertools.count(next(self.first_kill), self.KILL_EVERY):
             self.new_path(number)
-            step = Step(number, lambda: os.kill(os.getpid(), signal.SIGKILL), may_change)
+            step = Step(
+                number, lambda: os.kill(os.getpid(), signal.SIGKILL), may_change
+            )
 
             def work(child: Child, step: Step = step) -> None:
                 run(step, child.say)
@@ -4260,7 +4734,9 @@ class Interrupted(QueueCase):
                     # An error of a sync must be raised. But an error of a repair of keys is raised
                     # later, when no other task waits.
                     is_keyed = scenario.key is not None
-                    self.assertTrue(is_keyed or step.at not in ("fsync", "syncfs"), step.args)
+                    self.assertTrue(
+                        is_keyed or step.at not in ("fsync", "syncfs"), step.args
+                    )
                 except OSError as error:
                     self.assertEqual(error.errno, self.errno_of(step, turn))
                 except AssertionError:
@@ -4268,16 +4744,27 @@ class Interrupted(QueueCase):
                     # pop() finds no task.
                     if self.errno_of(step, turn) != errno.EACCES:
                         raise
-                    said[-1:] = [it.replace("try push", "raised push") for it in said[-1:]]
-                self.assertTrue(step.at == "unlink" or not self.names("creating"), step.args)
+                    said[-1:] = [
+                        it.replace("try push", "raised push") for it in said[-1:]
+                    ]
+                self.assertTrue(
+                    step.at == "unlink" or not self.names("creating"), step.args
+                )
                 pushes = self.PUSHES[(step.number + turn) % len(self.PUSHES)]
                 if pushes:
                     Life(q, said.append, scenario.key).push("after")
                 self.now.advance(60)
-                yield f"error {turn} of call {step.number} {step.at}, pushes: {pushes}", q, said
+                yield (
+                    f"error {turn} of call {step.number} {step.at}, pushes: {pushes}",
+                    q,
+                    said,
+                )
 
     def unnoticed(
-        self, steps: Callable[[], Iterator[Step]], scenario: Scenario, settings: dict[str, Any]
+        self,
+        steps: Callable[[], Iterator[Step]],
+        scenario: Scenario,
+        settings: dict[str, Any],
     ) -> Iterator[Ending]:
         """Run a scenario with each of the steps. Fail unless the tasks and lines of the scenario
         are the same as without a step. Yield the endings."""
@@ -4287,14 +4774,18 @@ class Interrupted(QueueCase):
             q, said = self.new_life(step.number, settings)
             scenario(q, said.append, step)
             tasks = itertools.chain(*map(q.tasks, femtoqueue.STATES))
-            found: list[Any] = [(it.state, it.data, it.attempts, it.key, it.error) for it in tasks]
+            found: list[Any] = [
+                (it.state, it.data, it.attempts, it.key, it.error) for it in tasks
+            ]
             found += [it for it in said if not it.startswith("got ")]
             wanted = wanted or found
             self.assertEqual(found, wanted, step.args)
             self.now.advance(60)
             yield f"call {step.number} {step.at}", q, said
 
-    def intruders(self, scenario: Scenario, settings: dict[str, Any]) -> Iterator[Ending]:
+    def intruders(
+        self, scenario: Scenario, settings: dict[str, Any]
+    ) -> Iterator[Ending]:
         """Yield the endings where another worker takes and finishes the next task, after each call.
 
         In turn, the other worker comes half a second later, or so late that the leases have ended.
@@ -4309,8 +4800,11 @@ class Interrupted(QueueCase):
             other, finished = FemtoQueue(self.path, "intruder", **settings), list[str]()
             self.assertIsNone(other.pop())
             late_s = (0.5, 31)[step.number % 2]
-            step.action = functools.partial(self.finish_one, other, said, finished, late_s)
-            with contextlib.suppress(AssertionError, LeaseLost):  # the other worker took the task
+            step.action = functools.partial(
+                self.finish_one, other, said, finished, late_s
+            )
+            with contextlib.suppress(AssertionError, LeaseLost):
+                # the other worker took the task
                 scenario(q, said.append, step)
             other.close()
             self.now.advance(60)
@@ -4321,13 +4815,16 @@ class Interrupted(QueueCase):
     ) -> None:
         """Let another worker take a task and finish it. Add the line "took" to `said`, and the line
         "done" to `finished`."""
-        self.now.advance(late_s)  # now pop() enqueues due tasks and reclaims ended leases
+        # now pop() enqueues due tasks and reclaims ended leases
+        self.now.advance(late_s)
         if (task := q.pop()) is not None:
             said.append(f"took {task.data.decode()}")
             q.done(task)
             finished.append(f"done {task.data.decode()}")
 
-    def moved_by_hand(self, scenario: Scenario, settings: dict[str, Any]) -> Iterator[Ending]:
+    def moved_by_hand(
+        self, scenario: Scenario, settings: dict[str, Any]
+    ) -> Iterator[Ending]:
         """Yield the endings where a person moves files to pending/, after each call.
 
         In turn, the person keeps the names of leases (`mv inflight-X/* pending/`), or gives each
@@ -4342,7 +4839,9 @@ class Interrupted(QueueCase):
 
         for step in Meanwhile.each(counts=counts, at_least=1):
             q, said = self.new_life(step.number, settings)
-            step.action = functools.partial(self.move_by_hand, is_bare=step.number % 2 == 1)
+            step.action = functools.partial(
+                self.move_by_hand, is_bare=step.number % 2 == 1
+            )
             with contextlib.suppress(LeaseLost, AssertionError):
                 scenario(q, said.append, step)
             q.close()
@@ -4352,7 +4851,9 @@ class Interrupted(QueueCase):
     def move_by_hand(self, is_bare: bool) -> None:
         """Move all tasks in flight or in pending/ to pending/; with `is_bare`, under their ids."""
         for directory in os.listdir(self.path):
-            for name in self.names(directory) if directory[:3] in ("inf", "pen") else ():
+            for name in (
+                self.names(directory) if directory[:3] in ("inf", "pen") else ()
+            ):
                 target = self.file("pending", name[-37:] if is_bare else name)
                 os.rename(self.file(directory, name), target)
 
@@ -4362,16 +4863,26 @@ class Interrupted(QueueCase):
         Fail if a task is leased, or if its attempts count a delivery, though pop() did not return
         the task. Fail unless close() unlocks the lease directory although the frames of the
         exception still exist. Fail if a key is still locked after these frames are freed."""
-        for kind, counts in ((Step, self.counts), (Meanwhile, self.counts or takes_effect)):
+        for kind, counts in (
+            (Step, self.counts),
+            (Meanwhile, self.counts or takes_effect),
+        ):
             for step in kind.each(interrupt, counts, at_least=1):
-                q, said = self.new_life(step.number, {"timeout_stale_ms": None, **settings})
+                q, said = self.new_life(
+                    step.number, {"timeout_stale_ms": None, **settings}
+                )
                 kept: BaseException | None = None
                 try:
                     scenario(q, said.append, step)
                 except KeyboardInterrupt as error:
                     kept = error
-                for task in (*q.tasks("pending", data=False), *q.tasks("inflight", data=False)):
-                    self.assertLessEqual(task.attempts or 0, said.count(f"got {task.id}"), step.at)
+                for task in (
+                    *q.tasks("pending", data=False),
+                    *q.tasks("inflight", data=False),
+                ):
+                    self.assertLessEqual(
+                        task.attempts or 0, said.count(f"got {task.id}"), step.at
+                    )
                 q.close()
                 if os.path.exists(lease_dir(q)):
                     self.check_unlocked(lease_dir(q))
@@ -4391,7 +4902,8 @@ class PlainInterrupted(Interrupted):
         *((it, {"sync_after_write": True}) for it in (FINISHING, FAILING, BATCH)),
     )
 
-    is_full = False  # whether done/ had no room for a task, so that done() removed the task
+    # whether done/ had no room for a task, so that done() removed the task
+    is_full = False
 
     def payloads(self, q: FemtoQueue, *states: Any) -> list[str]:
         """Return the sorted payloads of the tasks in these states."""
@@ -4409,7 +4921,13 @@ class PlainInterrupted(Interrupted):
         done = self.payloads(q, "done") if is_kept else names_after("done", said)
         present = waiting + failed + done
         self.assertEqual(len(present), len({*present}))
-        where = {"push": waiting, "took": waiting, "retry": waiting, "done": done, "fail": failed}
+        where = {
+            "push": waiting,
+            "took": waiting,
+            "retry": waiting,
+            "done": done,
+            "fail": failed,
+        }
         for name, word in last.items():
             self.assertIn(name, where.get(word, [name]), said)
         self.assertEqual({*names_after("raised push", said)} & {*present}, set())
@@ -4455,7 +4973,9 @@ class Faults(PlainInterrupted):
         os.symlink(self.file("far", "away"), self.file("link"))
         FemtoQueue(self.file("link", "..", "q"))
         self.assertTrue(os.path.isdir(self.file("far", "q", "pending")))
-        environment = mock.patch.dict(os.environ, FEMTOQUEUE_DIR=self.file("link", "..", "q"))
+        environment = mock.patch.dict(
+            os.environ, FEMTOQUEUE_DIR=self.file("link", "..", "q")
+        )
         with environment, contextlib.redirect_stdout(io.StringIO()):
             self.assertEqual(femtoqueue.main(["ls"]), 0)
 
@@ -4468,7 +4988,9 @@ class Faults(PlainInterrupted):
         """Ctrl-C at any system call loses no task, and duplicates none."""
         self.check_all(self.ctrl_c)
 
-    def test_another_worker_after_any_system_call_loses_and_duplicates_no_task(self) -> None:
+    def test_another_worker_after_any_system_call_loses_and_duplicates_no_task(
+        self,
+    ) -> None:
         """If another worker takes a task after any system call, no task is lost or done twice."""
         self.check_all(self.intruders)
 
@@ -4485,7 +5007,9 @@ class Faults(PlainInterrupted):
                 self.assertEqual(self.states(), {}, step.at)
         self.assertGreater(raised, 3)
 
-    def test_constructor_works_after_another_one_failed_at_any_system_call(self) -> None:
+    def test_constructor_works_after_another_one_failed_at_any_system_call(
+        self,
+    ) -> None:
         """After a constructor has failed at any system call, the next constructor succeeds."""
         # A constructor whose statfs() fails raises an error: it does not assume a local file
         # system.
@@ -4547,8 +5071,14 @@ class Faults(PlainInterrupted):
             q, other = self.new_queue(), self.queue("n2")
             ident = q.push_many([b"large" * 10_000, b"small"])[0]
 
-            def refuse(name: str, args: tuple[Any, ...], row: Any = (event, error, ident)) -> None:
-                is_it = args[1] > 10_000 if name == "read" else str(args[0]).endswith(row[2])
+            def refuse(
+                name: str, args: tuple[Any, ...], row: Any = (event, error, ident)
+            ) -> None:
+                is_it = (
+                    args[1] > 10_000
+                    if name == "read"
+                    else str(args[0]).endswith(row[2])
+                )
                 if name == row[0] and is_it:
                     raise row[1]
 
@@ -4561,11 +5091,16 @@ class Faults(PlainInterrupted):
             task = self.pop(other)
             self.assertEqual((task.id, task.attempts), (ident, attempts))
 
-    def test_exception_of_a_signal_handler_while_a_lock_is_closed_is_raised(self) -> None:
+    def test_exception_of_a_signal_handler_while_a_lock_is_closed_is_raised(
+        self,
+    ) -> None:
         """A TimeoutError that a signal handler raises is not taken for an error of close(). After
         an error of close() itself, the push succeeds: its work is done."""
         q = self.queue()
-        for error in (TimeoutError("of a signal handler"), OSError(errno.EIO, "of the disk")):
+        for error in (
+            TimeoutError("of a signal handler"),
+            OSError(errno.EIO, "of the disk"),
+        ):
 
             def fail(name: str, args: tuple[Any, ...], error: OSError = error) -> None:
                 if name == "close" and "/locks/" in path_at(args[0], "."):
@@ -4573,12 +5108,18 @@ class Faults(PlainInterrupted):
                     raise error
 
             is_of_disk = error.errno is not None
-            raises = contextlib.nullcontext() if is_of_disk else self.assertRaises(TimeoutError)
+            raises = (
+                contextlib.nullcontext()
+                if is_of_disk
+                else self.assertRaises(TimeoutError)
+            )
             with self.subTest(error), hooked(fail), raises:
                 q.push(b"x", key="k")
         self.assertEqual(self.drain(q), [b"x"])
 
-    def test_exception_of_a_signal_handler_in_a_housekeeping_job_is_raised_at_once(self) -> None:
+    def test_exception_of_a_signal_handler_in_a_housekeeping_job_is_raised_at_once(
+        self,
+    ) -> None:
         """pop() raises a signal handler's TimeoutError at once, even if the interrupted job has met
         an error of the disk before."""
         # The TimeoutError is an OSError, too. pop() tells it from an error of the disk by the
@@ -4586,12 +5127,22 @@ class Faults(PlainInterrupted):
         ident, rung = self.queue().push(b"x"), set[str]()
         for name in ("inflight-n2", "inflight-n3"):
             os.mkdir(self.file(name))
-        for event, part in (("list", "scheduled"), ("open", "inflight-n3"), ("close", "")):
+        for event, part in (
+            ("list", "scheduled"),
+            ("open", "inflight-n3"),
+            ("close", ""),
+        ):
 
-            def ring(name: str, args: tuple[Any, ...], row: Any = (event, part)) -> None:
+            def ring(
+                name: str, args: tuple[Any, ...], row: Any = (event, part)
+            ) -> None:
                 if name == "open" and str(args[0]).endswith("inflight-n2"):
                     raise_errno(errno.EIO)
-                if name == row[0] and str(args[0]).endswith(row[1]) and name not in rung:
+                if (
+                    name == row[0]
+                    and str(args[0]).endswith(row[1])
+                    and name not in rung
+                ):
                     rung.add(name)
                     raise TimeoutError("raised by a signal handler")
 
@@ -4643,7 +5194,9 @@ class Faults(PlainInterrupted):
             q = self.new_queue()
             self.put(q.push(b"corrupt"), b"rubbish")
             worn = q.push(b"worn out")
-            os.rename(self.file("pending", worn), self.file("pending", f"{1:020d}~5~{worn}"))
+            os.rename(
+                self.file("pending", worn), self.file("pending", f"{1:020d}~5~{worn}")
+            )
             q.push(b"good")
             full = at_call("open move", refused, errno_raiser(errno.ENOSPC))
             got: list[FemtoTask | None] = []
@@ -4674,7 +5227,9 @@ class Faults(PlainInterrupted):
                 self.assertIsNone(q.pop())
             self.assertEqual((self.states(), os.path.exists(aside)), ({}, True))
 
-    def test_queue_object_works_after_a_reboot_though_it_can_not_use_all_files(self) -> None:
+    def test_queue_object_works_after_a_reboot_though_it_can_not_use_all_files(
+        self,
+    ) -> None:
         """After a reboot, a queue object works even if it can't write a clock file, or can't read
         the lease directory of another user."""
         # On a full or read-only disk, where no clock file can be written, the object can look at
@@ -4746,7 +5301,9 @@ class Faults(PlainInterrupted):
         self.assertEqual(os.listdir(os.path.join(moved, "done")), [task.id])
         self.assertEqual(popped(q).id, ident)
 
-    def test_files_are_made_and_removed_only_in_the_directory_that_was_opened(self) -> None:
+    def test_files_are_made_and_removed_only_in_the_directory_that_was_opened(
+        self,
+    ) -> None:
         """After data_dir was moved, and another queue came to its path, a queue object makes and
         removes files only in the directory that it has opened."""
         q, place = self.queue(keep_done=False), self.path
@@ -4763,7 +5320,9 @@ class Faults(PlainInterrupted):
         q.pause()
         self.assertEqual(self.names("failed"), [task.id, f"{task.id}.error"])
         self.assertTrue(os.path.exists(self.file("PAUSED")))
-        self.assertEqual((self.states(), self.names("checkpoints")), ({"failed": 1}, []))
+        self.assertEqual(
+            (self.states(), self.names("checkpoints")), ({"failed": 1}, [])
+        )
         self.assertFalse(os.path.exists(place))
 
     def test_data_dir_that_was_removed_raises_until_it_is_made_again(self) -> None:
@@ -4771,7 +5330,12 @@ class Faults(PlainInterrupted):
         q, clock = self.queue(), self.clock()
         self.assertIsNone(q.pop())
         shutil.rmtree(self.path)
-        for call in (lambda: q.push(b"1"), q.pop, q.stats, lambda: [*q.tasks("pending")]):
+        for call in (
+            lambda: q.push(b"1"),
+            q.pop,
+            q.stats,
+            lambda: [*q.tasks("pending")],
+        ):
             with self.assertRaises(FileNotFoundError) as caught:
                 call()
             self.assertIn(self.path, caught.exception.filename)
@@ -4799,7 +5363,8 @@ class KeyedInterrupted(Interrupted):
     never both."""
 
     ERRORS = 2
-    PUSHES = (False, True)  # a push has to rely on the state file that the dead process has left
+    # a push has to rely on the state file that the dead process has left
+    PUSHES = (False, True)
     scenarios = tuple((scenario, {}) for scenario in KEY_SCENARIOS)
 
     def check(self, q: FemtoQueue, said: list[str]) -> None:
@@ -4821,7 +5386,9 @@ class KeyedInterrupted(Interrupted):
             task = self.take(q, id=later.id)
             delivered.append(task.data.decode())
             q.done(task)
-        self.assertTrue(names_after("try fail", said) or q.stats().failed == 0, "a second task")
+        self.assertTrue(
+            names_after("try fail", said) or q.stats().failed == 0, "a second task"
+        )
         taken, retried = names_after("took", said), names_after("retry", said)
         self.assertTrue(retried or taken == sorted(taken), said)
         [newest], tried = (
@@ -4841,7 +5408,8 @@ class KeyedInterrupted(Interrupted):
             q.done(popped(q))
         self.assertIn(delivered[-1] if delivered else "nothing", allowed, said)
         if os.path.exists(self.file("keys")):
-            self.now.advance(601)  # until the repair of keys removes files that an error has left
+            # until the repair of keys removes files that an error has left
+            self.now.advance(601)
             self.assertIsNone(q.pop())
             self.assertEqual(self.names("keys"), [])
 
@@ -4862,7 +5430,9 @@ class KeyedInterrupted(Interrupted):
         """If another worker takes the task after any system call, the key has no second task."""
         self.check_all(self.intruders)
 
-    def test_person_who_moves_files_after_any_system_call_makes_no_second_task(self) -> None:
+    def test_person_who_moves_files_after_any_system_call_makes_no_second_task(
+        self,
+    ) -> None:
         """If a person moves leased tasks to pending/ after any system call, the key has no second
         task."""
         self.check_all(self.moved_by_hand)
@@ -4876,12 +5446,16 @@ class InterruptedOnSharedFileSystem(PlainInterrupted):
     fs_type = NFS
 
     @FORK
-    def test_checkpoint_that_another_host_replaces_meanwhile_is_read_again(self) -> None:
+    def test_checkpoint_that_another_host_replaces_meanwhile_is_read_again(
+        self,
+    ) -> None:
         """If a file that a listing shows is not found, it is looked for again."""
         q, clock = self.queue(), self.clock()
         q.checkpoint(task := leased(q), b"half")
         q.release(task)
-        replaced = at_call("open", f"/checkpoints/{task.id}", errno_raiser(errno.ENOENT), times=9)
+        replaced = at_call(
+            "open", f"/checkpoints/{task.id}", errno_raiser(errno.ENOENT), times=9
+        )
         with hooked(replaced), mock.patch.object(clock, "sleep"):
             self.assertEqual(popped(q).checkpoint, b"half")
 
@@ -4901,7 +5475,9 @@ class InterruptedOnSharedFileSystem(PlainInterrupted):
         steps = functools.partial(StaleLook.each, counts=is_look_at_task, at_least=0)
         self.check_all(functools.partial(self.unnoticed, steps), sync_after_write=False)
 
-    def test_rename_or_unlink_that_was_done_but_reported_as_failed_has_its_effect(self) -> None:
+    def test_rename_or_unlink_that_was_done_but_reported_as_failed_has_its_effect(
+        self,
+    ) -> None:
         """A rename or unlink that the server has carried out, but reports as failed (ENOENT), has
         the same result as one without an error."""
         steps = functools.partial(
@@ -4911,10 +5487,14 @@ class InterruptedOnSharedFileSystem(PlainInterrupted):
             1,
         )
         for keep_done in (True, False):
-            self.check_all(functools.partial(self.unnoticed, steps), keep_done=keep_done)
+            self.check_all(
+                functools.partial(self.unnoticed, steps), keep_done=keep_done
+            )
 
 
-class KeyedInterruptedOnSharedFileSystem(KeyedInterrupted, InterruptedOnSharedFileSystem):
+class KeyedInterruptedOnSharedFileSystem(
+    KeyedInterrupted, InterruptedOnSharedFileSystem
+):
     """The tests of KeyedInterrupted and InterruptedOnSharedFileSystem, for tasks with a key."""
 
 
@@ -4947,7 +5527,8 @@ class ModelTask:
     held_by: FemtoTask | None = None
     behind: ModelTask | None = None
     due_ns: int | None = None  # of a newer payload in keys/
-    is_update: bool = False  # of a newer payload in keys/: it is dropped if the task ends
+    # of a newer payload in keys/: it is dropped if the task ends
+    is_update: bool = False
     step: int = 0  # the step of the last move; a step is one operation of Fuzz
     since_ns: int = 0  # the time of the last move
     by: int = 0  # the worker that moved the task last; 0: a person
@@ -4992,16 +5573,21 @@ class QueueModel:
         self.clock = clock
         self.tasks: dict[str, ModelTask] = {}
         self.reasons: set[str] = set()
-        self.saved: dict[str, tuple[bytes, bytes]] = {}  # by id: the payload, and its checkpoint
-        self.entered: dict[tuple[int, int, str], int] = {}  # each name's first step in pending/
-        self.living: Counter[str] = Counter()  # how many living objects hold inflight-<node>/
+        # by id: the payload, and its checkpoint
+        self.saved: dict[str, tuple[bytes, bytes]] = {}
+        # each name's first step in pending/
+        self.entered: dict[tuple[int, int, str], int] = {}
+        # how many living objects hold inflight-<node>/
+        self.living: Counter[str] = Counter()
         self.step = self.worker = self.boot = self.looked_ns = 0
         self.known_to_nobody = False
         self.start_clock()
 
     def start_clock(self) -> None:
         newest_ns = max((task.order_ns for task in self.tasks.values()), default=0)
-        self.anchor_ns = max(self.clock.wall_ns(), newest_ns + 1) - self.clock.steady_ns()
+        self.anchor_ns = (
+            max(self.clock.wall_ns(), newest_ns + 1) - self.clock.steady_ns()
+        )
         self.looked_ns = self.now_ns()
 
     def now_ns(self) -> int:
@@ -5009,12 +5595,20 @@ class QueueModel:
 
     def task_of_key(self, key: str | None) -> ModelTask | None:
         live = ("pending", "scheduled", "inflight")
-        same = (task for task in self.tasks.values() if task.key == key and task.state in live)
+        same = (
+            task
+            for task in self.tasks.values()
+            if task.key == key and task.state in live
+        )
         return None if key is None else next(same, None)
 
     def task_of_lease(self, lease: FemtoTask) -> ModelTask | None:
         task = self.tasks.get(lease.id)
-        return task if task and task.state == "inflight" and task.held_by is lease else None
+        return (
+            task
+            if task and task.state == "inflight" and task.held_by is lease
+            else None
+        )
 
     def in_states(self, *states: str) -> list[ModelTask]:
         """Return the tasks in these states, sorted by the names of their files.
@@ -5024,7 +5618,9 @@ class QueueModel:
         """
         known = [task for task in self.tasks.values() if task.state in states]
         # An id sorts before every other name that begins with the same number.
-        return sorted(known, key=lambda it: (it.at_ns, not it.is_bare, it.attempts, it.id))
+        return sorted(
+            known, key=lambda it: (it.at_ns, not it.is_bare, it.attempts, it.id)
+        )
 
     # Moves
 
@@ -5076,7 +5672,8 @@ class QueueModel:
         steps = [
             step
             for (at_ns, attempts, ident), step in self.entered.items()
-            if (at_ns, ident) == (task.at_ns, task.id) and (is_new or attempts == task.attempts)
+            if (at_ns, ident) == (task.at_ns, task.id)
+            and (is_new or attempts == task.attempts)
         ]
         return min(steps, default=0)
 
@@ -5104,12 +5701,17 @@ class QueueModel:
         newer.data, newer.due_ns, newer.is_update = data, due_ns, is_update
         self.move(newer, "keys", newer.order_ns if due_ns is None else due_ns)
 
-    def lease(self, task: ModelTask, lease: FemtoTask, node: str, lasts_ns: int) -> None:
+    def lease(
+        self, task: ModelTask, lease: FemtoTask, node: str, lasts_ns: int
+    ) -> None:
         expected = FemtoTask(task.id, task.data, task.attempts + 1, task.key)
         demand(lease == expected, f"{lease} was delivered, not {expected}")
         if not task.is_bare:
             of_data, saved = self.saved.get(task.id, (b"", None))
-            demand(lease.checkpoint == (saved if of_data == task.data else None), f"not {saved!r}")
+            demand(
+                lease.checkpoint == (saved if of_data == task.data else None),
+                f"not {saved!r}",
+            )
             if of_data != task.data:
                 self.saved.pop(task.id, None)
         task.attempts += 1
@@ -5198,7 +5800,11 @@ class QueueModel:
         elif task.state == "pending" and max_attempts and task.attempts >= max_attempts:
             self.saved.pop(task.id, None)
             self.end(task, "failed", True)
-        elif task.state == "pending" and task.behind is not None and self.is_later(task.behind):
+        elif (
+            task.state == "pending"
+            and task.behind is not None
+            and self.is_later(task.behind)
+        ):
             self.take_along(task)
         else:
             return False
@@ -5215,7 +5821,10 @@ class QueueModel:
             while found.get(task.id, ("gone",))[0] != task.directory:
                 if not self.do_housekeeping(task, max_attempts):
                     break
-        demand(woken == sorted(woken), "due tasks joined pending/ out of the order of due times")
+        demand(
+            woken == sorted(woken),
+            "due tasks joined pending/ out of the order of due times",
+        )
 
     def compare(self, found: dict[str, Place], reasons: set[str]) -> None:
         """Fail unless each task is where the model has it. If a task joined pending/ in this step,
@@ -5228,16 +5837,25 @@ class QueueModel:
                 self.entered.setdefault((task.at_ns, task.attempts, task.id), self.step)
             should = (task.directory, task.at_ns, task.attempts)
             if there is None or there[:3] != should:
-                raise AssertionError(f"{task.id} is {there} on disk, and should be {should}")
+                raise AssertionError(
+                    f"{task.id} is {there} on disk, and should be {should}"
+                )
             task.is_bare = there[3]
         demand(
-            len(found) == len(self.tasks), f"unknown on disk: {found.keys() - self.tasks.keys()}"
+            len(found) == len(self.tasks),
+            f"unknown on disk: {found.keys() - self.tasks.keys()}",
         )
-        demand(reasons == self.reasons, f"reasons of {reasons}, and should be of {self.reasons}")
+        demand(
+            reasons == self.reasons,
+            f"reasons of {reasons}, and should be of {self.reasons}",
+        )
 
     def compare_checkpoints(self, found: set[str]) -> None:
         """Fail unless the checkpoints on disk are those of the model."""
-        demand(found == self.saved.keys(), f"checkpoints of {found}, not of {[*self.saved]}")
+        demand(
+            found == self.saved.keys(),
+            f"checkpoints of {found}, not of {[*self.saved]}",
+        )
 
 
 Pushed = tuple[str, bytes, "str | None", "int | None"]  # id, payload, key, due time
@@ -5249,7 +5867,8 @@ class Held:
 
     task: FemtoTask
     end_ns: int
-    lasts_ns: int  # extend() renews the lease for so long, whichever object calls extend()
+    # extend() renews the lease for so long, whichever object calls extend()
+    lasts_ns: int
 
 
 @dataclasses.dataclass
@@ -5282,22 +5901,36 @@ class Fuzz:
         self.model = QueueModel(self.clock)
         self.said: deque[str] = deque(maxlen=12)
         self.held: list[Held] = []
-        self.paths: dict[str, str] = {}  # by id: the path of each task when it was last listed
+        # by id: the path of each task when it was last listed
+        self.paths: dict[str, str] = {}
         self.paused_ns: int | None = None  # since when PAUSED exists
         self.date_set_ns = 0  # when the wall clock was last set
-        self.shared_fd: int | None = None  # the last descriptor locked as a lease directory
+        # the last descriptor locked as a lease directory
+        self.shared_fd: int | None = None
         self.while_running = contextlib.ExitStack()
         self.numbers = itertools.count(1)
         self.settings: dict[str, Any] = {
             "timeout_stale_ms": self.chance.choice((30_000, 30_000, 700, None)),
             "max_attempts": self.chance.choice((None, None, 1, 3)),
-            "sync_after_write": path.startswith("/dev/shm/") and self.chance.random() < 0.1,
+            "sync_after_write": path.startswith("/dev/shm/")
+            and self.chance.random() < 0.1,
         }
         self.ops = [
-            *[self.push] * 28 + [self.push_many] * 4 + [self.pop] * 48 + [self.take] * 12,
+            *[self.push] * 28
+            + [self.push_many] * 4
+            + [self.pop] * 48
+            + [self.take] * 12,
             *[self.settle] * 48 + [self.wait] * 16 + [self.retry] * 8,
             *[self.look_at_stats, self.look_at_tasks, self.look_at_one] * 4,
-            *[self.close, self.reopen, self.kill, self.set_date, self.by_hand, self.pause] * 4,
+            *[
+                self.close,
+                self.reopen,
+                self.kill,
+                self.set_date,
+                self.by_hand,
+                self.pause,
+            ]
+            * 4,
             *[self.reboot, self.retry_failed, self.purge, self.purge],
         ]
 
@@ -5305,8 +5938,12 @@ class Fuzz:
         """Do `steps` random operations. Raise AssertionError, with the seed and the last
         operations, if the queue and the model differ."""
         with self.while_running:
-            self.while_running.enter_context(mock.patch.object(femtoqueue, "time", self.clock))
-            self.while_running.enter_context(mock.patch("fcntl.flock", self.note_locks()))
+            self.while_running.enter_context(
+                mock.patch.object(femtoqueue, "time", self.clock)
+            )
+            self.while_running.enter_context(
+                mock.patch("fcntl.flock", self.note_locks())
+            )
             self.while_running.enter_context(on_boot("boot 0"))
             # By the faked clock, each file is years old.
             self.while_running.enter_context(with_constant("old checkpoint", 10**18))
@@ -5318,7 +5955,9 @@ class Fuzz:
                 self.finish()
             except Exception as error:
                 said = "\n  ".join(self.said)
-                raise AssertionError(f"seed {self.seed}: {error!r} after:\n  {said}") from error
+                raise AssertionError(
+                    f"seed {self.seed}: {error!r} after:\n  {said}"
+                ) from error
             finally:
                 for w in self.workers:
                     w.q.close()
@@ -5336,9 +5975,14 @@ class Fuzz:
         return call
 
     def do(self, op: Callable[[Worker], None], w: Worker) -> None:
-        self.clock.advance(1e-5)  # orders drawn in a step are ahead of the clock by less than this
+        # orders drawn in a step are ahead of the clock by less than this
+        self.clock.advance(1e-5)
         model = self.model
-        model.step, model.worker, model.known_to_nobody = model.step + 1, w.number, False
+        model.step, model.worker, model.known_to_nobody = (
+            model.step + 1,
+            w.number,
+            False,
+        )
         model.note_ready_times()
         self.said.append(f"{model.step} {op.__name__} by {w.number} ({w.q.node_id})")
         op(w)
@@ -5350,7 +5994,8 @@ class Fuzz:
 
     def open(self, node: str | None) -> Worker:
         settings = dict(self.settings)
-        if self.chance.random() < 0.2:  # objects of one queue may have different settings
+        if self.chance.random() < 0.2:
+            # objects of one queue may have different settings
             settings["timeout_stale_ms"] = self.chance.choice((30_000, 700, None))
             settings["max_attempts"] = self.chance.choice((None, 2))
         settings["keep_done"] = self.chance.random() < 0.7
@@ -5377,7 +6022,12 @@ class Fuzz:
                     ident, parts = name[-37:], name.removeprefix("update~").split("~")
                     demand(ident not in found, "a task is in two places")
                     attempts = int(parts[1]) if len(parts) > 1 else 0
-                    found[ident] = directory, int(parts[0][:20]), attempts, "~" not in name
+                    found[ident] = (
+                        directory,
+                        int(parts[0][:20]),
+                        attempts,
+                        "~" not in name,
+                    )
                     self.paths[ident] = f"{self.path}/{directory}/{name}"
         return found, reasons
 
@@ -5431,7 +6081,9 @@ class Fuzz:
             is_same = all(getattr(new.q, it) == getattr(w.q, it) for it in names)
             demand(is_same, "a pickle lost a setting")
             is_same = new.q.node_id == w.q.node_id
-            demand(is_same == (w.given_node is not None), f"its node is {new.q.node_id}")
+            demand(
+                is_same == (w.given_node is not None), f"its node is {new.q.node_id}"
+            )
             new.given_node = w.given_node
         self.workers[self.workers.index(w)] = new
         self.note_lease_dir_left(w)
@@ -5469,15 +6121,25 @@ class Fuzz:
             due_ns = int(due_us * 1000)
         data, refused = self.payload(), False
         self.say(f"{data[:8]!r} {key!r} {policy} {due_ns}")
-        more: dict[str, Any] = {} if key is None else {"key": key, "if_in_flight": policy}
+        more: dict[str, Any] = (
+            {} if key is None else {"key": key, "if_in_flight": policy}
+        )
         try:
-            ident = w.q.push(data, **more) if due_us is None else w.q.schedule(data, due_us, **more)
+            ident = (
+                w.q.push(data, **more)
+                if due_us is None
+                else w.q.schedule(data, due_us, **more)
+            )
         except KeyInFlight as error:
             ident, refused = error.id, error.key == key
         self.note_lease_dir_taken(w)
-        self.model_push(self.model.task_of_key(key), (ident, data, key, due_ns), policy, refused)
+        self.model_push(
+            self.model.task_of_key(key), (ident, data, key, due_ns), policy, refused
+        )
 
-    def model_push(self, task: ModelTask | None, new: Pushed, policy: str, refused: bool) -> None:
+    def model_push(
+        self, task: ModelTask | None, new: Pushed, policy: str, refused: bool
+    ) -> None:
         """Do in the model what a push did. `task` is the live task that the key had before."""
         ident, data, key, due_ns = new
         leased = task is not None and task.state == "inflight"
@@ -5495,9 +6157,9 @@ class Fuzz:
                 self.model.replace(task, data, due_ns)
             elif not refused:
                 # The push does not return the id of the payload.
-                (newer,) = {*self.on_disk()[0], *self.model.tasks} - {*self.model.tasks} or {
-                    task.behind.id if task.behind else ""
-                }
+                (newer,) = {*self.on_disk()[0], *self.model.tasks} - {
+                    *self.model.tasks
+                } or {task.behind.id if task.behind else ""}
                 self.model.put_behind(task, newer, data, None, is_update=True)
 
     def is_update(self, task: ModelTask, policy: str) -> bool:
@@ -5520,14 +6182,20 @@ class Fuzz:
         if was is not None:
             self.check_order(w, was)
         elif self.paused_ns is None:
-            demand(not self.model.in_states("pending"), "pop() overlooked what is pending")
+            demand(
+                not self.model.in_states("pending"), "pop() overlooked what is pending"
+            )
             # The object notices a new date within 0.4 s.
             date_is_noticed = self.model.now_ns() - self.date_set_ns >= 0.41e9
             for task in self.model.in_states("scheduled") if date_is_noticed else ():
                 due = task.by == w.number and task.at_ns <= self.clock.wall_ns()
-                demand(not due, f"pop() overlooked {task}, which the same object scheduled")
+                demand(
+                    not due, f"pop() overlooked {task}, which the same object scheduled"
+                )
 
-    def call_and_lease(self, w: Worker, call: Callable[..., FemtoTask | None]) -> ModelTask | None:
+    def call_and_lease(
+        self, w: Worker, call: Callable[..., FemtoTask | None]
+    ) -> ModelTask | None:
         """Call pop() or take(), sometimes with a lease_ms, and lease the delivered task in the
         model. Return the task as it was just before its lease; None if no task was
         delivered."""
@@ -5540,16 +6208,21 @@ class Fuzz:
         self.check_housekeeping(w)
         return was
 
-    def model_lease(self, w: Worker, lease: FemtoTask, lease_ms: int | None) -> ModelTask:
+    def model_lease(
+        self, w: Worker, lease: FemtoTask, lease_ms: int | None
+    ) -> ModelTask:
         task = self.model.tasks.get(lease.id)
         if task is None or task.state not in ("pending", "scheduled", "inflight"):
             raise AssertionError(f"{task} was delivered")
-        while task.state != "pending" and self.model.do_housekeeping(task, w.q.max_attempts):
+        while task.state != "pending" and self.model.do_housekeeping(
+            task, w.q.max_attempts
+        ):
             pass
         demand(task.state == "pending", f"{task} was delivered")
         self.model.take_along(task)
         demand(task.attempts < (w.q.max_attempts or 10**9), "delivered too often")
-        was = dataclasses.replace(task)  # the set `known_to` is shared, but move() makes a new one
+        # the set `known_to` is shared, but move() makes a new one
+        was = dataclasses.replace(task)
         lasts_ns = lease_ms * 1_000_000 if lease_ms else w.lasts_ns
         self.model.lease(task, lease, w.q.node_id, lasts_ns)
         self.check_fields(task, lease)
@@ -5561,7 +6234,9 @@ class Fuzz:
         dead workers 2.5 times a second."""
         for task in self.model.in_states("scheduled", "inflight"):
             ready_ns = self.model.now_ns() if task.ready_ns is None else task.ready_ns
-            demand(self.model.now_ns() - ready_ns < 0.41e9, f"{task} was not brought back")
+            demand(
+                self.model.now_ns() - ready_ns < 0.41e9, f"{task} was not brought back"
+            )
 
     def check_order(self, w: Worker, was: ModelTask) -> None:
         """Fail if the delivered task (`was`) overtook an older one.
@@ -5593,7 +6268,10 @@ class Fuzz:
         was = self.call_and_lease(w, functools.partial(w.q.take, key))
         task = self.model.task_of_key(key)
         demand(was is None or was.key == key, "take() gave another key's task")
-        demand(was is None or self.paused_ns is None, "a task was taken while PAUSED existed")
+        demand(
+            was is None or self.paused_ns is None,
+            "a task was taken while PAUSED existed",
+        )
         if was is None and task is not None and self.paused_ns is None:
             due = task.state == "scheduled" and task.at_ns <= self.clock.wall_ns()
             demand(task.state != "pending" and not due, f"take() overlooked {task}")
@@ -5604,7 +6282,14 @@ class Fuzz:
         if not self.held:
             return
         held = self.held[self.chance.randrange(-min(len(self.held), 8), 0)]
-        ways = (self.done, self.done, self.fail, self.release, self.extend, self.checkpoint)
+        ways = (
+            self.done,
+            self.done,
+            self.fail,
+            self.release,
+            self.extend,
+            self.checkpoint,
+        )
         way = self.chance.choice(ways)
         self.say(f"{way.__name__} {held.task.id}")
         task = self.model.task_of_lease(held.task)
@@ -5612,7 +6297,10 @@ class Fuzz:
             way(w, held, task)
         except LeaseLost as error:
             demand(task is None, f"the lease of {task} was lost before its time")
-            demand(error.expired == (held.end_ns <= self.model.now_ns()), f"expired: {error}")
+            demand(
+                error.expired == (held.end_ns <= self.model.now_ns()),
+                f"expired: {error}",
+            )
             if self.chance.random() < 0.7:
                 self.held.remove(held)
         else:
@@ -5625,7 +6313,8 @@ class Fuzz:
     def model_end(
         self, held: Held, task: ModelTask | None, state: str, reason: bool = False
     ) -> None:
-        if held.task.checkpoint is not None:  # its file is deleted with the end of the task
+        if held.task.checkpoint is not None:
+            # its file is deleted with the end of the task
             self.model.saved.pop(held.task.id, None)
         if task is not None:
             self.model.end(task, state, reason)
@@ -5636,7 +6325,9 @@ class Fuzz:
         self.model_end(held, task, "failed", reason is not None)
 
     def release(self, w: Worker, held: Held, task: ModelTask | None) -> None:
-        front, delay_s = self.chance.choice(((False, 0), (True, 0), (False, 0.1), (False, 9.5)))
+        front, delay_s = self.chance.choice(
+            ((False, 0), (True, 0), (False, 0.1), (False, 9.5))
+        )
         w.q.release(held.task, front=front, delay_s=delay_s)
         if task is not None and delay_s:
             due_ns = self.clock.wall_ns() + int(delay_s * 1e9)
@@ -5648,7 +6339,9 @@ class Fuzz:
     def extend(self, w: Worker, held: Held, task: ModelTask | None) -> None:
         ms = self.chance.choice((None, 1, 60_000))
         w.q.extend(held.task, ms)
-        held.end_ns = self.model.now_ns() + (held.lasts_ns if ms is None else ms * 1_000_000)
+        held.end_ns = self.model.now_ns() + (
+            held.lasts_ns if ms is None else ms * 1_000_000
+        )
         if task is not None:
             task.at_ns, task.ready_ns = held.end_ns, None
 
@@ -5665,7 +6358,9 @@ class Fuzz:
 
     def retry(self, w: Worker) -> None:
         failed = self.model.in_states("failed")
-        ident = self.chance.choice([task.id for task in failed] or ["0" * 20 + "-0000000000000000"])
+        ident = self.chance.choice(
+            [task.id for task in failed] or ["0" * 20 + "-0000000000000000"]
+        )
         task = self.model.tasks.get(ident)
         other = self.model.task_of_key(task.key) if task else None
         try:
@@ -5691,7 +6386,9 @@ class Fuzz:
                 free.append(task.id)
         demand(w.q.retry_failed() == len(free), "retry_failed() said another number")
         found, _ = self.on_disk()
-        demand([*free] == sorted(free, key=lambda ident: found[ident][1]), "out of order")
+        demand(
+            [*free] == sorted(free, key=lambda ident: found[ident][1]), "out of order"
+        )
 
     def purge(self, w: Worker) -> None:
         """Call purge() for some states, with an age that all of their tasks have reached, or none.
@@ -5701,14 +6398,20 @@ class Fuzz:
         time of the push. To notice such a use, the test first sets each st_mtime to 1970, which is
         old enough for any age.
         """
-        ahead_s, all_of_them = self.clock.time() - time.time(), self.chance.random() < 0.7
+        ahead_s, all_of_them = (
+            self.clock.time() - time.time(),
+            self.chance.random() < 0.7,
+        )
         some: Any = ("done",), ("failed",), ("done", "failed"), "done"
         states = self.chance.choice(some)
         for task in self.model.in_states("done", "failed"):
             os.utime(self.paths[task.id], (1, 1))
         count = w.q.purge(max(0, ahead_s + (-1000 if all_of_them else 1000)), states)
         gone = self.model.in_states(*([states] if isinstance(states, str) else states))
-        demand(count == (len(gone) if all_of_them else 0), f"purge() said {count} of {gone}")
+        demand(
+            count == (len(gone) if all_of_them else 0),
+            f"purge() said {count} of {gone}",
+        )
         if all_of_them:
             for task in gone:
                 del self.model.tasks[task.id]
@@ -5738,7 +6441,9 @@ class Fuzz:
         """Move or remove the file of a task by hand, in a way that the README allows."""
         known = self.model.in_states("pending", "failed", "inflight")
         movable = [
-            it for it in known if it.key is None or (it.state == "pending" and not it.behind)
+            it
+            for it in known
+            if it.key is None or (it.state == "pending" and not it.behind)
         ]
         if not movable:
             return
@@ -5765,14 +6470,26 @@ class Fuzz:
         states = ("pending", "scheduled", "inflight", "keys", "done", "failed")
         counts = [len(model.in_states(state)) for state in states]
         said = [stats.pending, stats.scheduled, stats.inflight, stats.buffered]
-        demand([*said, stats.done, stats.failed] == counts, f"{stats} where there are {counts}")
-        ages_ns = [max(0, model.now_ns() - task.at_ns) for task in model.in_states("pending")]
-        late_ns = [self.clock.wall_ns() - task.at_ns for task in model.in_states("scheduled")]
+        demand(
+            [*said, stats.done, stats.failed] == counts,
+            f"{stats} where there are {counts}",
+        )
+        ages_ns = [
+            max(0, model.now_ns() - task.at_ns) for task in model.in_states("pending")
+        ]
+        late_ns = [
+            self.clock.wall_ns() - task.at_ns for task in model.in_states("scheduled")
+        ]
         ages_ns += [it for it in late_ns if it >= 0]
         age_s = max(ages_ns) / 1e9 if ages_ns else None
-        demand(stats.oldest_pending_age_s == age_s, f"{stats.oldest_pending_age_s} != {age_s}")
+        demand(
+            stats.oldest_pending_age_s == age_s,
+            f"{stats.oldest_pending_age_s} != {age_s}",
+        )
         for node in stats.nodes:
-            leases = [task for task in model.in_states("inflight") if task.node == node.node]
+            leases = [
+                task for task in model.in_states("inflight") if task.node == node.node
+            ]
             late = sum(task.at_ns <= model.now_ns() for task in leases)
             ours = any(task.boot == model.boot for task in leases)
             liveness = "dead" if ours else "unknown"
@@ -5802,12 +6519,15 @@ class Fuzz:
         node = task.node if is_leased else None
         demand((told.state, told.node) == (task.state, node), f"{told.path} of {task}")
         until_ns = task.at_ns if is_leased or task.state == "scheduled" else 0
-        if is_leased:  # `until` is by the wall clock as it is now; at_ns is by the queue clock
+        if is_leased:
+            # `until` is by the wall clock as it is now; at_ns is by the queue clock
             until_ns += self.clock.wall_ns() - self.model.now_ns()
         told_ns = told.until.timestamp() * 1e9 if told.until else 0
         demand(abs(told_ns - until_ns) < 2000, f"until {told.until}: {task}")
         has_reason = task.state == "failed" and task.id in self.model.reasons
-        demand((told.error is not None) == has_reason, f"failed for {told.error!r}: {task}")
+        demand(
+            (told.error is not None) == has_reason, f"failed for {told.error!r}: {task}"
+        )
 
     def look_at_one(self, w: Worker) -> None:
         task = self.chance.choice([*self.model.tasks.values(), None])
@@ -5840,7 +6560,11 @@ class Fuzz:
         live = self.model.in_states("pending", "scheduled", "inflight")
         # A lease without a deadline, from an earlier boot, ends only when an object opens under the
         # node_id of the lease.
-        left = [task for task in live if task.state != "inflight" or self.model.is_over(task)]
+        left = [
+            task
+            for task in live
+            if task.state != "inflight" or self.model.is_over(task)
+        ]
         demand(not left, f"never delivered: {left}")
         self.look_at_tasks(w)
 
@@ -5873,7 +6597,10 @@ class Corruption(QueueCase):
         (WHOLE[:-1], "2 bytes, where the header says 3"),
         (WHOLE + b"d", "4 bytes, where the header says 3"),
         (WHOLE[:-1] + b"d", "wrong checksum"),
-        (b"FQ1 352441c2 " + b"9" * 19 + b"\nabc", "3 bytes, where the header says 9999"),
+        (
+            b"FQ1 352441c2 " + b"9" * 19 + b"\nabc",
+            "3 bytes, where the header says 9999",
+        ),
         (b"FQ1 352441c2 " + b"9" * 30 + b"\nabc", "no FQ1 header"),
         (b"FQ1 352441C2 3\nabc", "no FQ1 header"),
         (b"FQ2 352441c2 3\nabc", "no FQ1 header"),
@@ -5905,22 +6632,33 @@ class Corruption(QueueCase):
 
             with mock.patch.object(os, "write", short):
                 q.push(b"y" * size, key=key)
-            with mock.patch.object(os, "read", lambda fd, size: read(fd, min(size, 512))):
+            with mock.patch.object(
+                os, "read", lambda fd, size: read(fd, min(size, 512))
+            ):
                 self.assertEqual(self.drain(q), [b"y" * size])
 
-    def test_damaged_files_are_quarantined_with_their_reason_and_pop_continues(self) -> None:
+    def test_damaged_files_are_quarantined_with_their_reason_and_pop_continues(
+        self,
+    ) -> None:
         """Each damaged file moves to failed/ unchanged, its reason is written and logged as an
         error, and the same pop() delivers the next task."""
         LOG.disabled, q = False, self.queue()
-        idents = [f"{number:020d}-0000aaaa00000000" for number in range(len(self.DAMAGED))]
+        idents = [
+            f"{number:020d}-0000aaaa00000000" for number in range(len(self.DAMAGED))
+        ]
         for ident, (content, _) in zip(idents, self.DAMAGED, strict=True):
             self.put(ident, content)
         q.push(b"good")
         with self.assertLogs("femtoqueue", "ERROR") as logs:
             self.assertEqual(self.drain(q), [b"good"])
         self.assertEqual(len(logs.output), len(idents))
-        for ident, (content, reason), line in zip(idents, self.DAMAGED, logs.output, strict=True):
-            with self.subTest(content[:40]), open(self.file("failed", ident), "rb") as file:
+        for ident, (content, reason), line in zip(
+            idents, self.DAMAGED, logs.output, strict=True
+        ):
+            with (
+                self.subTest(content[:40]),
+                open(self.file("failed", ident), "rb") as file,
+            ):
                 self.assertEqual(file.read(), content)
                 self.assertIn(reason, reason_of(q, ident))
                 self.assertIn(reason, line)
@@ -5931,7 +6669,9 @@ class Corruption(QueueCase):
         q.push(b"good")
         with self.assertLogs("femtoqueue", "WARNING") as logs:
             self.assertEqual([task.data for task in q.tasks("pending")], [b"good"])
-        self.assertRegex(logs.output[0], "left out: task 0+1-0000aaaa00000000 is corrupt: ")
+        self.assertRegex(
+            logs.output[0], "left out: task 0+1-0000aaaa00000000 is corrupt: "
+        )
 
 
 class TroubleOfOneTask(QueueCase):
@@ -5946,7 +6686,9 @@ class TroubleOfOneTask(QueueCase):
 
         return hooked(refuse)
 
-    def test_pop_raises_for_an_unreadable_task_and_the_next_pop_takes_the_next(self) -> None:
+    def test_pop_raises_for_an_unreadable_task_and_the_next_pop_takes_the_next(
+        self,
+    ) -> None:
         q, other = self.queue(), self.queue("n2")
         bad, *_ = q.push_many([b"bad", b"good", b"better"])
         with self.with_unreadable(bad):
@@ -5958,7 +6700,9 @@ class TroubleOfOneTask(QueueCase):
         task = self.pop(other)
         self.assertEqual((task.id, task.attempts), (bad, 2))
 
-    def test_task_that_stays_unreadable_goes_to_the_back_counted_each_time(self) -> None:
+    def test_task_that_stays_unreadable_goes_to_the_back_counted_each_time(
+        self,
+    ) -> None:
         """Each pop() that meets an unreadable task raises, and counts an attempt. Other tasks go
         first."""
         q = self.queue(max_attempts=3)
@@ -5986,9 +6730,13 @@ class TroubleOfOneTask(QueueCase):
             self.assertRaises(MemoryError, q.pop)
             self.assertIsNone(q.pop())
         (dead,) = q.tasks("failed")
-        self.assertEqual((dead.id, "max_attempts reached" in str(dead.error)), (bad, True))
+        self.assertEqual(
+            (dead.id, "max_attempts reached" in str(dead.error)), (bad, True)
+        )
 
-    def test_push_replaces_the_payload_of_a_keyed_task_that_could_not_be_read(self) -> None:
+    def test_push_replaces_the_payload_of_a_keyed_task_that_could_not_be_read(
+        self,
+    ) -> None:
         """The unreadable task waits again. So the push finds it, and adds no second task."""
         q, other = self.queue(), self.queue("n2")
         bad = q.push(b"bad", key="k")
@@ -6040,11 +6788,14 @@ class TroubleOfOneTask(QueueCase):
             ident = q.push(b"1", key=key)
             q.push(b"2")
             if key:
-                os.unlink(self.file("keys", key_tag(key)))  # so the delivery needs the lock
+                # so the delivery needs the lock
+                os.unlink(self.file("keys", key_tag(key)))
                 held.enter_context(self.locked(key))
             else:
                 held.enter_context(mock.patch.object(self.clock(), "sleep"))
-                held.enter_context(hooked(at_call("open", ident, errno_raiser(errno.EAGAIN))))
+                held.enter_context(
+                    hooked(at_call("open", ident, errno_raiser(errno.EAGAIN)))
+                )
             with self.subTest(key), held:
                 with self.assertRaises(BlockingIOError) as caught:
                     q.pop()
@@ -6095,8 +6846,14 @@ class ForeignFiles(QueueCase):
         "9" * 20 + "-0000aaaa00000000",
         "0" * 20 + "~1~" + "0" * 20 + "-xxxxxxxx",
         "0" * 20 + "~1234567~" + "0" * 20 + "-0000aaaa00000000",
-        *("0" * 19 + "-0000aaaa00000000", "0" * 19 + "~1~" + "0" * 20 + "-0000aaaa00000000"),
-        *("0" * 21 + "-0000aaaa00000000", "0" * 21 + "~1~" + "0" * 20 + "-0000aaaa00000000"),
+        *(
+            "0" * 19 + "-0000aaaa00000000",
+            "0" * 19 + "~1~" + "0" * 20 + "-0000aaaa00000000",
+        ),
+        *(
+            "0" * 21 + "-0000aaaa00000000",
+            "0" * 21 + "~1~" + "0" * 20 + "-0000aaaa00000000",
+        ),
         "\u0660" * 20 + "-0000aaaa00000000",  # digits of another alphabet
         "zzz",
         "-rf",
@@ -6156,7 +6913,12 @@ class ForeignFiles(QueueCase):
             os.mkdir(self.file(name))
             foreign.add(self.file(name))
         task = f"{1:020d}-0000aaaa00000000"
-        for name in ("keys/0000aaaa", f"keys/{task}", f"done/{task}.error", "inflight-file"):
+        for name in (
+            "keys/0000aaaa",
+            f"keys/{task}",
+            f"done/{task}.error",
+            "inflight-file",
+        ):
             foreign.add(os.path.normpath(self.put(name, b"", "")))
         os.symlink(self.file("pending"), self.file("inflight-link"))
         foreign.add(self.file("inflight-link"))
@@ -6172,7 +6934,9 @@ class ForeignFiles(QueueCase):
         q.close()
         self.assertEqual([path for path in foreign if not os.path.lexists(path)], [])
 
-    def test_links_directories_and_fifos_named_like_tasks_are_quarantined_unread(self) -> None:
+    def test_links_directories_and_fifos_named_like_tasks_are_quarantined_unread(
+        self,
+    ) -> None:
         """A link, directory or FIFO with the name of a task moves to failed/, and is not read."""
         # Because of O_NOFOLLOW a link is not followed; because of O_NONBLOCK a FIFO does not block
         # pop(). On a file system that hosts share, such an entry is not mistaken for a file that
@@ -6201,7 +6965,9 @@ class ForeignFiles(QueueCase):
 class ManyUsers(QueueCase):
     """The files of one user neither exclude nor block the other users of a queue."""
 
-    def test_push_raises_the_first_error_when_a_lock_file_can_not_be_opened(self) -> None:
+    def test_push_raises_the_first_error_when_a_lock_file_can_not_be_opened(
+        self,
+    ) -> None:
         """If the first open() of a lock file is refused, push() tries to open the file for reading.
         If the file is missing, push() raises the error of the first open(), not of the second."""
         q = self.queue()
@@ -6235,8 +7001,13 @@ class ManyUsers(QueueCase):
             os.umask(before)
         clocks = [name for name in os.listdir(self.path) if name.startswith("clock-")]
         for name in ("pending", "inflight-n1", "keys", "locks", "checkpoints"):
-            self.assertEqual(stat.S_IMODE(os.stat(self.file(name)).st_mode), 0o770, name)
-        locks, saved = glob.glob(self.file("locks", "*")), glob.glob(self.file("checkpoints", "*"))
+            self.assertEqual(
+                stat.S_IMODE(os.stat(self.file(name)).st_mode), 0o770, name
+            )
+        locks, saved = (
+            glob.glob(self.file("locks", "*")),
+            glob.glob(self.file("checkpoints", "*")),
+        )
         self.assertEqual((len(clocks), len(locks), len(saved)), (1, 1, 1))
         modes = [(locks[0], 0o660), (self.file("last"), 0o660), (saved[0], 0o640)]
         for path, mode in (*modes, (self.file(clocks[0]), 0o644)):
@@ -6264,7 +7035,9 @@ class ManyUsers(QueueCase):
             self.assertTrue(os.path.lexists(place))
             self.assertEqual(stat.S_IMODE(os.stat(outside).st_mode), 0o600)
 
-    def test_file_outside_keeps_its_mode_when_a_link_is_there_before_the_lock(self) -> None:
+    def test_file_outside_keeps_its_mode_when_a_link_is_there_before_the_lock(
+        self,
+    ) -> None:
         # RACE: another user puts a link at the path of a lock file just before the queue creates
         # the lock file. The mode of the linked file stays.
         outside = os.path.join(self.new_dir(os.path.dirname(self.path)), "shadow")
@@ -6319,7 +7092,9 @@ class ManyUsers(QueueCase):
             line.register()
         self.assertEqual(caught.exception.errno, errno.EROFS)
 
-    def test_file_outside_keeps_its_mode_when_a_link_replaces_a_clock_file(self) -> None:
+    def test_file_outside_keeps_its_mode_when_a_link_replaces_a_clock_file(
+        self,
+    ) -> None:
         outside = os.path.join(self.new_dir(os.path.dirname(self.path)), "shadow")
         with open(outside, "w", encoding="ascii"):
             os.chmod(outside, 0o600)
@@ -6350,7 +7125,10 @@ class ManyUsers(QueueCase):
     def test_queue_that_others_decide_on_is_logged_for_root(self) -> None:
         """If root opens a queue that belongs to another user, or to which others may write, the log
         says so once."""
-        for owner, mode, text in ((1000, 0o755, "of user 1000"), (0, 0o775, "may write to")):
+        for owner, mode, text in (
+            (1000, 0o755, "of user 1000"),
+            (0, 0o775, "may write to"),
+        ):
             self.path = self.new_dir(self.memory)
             os.chmod(self.path, mode)
 
@@ -6435,7 +7213,9 @@ class ByHand(QueueCase):
         """A command has the same effect on a worker that has listed the tasks as on another one."""
         # Worker n1 holds a lease without a deadline, and has listed the tasks. Worker n2 has not.
         clock = self.clock()
-        for (command, is_lost, wanted), node in itertools.product(self.COMMANDS, ("n1", "n2")):
+        for (command, is_lost, wanted), node in itertools.product(
+            self.COMMANDS, ("n1", "n2")
+        ):
             q = self.new_queue(timeout_stale_ms=None)
             ids = q.push_many([b"1", b"2", b"3"])
             task = self.pop(q)
@@ -6445,7 +7225,11 @@ class ByHand(QueueCase):
                 other = q if node == "n1" else self.queue(node)
                 delivered = {it.data: it.attempts for it in iter(other.pop, None)}
                 self.assertEqual(delivered, wanted)
-                with self.assertRaises(LeaseLost) if is_lost else contextlib.nullcontext():
+                with (
+                    self.assertRaises(LeaseLost)
+                    if is_lost
+                    else contextlib.nullcontext()
+                ):
                     q.done(task)
                 self.check_invariants()
 
@@ -6465,7 +7249,9 @@ class ByHand(QueueCase):
             q.release(task)
         self.sh("mv pending/* failed/")
         found = {task.id: task for task in q.tasks("failed")}
-        self.assertEqual((q.stats().failed, found[ids[0]]), (2, FemtoTask(ids[0], b"1", 2)))
+        self.assertEqual(
+            (q.stats().failed, found[ids[0]]), (2, FemtoTask(ids[0], b"1", 2))
+        )
         q.retry(ids[1])
         listings = calls_of("list", lambda: self.assertEqual(q.retry_failed(), 1))
         self.assertEqual(len(listings), 1)
@@ -6475,7 +7261,9 @@ class ByHand(QueueCase):
             q.release(task)
         self.sh("mv pending/* done/")
         found = {task.id: task for task in q.tasks("done")}
-        self.assertEqual((q.stats().done, found[ids[1]]), (2, FemtoTask(ids[1], b"2", 1)))
+        self.assertEqual(
+            (q.stats().done, found[ids[1]]), (2, FemtoTask(ids[1], b"2", 1))
+        )
 
     def test_shell_tools_can_read_a_queue_and_a_copy_of_it_is_a_queue(self) -> None:
         """The tools ls, cat, tail, grep, wc and du show the tasks, and a copy of the directory is a
@@ -6493,7 +7281,9 @@ class ByHand(QueueCase):
         backup = self.new_dir(self.memory)
         self.sh("cp -a . $BACKUP/jobs", BACKUP=backup)
         with FemtoQueue(os.path.join(backup, "jobs")) as copy:
-            self.assertEqual([task.data for task in iter(copy.pop, None)], [b"one\n", b"two\n"])
+            self.assertEqual(
+                [task.data for task in iter(copy.pop, None)], [b"one\n", b"two\n"]
+            )
 
 
 # Many processes
@@ -6524,14 +7314,19 @@ class Concurrency(QueueCase):
             popped += self.pop_and_finish(q) if number % 5 == 0 else []
         if first < 2:
             self.put(f"pushed-{first}", b"", "")
-        while (finished := self.pop_and_finish(q)) or not all(map(os.path.exists, ends)):
+        while (finished := self.pop_and_finish(q)) or not all(
+            map(os.path.exists, ends)
+        ):
             popped += finished
         child.say(" ".join(popped))
         q.close()
 
     def test_eight_workers_deliver_twenty_thousand_tasks_exactly_once(self) -> None:
         """No task is delivered twice or lost, because no worker dies."""
-        workers = [self.child(functools.partial(self.push_and_drain, first=n)) for n in range(8)]
+        workers = [
+            self.child(functools.partial(self.push_and_drain, first=n))
+            for n in range(8)
+        ]
         for worker in workers:
             worker.line()
         for worker in workers:
@@ -6548,18 +7343,24 @@ class KeyedConcurrency(QueueCase):
     """Four producers and four consumers share fifty keys, and are killed again and again."""
 
     KEYS, KILLS = 50, 130
-    SECONDS = 2.0 if QueueCase.memory else 4.0  # a disk takes longer for as many deliveries
+    # a disk takes longer for as many deliveries
+    SECONDS = 2.0 if QueueCase.memory else 4.0
 
     def log(self, *words: object) -> None:
         """Append a line to the log. The kernel writes a line that crosses a page boundary in two
         parts. If the process is killed in between, the line has no "." at the end."""
-        os.write(self.log_fd, " ".join(map(str, ("\n", time.monotonic_ns(), *words, "."))).encode())
+        os.write(
+            self.log_fd,
+            " ".join(map(str, ("\n", time.monotonic_ns(), *words, "."))).encode(),
+        )
 
     def logged(self, what: str) -> list[tuple[int, str, str]]:
         """Return time, key and value of each whole line in the log that has this word."""
         with open(self.file("log"), encoding="ascii") as file:
             whole = [words[:4] for line in file if (words := line.split())[4:] == ["."]]
-        return sorted((int(t), key, value) for t, word, key, value in whole if word == what)
+        return sorted(
+            (int(t), key, value) for t, word, key, value in whole if word == what
+        )
 
     def produce(self, child: Child) -> None:
         q, chance = FemtoQueue(self.path), child.chance
@@ -6569,13 +7370,21 @@ class KeyedConcurrency(QueueCase):
             if chance.random() < 0.8:
                 q.push(value.encode(), key=key)
             else:
-                q.schedule(value.encode(), time.time() * 1e6 + chance.choice((-1, 5000)), key=key)
+                q.schedule(
+                    value.encode(),
+                    time.time() * 1e6 + chance.choice((-1, 5000)),
+                    key=key,
+                )
             self.log("pushed", key, value)
 
     def consume(self, child: Child) -> None:
         q, chance = FemtoQueue(self.path), child.chance
         while True:
-            task = q.pop() if chance.random() < 0.7 else q.take(f"k{chance.randrange(self.KEYS)}")
+            task = (
+                q.pop()
+                if chance.random() < 0.7
+                else q.take(f"k{chance.randrange(self.KEYS)}")
+            )
             if task is None:
                 time.sleep(0.001)
                 continue
@@ -6603,7 +7412,9 @@ class KeyedConcurrency(QueueCase):
             q.release(task, front=chance.random() < 0.5)
 
     def test_last_payload_of_a_key_is_delivered_last_and_no_two_at_once(self) -> None:
-        self.log_fd = os.open(self.file("log"), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        self.log_fd = os.open(
+            self.file("log"), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600
+        )
         self.addCleanup(os.close, self.log_fd)
         workers = [self.child(work) for work in (self.produce, self.consume) * 4]
         for _ in range(self.KILLS):
@@ -6658,17 +7469,22 @@ class Tickets(TicketCase):
         line, other = self.line(), self.line()
         tickets = [queue.register() for queue in (line, other, line)]
         self.assertEqual([number for number, _ in tickets], [1, 2, 3])
-        self.assertEqual([line.is_head(n) for n in (0, 1, 2, 3)], [False, True, False, False])
+        self.assertEqual(
+            [line.is_head(n) for n in (0, 1, 2, 3)], [False, True, False, False]
+        )
         self.assertTrue(other.remove(tickets[1][1]))
         self.assertTrue(line.remove(tickets[0][1]))
         self.assertFalse(line.remove(tickets[0][1]))
-        self.assertEqual((line.is_head(1), line.is_head(3), line.is_empty()), (False, True, False))
+        self.assertEqual(
+            (line.is_head(1), line.is_head(3), line.is_empty()), (False, True, False)
+        )
         line.remove(tickets[2][1])
         self.assertEqual((line.is_head(0), line.is_empty()), (False, True))
         self.assertEqual((other.register()[0], line.is_empty()), (4, False))
         del other  # dropping the object removes its tickets
         self.assertEqual(self.names("line"), ["last"])
-        for content in (b"", bytes(20), b"hello"):  # left by power loss, or written by a person
+        for content in (b"", bytes(20), b"hello"):
+            # left by power loss, or written by a person
             self.put("last", content, "line")
             number, member = line.register()
             self.assertEqual((number, line.remove(member)), (1, True))
@@ -6732,7 +7548,8 @@ class Tickets(TicketCase):
         self.assertFalse(lines[1].is_head(2))
         nowhere = os.open(os.devnull, os.O_RDONLY)
         self.addCleanup(os.close, nowhere)
-        for at in (0, 2):  # close the descriptor of the ticket, as the kernel does after SIGKILL
+        for at in (0, 2):
+            # close the descriptor of the ticket, as the kernel does after SIGKILL
             (fd,) = descriptors_of(self.file("line", members[at]))
             os.dup2(nowhere, fd, inheritable=False)
         self.assertTrue(lines[1].is_head(2))
@@ -6783,7 +7600,9 @@ class Tickets(TicketCase):
             for step in kind.each(action):
                 line, members, closed = self.line(), list[str](), list[bool]()
 
-                def hook(name: str, args: tuple[Any, ...], on: Any = (kind, step, closed)) -> None:
+                def hook(
+                    name: str, args: tuple[Any, ...], on: Any = (kind, step, closed)
+                ) -> None:
                     kind, step, closed = on
                     if kind is Step and name == "close" and not step.reached:
                         closed.append(stat.S_ISREG(os.fstat(args[0]).st_mode))
@@ -6796,7 +7615,9 @@ class Tickets(TicketCase):
                     self.assertEqual(self.line().is_empty(), not members)
                     if action is cut:
                         self.assertEqual(self.members(), members)
-                        is_ignored = step.at == "close" and closed[-1] and fs_type != NFS
+                        is_ignored = (
+                            step.at == "close" and closed[-1] and fs_type != NFS
+                        )
                         self.assertTrue(members or not is_ignored)
                     for member in members:
                         self.assertTrue(line.remove(member))
@@ -6823,7 +7644,9 @@ class Tickets(TicketCase):
         self.assertEqual((patient.is_head(mine), line.is_head(mine)), (False, True))
         self.assertFalse(other.is_head(theirs))
 
-    def test_dead_member_that_could_not_see_the_boot_id_is_passed_over_at_once(self) -> None:
+    def test_dead_member_that_could_not_see_the_boot_id_is_passed_over_at_once(
+        self,
+    ) -> None:
         """On a local file system, a free lock shows that a member is dead, whatever boot id the
         member could see."""
         for theirs, ours in ((None, "1"), ("1", None), ("1", "2")):
@@ -6834,11 +7657,14 @@ class Tickets(TicketCase):
                 line = self.line()
             ticket, member = line.register()
             self.assertFalse(line.is_head(ticket))
-            dead._held_tickets.clear()  # closes the lock, as the death of the process does
+            # closes the lock, as the death of the process does
+            dead._held_tickets.clear()
             self.assertTrue(line.is_head(ticket))
             line.remove(member)
 
-    def test_maybe_cleanup_removes_the_directory_only_if_nobody_is_in_line(self) -> None:
+    def test_maybe_cleanup_removes_the_directory_only_if_nobody_is_in_line(
+        self,
+    ) -> None:
         line = self.line()
         _, member = line.register()
         self.assertEqual((line.maybe_cleanup(), line.remove(member)), (False, True))
@@ -6850,7 +7676,9 @@ class Tickets(TicketCase):
         self.put(f".{1:020d}~00000000~{'0' * 16}", b"", "line")
         self.assertEqual((line.maybe_cleanup(), line.maybe_cleanup()), (True, False))
         self.assertFalse(os.path.exists(self.file("line")))
-        self.assertEqual((line.is_empty(), line.is_head(1), line.register()[0]), (True, False, 1))
+        self.assertEqual(
+            (line.is_empty(), line.is_head(1), line.register()[0]), (True, False, 1)
+        )
 
     def test_maybe_cleanup_at_a_mount_point_removes_nothing(self) -> None:
         """If the directory is a mount point, maybe_cleanup() returns False, and the line goes
@@ -6870,7 +7698,9 @@ class Tickets(TicketCase):
         ticket, _ = line.register()
         self.assertEqual((idle.is_empty(), idle.is_head(ticket)), (False, True))
 
-    def test_directory_is_made_again_if_it_is_removed_before_any_system_call(self) -> None:
+    def test_directory_is_made_again_if_it_is_removed_before_any_system_call(
+        self,
+    ) -> None:
         # RACE: another process finds no ticket in line and removes the directory, just before a
         # system call of this object. The object makes the directory again. The test tries each
         # system call in turn.
@@ -6886,12 +7716,18 @@ class Tickets(TicketCase):
 
         for number in itertools.count():
             calls = itertools.count()
-            with hooked(lambda *_, n=number, at=calls: clean() if next(at) == n else None):
+            with hooked(
+                lambda *_, n=number, at=calls: clean() if next(at) == n else None
+            ):
                 line = self.line()
                 ticket, member = line.register()
-                self.assertEqual((ticket, line.is_head(1), line.remove(member)), (1, True, True))
+                self.assertEqual(
+                    (ticket, line.is_head(1), line.remove(member)), (1, True, True)
+                )
                 self.assertEqual((line.cleanup_stale(), line.is_empty()), (0, True))
-                self.assertTrue(line.maybe_cleanup() or not os.path.exists(self.file("line")))
+                self.assertTrue(
+                    line.maybe_cleanup() or not os.path.exists(self.file("line"))
+                )
             if next(calls) < number:
                 break
 
@@ -6904,7 +7740,8 @@ class Tickets(TicketCase):
             try:
                 line.remove(member)
             except OSError as error:
-                kept = error  # keeps the frame of remove(), and so a reference to the lock
+                # keeps the frame of remove(), and so a reference to the lock
+                kept = error
         self.assertTrue(line.is_empty(), kept)
 
     def take_turns(self, child: Child) -> None:
@@ -6913,7 +7750,8 @@ class Tickets(TicketCase):
         line = self.line()
         for _ in range(100):
             with line.turn() as ticket, open(self.file("inside"), "r+b", 0) as inside:
-                fcntl.flock(inside, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises if two have a turn
+                # raises if two have a turn
+                fcntl.flock(inside, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 number = int(inside.read())
                 child.say(f"{ticket} {number}")
                 if child.chance.random() < 0.1:
@@ -6928,11 +7766,15 @@ class Tickets(TicketCase):
         self.put("inside", b"0", "")
         line, children = self.line(), [self.child(self.take_turns) for _ in range(8)]
         has_ended = os.WEXITED | os.WNOHANG | os.WNOWAIT
-        while line.maybe_cleanup() or not os.waitid(os.P_PID, children[0].pid, has_ended):
+        while line.maybe_cleanup() or not os.waitid(
+            os.P_PID, children[0].pid, has_ended
+        ):
             pass
         lines = [child.finish() for child in children]
         self.assertEqual([status for _, status in lines], [0] * 8)
-        turns = sorted((int(at), int(n)) for said, _ in lines for n, at in map(str.split, said))
+        turns = sorted(
+            (int(at), int(n)) for said, _ in lines for n, at in map(str.split, said)
+        )
         self.assertEqual([at for at, _ in turns], [*range(800)])
         grants = [ticket for _, ticket in turns]
         starts = [at for at, ticket in enumerate(grants) if at == 0 or ticket == 1]
@@ -6993,7 +7835,11 @@ class SharedTickets(TicketCase):
                     os.unlink(self.file("line", name))
             self.put(f"last~{number:020d}", b"", "line")
 
-        for call, part, theirs in (("open", "/last~", 1), ("move", "/last~", 5), ("move", "/.", 8)):
+        for call, part, theirs in (
+            ("open", "/last~", 1),
+            ("move", "/last~", 5),
+            ("move", "/.", 8),
+        ):
             hook = at_call(call, part, functools.partial(draw, theirs), times=1)
             self.check_registered(line, hook, theirs + 1)
 
@@ -7016,7 +7862,9 @@ class SharedTickets(TicketCase):
         self.check_registered(line, at_call("move", "/.", remove_new_file, times=1), 2)
         self.check_registered(line, at_call("lock", None, remove_open_file), 4)
 
-    def test_register_tries_again_until_the_file_of_the_last_number_is_found(self) -> None:
+    def test_register_tries_again_until_the_file_of_the_last_number_is_found(
+        self,
+    ) -> None:
         # GlusterFS may list a name but not find the file, perhaps for minutes, until it has healed.
         # register() tries again a few times, and at last raises the error.
         line = self.line()
@@ -7044,7 +7892,10 @@ class SharedTickets(TicketCase):
         clock, touches = self.clock(), threading.Semaphore(0)
         clock.stand_still()
         line = self.line(stale_timeout=0.04)
-        with hooked(at_call("utime", None, touches.release), after=True), line.turn() as ticket:
+        with (
+            hooked(at_call("utime", None, touches.release), after=True),
+            line.turn() as ticket,
+        ):
             clock.advance(0.032)
             # Four touches: one by is_head(); one by the thread, perhaps just before the clock was
             # advanced; one that is too late; and one more.
@@ -7070,7 +7921,9 @@ class SharedTickets(TicketCase):
             os.utime(fd, (clock.time(), clock.time()))
 
         with mock.patch.object(femtoqueue, "os", fake_os(utime=touch)):
-            self.assertEqual((line.is_head(ticket), line.is_head(ticket)), (False, False))
+            self.assertEqual(
+                (line.is_head(ticket), line.is_head(ticket)), (False, False)
+            )
         waiting, _ = other.register()
         clock.advance(20)
         self.assertFalse(other.is_head(waiting))  # touched 20 s ago
@@ -7092,7 +7945,9 @@ class SharedTickets(TicketCase):
         with hooked(at_call("list", None, hang, times=1)):
             self.assertFalse(line.is_head(ticket))
         ticket, _ = line.register()
-        with mock.patch.object(femtoqueue, "os", fake_os(utime=lambda fd: clock.advance(25))):
+        with mock.patch.object(
+            femtoqueue, "os", fake_os(utime=lambda fd: clock.advance(25))
+        ):
             self.assertTrue(line.is_head(ticket))
         clock.advance(29)
         self.assertFalse(line.is_head(ticket))
@@ -7103,7 +7958,9 @@ class Shrinking(QueueCase):
 
     in_memory = False
 
-    def pop_as_if_large(self, q: FemtoQueue, hook: Hook = lambda *_: None) -> FemtoTask | None:
+    def pop_as_if_large(
+        self, q: FemtoQueue, hook: Hook = lambda *_: None
+    ) -> FemtoTask | None:
         """Pop, while femtoqueue takes every directory for a large one."""
         with with_constant("shrink", -1), hooked(hook):
             return q.pop()
@@ -7140,11 +7997,18 @@ class Shrinking(QueueCase):
         task = self.pop_as_if_large(q)
         self.assertEqual((task and task.data, self.names("creating")), (b"x", []))
 
-    def test_replacement_keeps_the_group_and_is_not_tried_if_another_user_owns_it(self) -> None:
+    def test_replacement_keeps_the_group_and_is_not_tried_if_another_user_owns_it(
+        self,
+    ) -> None:
         # A directory of another user can't be made again with the same owner, so an attempt would
         # fail. Workers would repeat it ten times a second while the queue is empty, and would write
         # to the disk each time.
-        q, clock, place, made = self.queue(), self.clock(), self.file("pending"), list[str]()
+        q, clock, place, made = (
+            self.queue(),
+            self.clock(),
+            self.file("pending"),
+            list[str](),
+        )
         q.pop()
         with contextlib.suppress(PermissionError):  # only root may choose any group
             os.chown(place, -1, os.getegid() + 1)
@@ -7173,7 +8037,9 @@ class Shrinking(QueueCase):
         q.resume()
         q.done(popped(q))
         clock.advance(2)
-        push = at_call("move", ".pending", lambda: self.queue("n2").push(b"late"), times=1)
+        push = at_call(
+            "move", ".pending", lambda: self.queue("n2").push(b"late"), times=1
+        )
         late = self.pop_as_if_large(q, push)
         self.assertEqual((late and late.data, self.names("creating")), (b"late", []))
         self.assertEqual(self.are_replaced(before), [False, False])
@@ -7226,7 +8092,9 @@ class Shrinking(QueueCase):
         q.push(b"2")
         self.assertEqual(self.drain(q), [b"1", b"2"])
 
-    def test_join_does_not_miss_a_task_that_moves_while_pending_is_replaced(self) -> None:
+    def test_join_does_not_miss_a_task_that_moves_while_pending_is_replaced(
+        self,
+    ) -> None:
         # RACE: another worker makes the new directory in the tick of the clock in which pending/
         # was last changed. So both directories have the same time of change. During join(), a
         # worker releases and pops the only task in such a way that no listing of join() finds the
@@ -7267,7 +8135,9 @@ class Shrinking(QueueCase):
 
         with hooked(hook):
             is_empty = self.queue("observer").join(timeout=0)
-        self.assertEqual((is_empty, step, self.states()), (False, None, {"inflight-n1": 1}))
+        self.assertEqual(
+            (is_empty, step, self.states()), (False, None, {"inflight-n1": 1})
+        )
 
     def test_directory_that_can_not_be_replaced_stays_in_use(self) -> None:
         """If pending/ can't be replaced, pop() of an empty queue returns None, and no file is left
@@ -7330,9 +8200,13 @@ class MissingFunctions(QueueCase):
             self.assertEqual((again.id, again.attempts), (task.id, 2))
             self.assertRaises(module.LeaseLost, first.done, task)
             second.done(again)
-            self.assertEqual({node.liveness for node in second.stats().nodes}, {"unknown"})
+            self.assertEqual(
+                {node.liveness for node in second.stats().nodes}, {"unknown"}
+            )
         self.assertEqual(self.states()["done"], 1)
-        self.assertEqual([name for name in os.listdir(self.path) if "inflight" in name], [])
+        self.assertEqual(
+            [name for name in os.listdir(self.path) if "inflight" in name], []
+        )
 
     def test_without_fcntl_leases_end_by_their_deadlines(self) -> None:
         with mock.patch.dict(sys.modules, {"fcntl": None}):
@@ -7348,7 +8222,9 @@ class MissingFunctions(QueueCase):
         # flock() may fail with EBADF.
         for code in (errno.ENOLCK, errno.EOPNOTSUPP, errno.EBADF):
             self.path = self.new_dir(self.memory)
-            with mock.patch("fcntl.flock", side_effect=OSError(code, os.strerror(code))):
+            with mock.patch(
+                "fcntl.flock", side_effect=OSError(code, os.strerror(code))
+            ):
                 self.check_lease_ends_by_deadline(femtoqueue)
                 task = leased(q := self.queue())
             # Now flock() works again. The other worker must not end a lease that was made without a
@@ -7363,7 +8239,9 @@ class MissingFunctions(QueueCase):
             self.check_one_clock(first, self.queue("b"))
         self.assertEqual(self.names("creating"), [])
 
-    def test_task_that_ended_before_can_end_again_where_rename_does_not_replace(self) -> None:
+    def test_task_that_ended_before_can_end_again_where_rename_does_not_replace(
+        self,
+    ) -> None:
         # On Windows, rename() fails if its target exists. A person may run a task again by
         # `cp done/ID pending/`, and a task may fail twice.
         real = os.rename
@@ -7466,7 +8344,9 @@ AN_OLD_QUEUE: dict[str, bytes | str] = {
     ),
     "keys/c0f89e395b66422f": "pending/01795845896577175868-c0f89e395b66422f",
     "keys/update~01795845896576034465-90d8a524b02f1d4f": b"FQ1 6d0528e7 6 e\nupdate",
-    **dict.fromkeys(("locks/05", "locks/1b", "locks/2f", "locks/4f", "locks/75", "locks/7b"), b""),
+    **dict.fromkeys(
+        ("locks/05", "locks/1b", "locks/2f", "locks/4f", "locks/75", "locks/7b"), b""
+    ),
     "pending/01795845896576896952~1~01795845896576896952-0ec98cc754b01d4f": (
         b"FQ1 fefb62f6 5\nfront"
     ),
@@ -7500,7 +8380,9 @@ class Compatibility(QueueCase):
         self.assertEqual((*live, stats.done, stats.failed), (5, 2, 5, 3, 1, 1))
         self.assertLessEqual({finding.kind for finding in q.check()}, {"expired"})
         (failed,), (done,) = q.tasks("failed"), q.tasks("done")
-        self.assertEqual((failed.data, failed.error, done.data), (b"failed", "why\nso", b"done"))
+        self.assertEqual(
+            (failed.data, failed.error, done.data), (b"failed", "why\nso", b"done")
+        )
         # The leases are of another boot: the death of their worker does not end them. When the
         # deadlines have passed, such a lease runs for 30 s after the last change of the file, and
         # this test has just made the files.
@@ -7523,10 +8405,14 @@ class Compatibility(QueueCase):
         ]
         self.assertEqual(got, wanted)
         later = {task.data: task.key for task in q.tasks("scheduled")}
-        self.assertEqual(later, {b"later": None, b"keyed, later": "c", b"newer, and later": "d"})
+        self.assertEqual(
+            later, {b"later": None, b"keyed, later": "c", b"newer, and later": "d"}
+        )
         # The reclaimed task of key "d" is in scheduled/, too. The task waits for the time of
         # the buffered payload, "newer, and later", which is in keys/. tasks() shows this payload.
-        self.assertEqual(self.states(), {"done": 10, "failed": 1, "scheduled": 3, "keys": 1})
+        self.assertEqual(
+            self.states(), {"done": 10, "failed": 1, "scheduled": 3, "keys": 1}
+        )
 
     def test_files_have_the_form_that_earlier_versions_read(self) -> None:
         """The operations that made AN_OLD_QUEUE still leave the same names and contents, except for
@@ -7548,11 +8434,15 @@ class Compatibility(QueueCase):
         """Return names and contents, with placeholders for the parts that differ in each run."""
         shapes = []
         for path, content in files.items():
-            text = b"-> " + os.fsencode(content) if isinstance(content, str) else content
+            text = (
+                b"-> " + os.fsencode(content) if isinstance(content, str) else content
+            )
             shape = os.fsencode(path) + b"\n" + text
             shape = re.sub(rb"\b[01][0-9]{18,19}\b", b"<ns>", shape)
             shape = re.sub(rb">-[0-7][0-9a-f]{15}\b", b">-<tag>", shape)
-            shape = re.sub(rb"(~\d~|clock-)(?!00000000)[0-9a-f]{8}\b", rb"\1<boot>", shape)
+            shape = re.sub(
+                rb"(~\d~|clock-)(?!00000000)[0-9a-f]{8}\b", rb"\1<boot>", shape
+            )
             shapes.append(shape)
         return sorted(shapes)
 
@@ -7564,7 +8454,11 @@ class Compatibility(QueueCase):
             self.path = self.new_dir(self.memory)
             os.mkdir(self.file(state))
             self.put("2026_report.txt", b"", state)
-            self.put("1795776223005118_<built-in method hex of bytes object at 0x7f00>", b"", state)
+            self.put(
+                "1795776223005118_<built-in method hex of bytes object at 0x7f00>",
+                b"",
+                state,
+            )
             with self.assertLogs("femtoqueue", "WARNING") as logs:
                 q, _ = self.queue(), self.queue("n2")
             self.assertEqual(len(logs.output), 1)
@@ -7629,7 +8523,11 @@ def sleepers(polling: bool = False) -> Iterator[set[int]]:
         found.add(threading.get_ident())
         return poll(ms)
 
-    with hooked(lambda *_: found.add(threading.get_ident())) if polling else hooked_poll(note):
+    with (
+        hooked(lambda *_: found.add(threading.get_ident()))
+        if polling
+        else hooked_poll(note)
+    ):
         yield found
 
 
@@ -7650,11 +8548,15 @@ class Waiting(QueueCase):
             for thread in threads:
                 thread.start()
                 self.addCleanup(thread.join, 60)
-            until(lambda: all(it.ident in asleep or not it.is_alive() for it in threads))
+            until(
+                lambda: all(it.ident in asleep or not it.is_alive() for it in threads)
+            )
         self.assertTrue(all(it.is_alive() for it in threads), "it did not wait")
         return threads
 
-    def result_of_wait(self, wait: Callable[[], Any], event: Callable[[], object]) -> Any:
+    def result_of_wait(
+        self, wait: Callable[[], Any], event: Callable[[], object]
+    ) -> Any:
         """Start a wait in a thread, call event() when the thread sleeps, and return the result of
         the wait."""
         got = list[Any]()
@@ -7682,11 +8584,13 @@ class Waiting(QueueCase):
 
         def write(fd: int, value: int) -> None:
             q.close()
-            os.fstat(fd)  # raises if `fd` is closed: its number may then be another file's
+            # raises if `fd` is closed: its number may then be another file's
+            os.fstat(fd)
 
         with mock.patch("os.eventfd_write", write, create=True):
             while idle:
-                idle.pop().wake()  # RACE: another thread wakes a wait that has just ended
+                # RACE: another thread wakes a wait that has just ended
+                idle.pop().wake()
         q.close()
         self.assertEqual(count(), before)
         self.assertIsNone(self.result_of_wait(lambda: q.pop(60), q.close))
@@ -7717,7 +8621,9 @@ class Waiting(QueueCase):
     def test_pop_ends_when_a_task_comes_due_or_the_queue_is_resumed(self) -> None:
         q, other = self.two_workers()
         other.schedule(b"later", 4e15)
-        self.check_ended(q.pop, lambda: other.schedule(b"x", (time.time() + 0.05) * 1e6), b"x")
+        self.check_ended(
+            q.pop, lambda: other.schedule(b"x", (time.time() + 0.05) * 1e6), b"x"
+        )
 
         def resume() -> None:
             other.resume()
@@ -7736,7 +8642,9 @@ class Waiting(QueueCase):
         task = leased(other)
         self.check_ended(q.pop, lambda: other.extend(task, 50), b"x")
 
-    def test_take_ends_when_another_worker_pushes_or_releases_a_task_of_the_key(self) -> None:
+    def test_take_ends_when_another_worker_pushes_or_releases_a_task_of_the_key(
+        self,
+    ) -> None:
         q, other = self.two_workers()
         leased(other, key="other key")
         take = functools.partial(q.take, "k")
@@ -7746,7 +8654,9 @@ class Waiting(QueueCase):
         take = functools.partial(q.take, "k")
         self.check_ended(take, lambda: other.release(task), b"x")
 
-    def test_drain_waits_for_the_leases_of_others_and_delivers_what_comes_back(self) -> None:
+    def test_drain_waits_for_the_leases_of_others_and_delivers_what_comes_back(
+        self,
+    ) -> None:
         def drain(timeout: float | None) -> FemtoTask | None:
             return next(q.drain(timeout), None)
 
@@ -7772,7 +8682,9 @@ class Waiting(QueueCase):
     def test_wait_ends_at_its_timeout_and_not_before(self) -> None:
         q = self.queue()
         started_s = time.monotonic()
-        self.assertEqual((q.pop(0.05), q.take("key", 0.05), [*q.drain(0.05)]), (None, None, []))
+        self.assertEqual(
+            (q.pop(0.05), q.take("key", 0.05), [*q.drain(0.05)]), (None, None, [])
+        )
         self.assertGreaterEqual(time.monotonic() - started_s, 0.1)
 
     def test_ctrl_c_ends_a_wait_with_keyboard_interrupt(self) -> None:
@@ -7789,7 +8701,8 @@ class Waiting(QueueCase):
     def test_close_ends_all_waits_and_the_object_can_be_used_again(self) -> None:
         """close() ends every kind of wait, even one that has just looked for a task."""
         # Afterwards no wait makes the lease directory again or leases a task.
-        if not self.polling:  # the sleep must end by the event of close(), not by its timeout
+        if not self.polling:
+            # the sleep must end by the event of close(), not by its timeout
             self.patched(hooked_poll(lambda poll, ms: poll(2 * PATIENCE_S * 1000)))
         q, namesake, got = self.queue(), self.queue(), list[str]()
         self.assertIsNone(namesake.pop())
@@ -7803,7 +8716,9 @@ class Waiting(QueueCase):
             q.join: False,
             lambda: q.work(self.fail): femtoqueue.WorkCounts(),
         }
-        threads = self.start_waiting(*(lambda it=it: got.append(str(it())) for it in wanted))
+        threads = self.start_waiting(
+            *(lambda it=it: got.append(str(it())) for it in wanted)
+        )
         q.close()
         for thread in threads:
             thread.join(60)
@@ -7848,7 +8763,9 @@ class WaitingWithInotify(QueueCase):
         with hooked_poll(sleep):
             return popped(q, 60).data
 
-    def replace(self, directory: str, fresh: str = "fresh", old: str | None = "old") -> None:
+    def replace(
+        self, directory: str, fresh: str = "fresh", old: str | None = "old"
+    ) -> None:
         """Replace a directory of the queue by an empty one.
 
         The new directory is made at the path `fresh`. The replaced directory is moved to the path
@@ -7879,7 +8796,8 @@ class WaitingWithInotify(QueueCase):
 
         def flood_and_replace(other: FemtoQueue) -> None:
             names = self.put("a", b"foreign"), self.file("pending", "b")
-            for _ in range(self.max_queued_events() // 2 + 1):  # the kernel drops events
+            for _ in range(self.max_queued_events() // 2 + 1):
+                # the kernel drops events
                 os.rename(names[0], names[1])
                 os.rename(names[1], names[0])
             self.replace("pending")
@@ -7891,7 +8809,10 @@ class WaitingWithInotify(QueueCase):
             # The schedule() into the new directory must end the sleep. But pop() may list
             # scheduled/ later, to limit the cost of the wait. Then pop() sleeps again, and the next
             # step pushes b"x".
-            (lambda other: self.replace("scheduled"), lambda other: other.schedule(b"due", 0)),
+            (
+                lambda other: self.replace("scheduled"),
+                lambda other: other.schedule(b"due", 0),
+            ),
         ]
         if self.max_queued_events() <= 50_000:
             befores.append((flood_and_replace,))
@@ -7944,7 +8865,9 @@ class Coroutines(QueueCase, unittest.IsolatedAsyncioTestCase):
         """Let a test that hangs fail: after PATIENCE_S, cancel everything that the test awaits."""
         loop = asyncio.get_running_loop()
         loop.set_debug(False)  # the default outside of tests
-        loop.call_later(PATIENCE_S, lambda: [it.cancel() for it in asyncio.all_tasks(loop)])
+        loop.call_later(
+            PATIENCE_S, lambda: [it.cancel() for it in asyncio.all_tasks(loop)]
+        )
 
     async def test_close_just_before_a_wait_is_in_line_ends_it(self) -> None:
         # RACE: another thread closes the queue after pop_async() has begun, but before its request
@@ -7964,7 +8887,9 @@ class Coroutines(QueueCase, unittest.IsolatedAsyncioTestCase):
         self.assertIsNone(await asyncio.wait_for(waiter, 10))
         self.assertEqual(self.states(), {"pending": 1})
 
-    async def test_wait_that_begins_while_the_thread_ends_is_served_by_one_thread(self) -> None:
+    async def test_wait_that_begins_while_the_thread_ends_is_served_by_one_thread(
+        self,
+    ) -> None:
         # RACE: the thread that serves coroutines is ending because no coroutine waits, and a new
         # wait begins. Exactly one thread must serve the new wait: two threads would end each
         # other's service.
@@ -7994,7 +8919,9 @@ class Coroutines(QueueCase, unittest.IsolatedAsyncioTestCase):
         q.push(b"x")
         self.assertIsNotNone(await waiter)
 
-    async def test_each_of_fifty_waits_gets_a_task_while_fifty_others_are_cancelled(self) -> None:
+    async def test_each_of_fifty_waits_gets_a_task_while_fifty_others_are_cancelled(
+        self,
+    ) -> None:
         """Each wait that is not cancelled gets one of 1000 tasks, and the other 950 stay in
         pending/."""
         # No task stays leased to a cancelled wait, and no delivery to a cancelled wait is counted.
@@ -8033,10 +8960,15 @@ class Coroutines(QueueCase, unittest.IsolatedAsyncioTestCase):
             answered.wait(PATIENCE_S)  # the loop does not run meanwhile
         return waiter
 
-    async def test_cancelled_wait_does_not_block_the_loop_while_the_key_is_locked(self) -> None:
+    async def test_cancelled_wait_does_not_block_the_loop_while_the_key_is_locked(
+        self,
+    ) -> None:
         """If a wait is cancelled just after its task was found, and another process holds the lock
         of the key, the event loop runs on. When the lock is free, the task goes back, uncounted."""
-        q, other = self.queue(timeout_stale_ms=None), self.queue("n2", timeout_stale_ms=None)
+        q, other = (
+            self.queue(timeout_stale_ms=None),
+            self.queue("n2", timeout_stale_ms=None),
+        )
         q.push(b"x", key="k")
         waiter = await self.answered(q.take_async("k"))
         locked = self.locked("k")
@@ -8051,7 +8983,9 @@ class Coroutines(QueueCase, unittest.IsolatedAsyncioTestCase):
         self.assertEqual((task.data, task.attempts), (b"x", 1))
 
     @FORK
-    async def test_forked_child_does_not_give_back_the_task_of_its_parents_wait(self) -> None:
+    async def test_forked_child_does_not_give_back_the_task_of_its_parents_wait(
+        self,
+    ) -> None:
         # RACE: the process forks when a task was found for a wait, but not yet returned. The child
         # cancels its copy of the wait when the child ends. The parent keeps the lease.
         q = self.queue()
@@ -8067,7 +9001,9 @@ class Coroutines(QueueCase, unittest.IsolatedAsyncioTestCase):
         self.assertIsNotNone(await waiter)
         self.assertEqual(self.states(), {"inflight-n1": 1})
 
-    async def test_task_found_for_a_wait_that_was_cancelled_goes_back_to_its_place(self) -> None:
+    async def test_task_found_for_a_wait_that_was_cancelled_goes_back_to_its_place(
+        self,
+    ) -> None:
         """A task that was found for a wait that was cancelled goes back to the place where the task
         waited, and the delivery is not counted."""
         # A task of scheduled/ must not be delivered before its time, and a task of pending/ must
@@ -8078,7 +9014,9 @@ class Coroutines(QueueCase, unittest.IsolatedAsyncioTestCase):
         q.fail(self.pop(q))
         q.push(b"1")
         q.retry(retried)
-        looks: list[Any] = [functools.partial(q.take_async, id=it) for it in (retried, later)]
+        looks: list[Any] = [
+            functools.partial(q.take_async, id=it) for it in (retried, later)
+        ]
 
         def waiting() -> list[list[str]]:
             return [self.names(state) for state in ("pending", "scheduled")]
@@ -8102,7 +9040,9 @@ class Coroutines(QueueCase, unittest.IsolatedAsyncioTestCase):
                 await asyncio.to_thread(until, lambda: waiting() == before)
         self.assertEqual(self.pop(q).attempts, 1)
 
-    async def test_waits_are_served_in_their_order_and_each_key_has_its_own_line(self) -> None:
+    async def test_waits_are_served_in_their_order_and_each_key_has_its_own_line(
+        self,
+    ) -> None:
         q, order = self.queue(), list[bytes]()
 
         async def wait(look: Any) -> None:
@@ -8127,7 +9067,9 @@ class Coroutines(QueueCase, unittest.IsolatedAsyncioTestCase):
                     await look
         self.assertIsNotNone(await q.pop_async())
 
-    async def test_wait_that_was_never_first_in_line_times_out_after_a_look(self) -> None:
+    async def test_wait_that_was_never_first_in_line_times_out_after_a_look(
+        self,
+    ) -> None:
         """Each wait looks at least once before its timeout, so that even with a timeout of 0 it
         finds a task that is there."""
         q = self.queue()
@@ -8157,7 +9099,9 @@ class Coroutines(QueueCase, unittest.IsolatedAsyncioTestCase):
 class AsyncProcessing(QueueCase, unittest.IsolatedAsyncioTestCase):
     """`async with q.processing(task)` ends a delivery as `with` does, without blocking the loop."""
 
-    async def run_block(self, q: FemtoQueue, error: BaseException | None = None) -> None:
+    async def run_block(
+        self, q: FemtoQueue, error: BaseException | None = None
+    ) -> None:
         async with q.processing(leased(q)):
             if error is not None:
                 raise error
@@ -8178,7 +9122,9 @@ class AsyncProcessing(QueueCase, unittest.IsolatedAsyncioTestCase):
             async with q.processing(task):
                 q.close()
 
-    async def test_loop_goes_on_while_the_end_waits_for_the_lock_of_the_key(self) -> None:
+    async def test_loop_goes_on_while_the_end_waits_for_the_lock_of_the_key(
+        self,
+    ) -> None:
         q = self.queue()
         task = leased(q, key="k")
         lock = self.locked("k")
@@ -8195,7 +9141,9 @@ class AsyncProcessing(QueueCase, unittest.IsolatedAsyncioTestCase):
         await worker
         self.assertEqual(self.states(), {"done": 1})
 
-    async def test_cancelled_end_settles_the_task_though_all_threads_are_busy(self) -> None:
+    async def test_cancelled_end_settles_the_task_though_all_threads_are_busy(
+        self,
+    ) -> None:
         q, go = self.queue(), threading.Event()
         executor = concurrent.futures.ThreadPoolExecutor(1)
         asyncio.get_running_loop().set_default_executor(executor)
@@ -8210,7 +9158,9 @@ class AsyncProcessing(QueueCase, unittest.IsolatedAsyncioTestCase):
         go.set()
         await busy
 
-    async def test_coroutine_that_is_closed_in_its_block_gives_the_task_back(self) -> None:
+    async def test_coroutine_that_is_closed_in_its_block_gives_the_task_back(
+        self,
+    ) -> None:
         q = self.queue()
 
         async def work() -> None:
@@ -8233,7 +9183,9 @@ class PollingCoroutines(Coroutines):
 
 def no_more_threads() -> Any:
     """Let every start of a thread fail, while the block runs."""
-    return mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("no more"))
+    return mock.patch.object(
+        threading.Thread, "start", side_effect=RuntimeError("no more")
+    )
 
 
 class Processing(QueueCase):
@@ -8288,7 +9240,9 @@ class Processing(QueueCase):
                 self.assertEqual((again.id, again.attempts), (task.id, 1))
                 q.done(again)
             if state == "failed":
-                self.assertRegex(reason_of(q, task.id), r"(?s)Traceback.*ValueError: no such image")
+                self.assertRegex(
+                    reason_of(q, task.id), r"(?s)Traceback.*ValueError: no such image"
+                )
             q.done(self.pop(q))
 
     def test_task_is_tried_again_after_a_random_delay_that_doubles(self) -> None:
@@ -8296,7 +9250,13 @@ class Processing(QueueCase):
         # the longest delay is subtracted.
         q, clock = self.queue(retry_delay_s=100), self.clock()
         clock.stand_still()
-        for attempts, longest_s in ((1, 100), (2, 200), (5, 1600), (7, 3600), (99_999, 3600)):
+        for attempts, longest_s in (
+            (1, 100),
+            (2, 200),
+            (5, 1600),
+            (7, 3600),
+            (99_999, 3600),
+        ):
             delays_s = [self.delay_s(q, clock, attempts) for _ in range(50)]
             self.assertLessEqual(max(delays_s), longest_s)
             self.assertGreaterEqual(min(delays_s), longest_s / 2)
@@ -8334,7 +9294,10 @@ class Processing(QueueCase):
         return task.until.timestamp() - time.time() - shift_s
 
     def test_block_longer_than_three_leases_keeps_its_lease(self) -> None:
-        q, other = self.queue(timeout_stale_ms=300), self.queue("n2", timeout_stale_ms=300)
+        q, other = (
+            self.queue(timeout_stale_ms=300),
+            self.queue("n2", timeout_stale_ms=300),
+        )
         with q.processing(leased(q)):
             self.assertIsNone(other.pop(1))
         self.assertEqual(self.states(), {"done": 1})
@@ -8369,7 +9332,9 @@ class Processing(QueueCase):
             thread.join(PATIENCE_S)
             self.assertEqual(self.states(), {"done": 1})
 
-    def test_dropped_object_gives_up_its_lease_directory_at_once_and_leaves_no_thread(self) -> None:
+    def test_dropped_object_gives_up_its_lease_directory_at_once_and_leaves_no_thread(
+        self,
+    ) -> None:
         # This also holds for an object that leased no task, and only renewed the lease of another
         # object through attach().
         holder = self.queue("n2")
@@ -8399,7 +9364,9 @@ class Processing(QueueCase):
             self.assertEqual(long.path, lease)
         self.assertEqual(self.states(), {"done": 3})
 
-    def test_renewal_that_fails_is_tried_again_and_does_not_stop_other_renewals(self) -> None:
+    def test_renewal_that_fails_is_tried_again_and_does_not_stop_other_renewals(
+        self,
+    ) -> None:
         # A renewal may fail because of a disk error, or because a stopped process holds the lock of
         # the key. The renewal is tried again even if the warning can't be logged.
         q, handler = self.renewing_queue(), logging.Handler()
@@ -8407,7 +9374,11 @@ class Processing(QueueCase):
         LOG.addHandler(handler)
         self.addCleanup(LOG.removeHandler, handler)
         keyed = leased(q, key="k")
-        with q.processing(leased(q)) as task, q.processing(leased(q)) as other, q.processing(keyed):
+        with (
+            q.processing(leased(q)) as task,
+            q.processing(leased(q)) as other,
+            q.processing(keyed),
+        ):
             with (
                 self.locked("k"),
                 hooked(at_call("move", task.id, errno_raiser(errno.EIO))),
@@ -8448,20 +9419,27 @@ class Processing(QueueCase):
 
     # Lost leases
 
-    def test_lost_lease_raises_at_either_end_of_the_block_and_changes_nothing(self) -> None:
+    def test_lost_lease_raises_at_either_end_of_the_block_and_changes_nothing(
+        self,
+    ) -> None:
         """LeaseLost is raised when a block begins or ends without a valid lease."""
         # An exception of the block is the cause of LeaseLost; but SystemExit is raised as it is. A
         # block with a task that was never leased raises LeaseLost as well.
         for cause in (None, ValueError("the cause"), SystemExit("told")):
             q, other, clock = self.queue(), self.queue("n2"), self.clock()
             task = leased(q)
-            with self.assertRaises((LeaseLost, SystemExit)) as caught, q.processing(task):
+            with (
+                self.assertRaises((LeaseLost, SystemExit)) as caught,
+                q.processing(task),
+            ):
                 clock.advance(31)
                 newer = self.pop(other)
                 if cause is not None:
                     raise cause
             error = caught.exception
-            self.assertIs(error if isinstance(cause, SystemExit) else error.__cause__, cause)
+            self.assertIs(
+                error if isinstance(cause, SystemExit) else error.__cause__, cause
+            )
             for it in (task, FemtoTask("0" * 20, b"")):
                 with self.assertRaises(LeaseLost), q.processing(it):
                     self.fail("the block must not begin")
@@ -8479,7 +9457,9 @@ class Processing(QueueCase):
 
     # Checkpoints. Class Model shows how a checkpoint follows the task, and renews the lease.
 
-    def test_failed_checkpoint_leaves_the_former_one_and_a_torn_one_is_ignored(self) -> None:
+    def test_failed_checkpoint_leaves_the_former_one_and_a_torn_one_is_ignored(
+        self,
+    ) -> None:
         q = self.queue()
         task = leased(q)
         q.checkpoint(task, b"former")
@@ -8536,7 +9516,9 @@ class Work(QueueCase):
         LOG.disabled = False
         with self.assertLogs("femtoqueue", "WARNING") as logs:
             counts = q.work(handle, drain=True)
-        self.assertEqual(counts, femtoqueue.WorkCounts(done=3, retried=1, failed=1, lost=1))
+        self.assertEqual(
+            counts, femtoqueue.WorkCounts(done=3, retried=1, failed=1, lost=1)
+        )
         # A retry is a warning, a dead letter an error. The traceback begins with the handler.
         levels = [it.levelname for it in logs.records if " failed, " in it.getMessage()]
         self.assertEqual(levels, ["WARNING", "ERROR"])
@@ -8548,7 +9530,9 @@ class Work(QueueCase):
                 self.assertNotIn(f'File "{femtoqueue.__file__}"', traceback)
         self.assertEqual(self.states(), {"done": 3, "failed": 1})
 
-    def test_work_with_drain_waits_for_scheduled_tasks_and_for_leases_of_others(self) -> None:
+    def test_work_with_drain_waits_for_scheduled_tasks_and_for_leases_of_others(
+        self,
+    ) -> None:
         # With drain=True, work() calls drain() repeatedly. Each call has the base interval as its
         # timeout. Here a task comes only after several such calls.
         self.set_constant("base interval", 0.02)
@@ -8573,28 +9557,52 @@ class Work(QueueCase):
             (stop.set, unpatched, None, True),
             (lambda: clock.advance(61), unpatched, None, True),
             (sys.exit, unpatched, SystemExit, False),
-            (int, lambda: hooked(at_call("open", "inflight-n1/", stop.set)), None, False),
+            (
+                int,
+                lambda: hooked(at_call("open", "inflight-n1/", stop.set)),
+                None,
+                False,
+            ),
             (
                 int,
                 lambda: hooked(at_call("move", "/done/", errno_raiser(errno.EIO))),
                 OSError,
                 False,
             ),
-            (int, lambda: hooked(at_call("move", "/done/", interrupt)), KeyboardInterrupt, False),
+            (
+                int,
+                lambda: hooked(at_call("move", "/done/", interrupt)),
+                KeyboardInterrupt,
+                False,
+            ),
             (int, no_more_threads, RuntimeError, False),
         )
-        for concurrency, (work, patch, error, is_done) in itertools.product((1, 2), rows):
+        for concurrency, (work, patch, error, is_done) in itertools.product(
+            (1, 2), rows
+        ):
             q, handled = self.new_queue(max_attempts=2), list[object]()
             q.push_many([b"x"] * 9)
             stop.clear()
 
-            def handle(task: FemtoTask, handled: Any = handled, work: Any = work) -> None:
+            def handle(
+                task: FemtoTask, handled: Any = handled, work: Any = work
+            ) -> None:
                 handled.append(task)
                 work()
 
             raises = self.assertRaises(error) if error else contextlib.nullcontext()
-            with self.subTest(error, concurrency=concurrency, is_done=is_done), raises, patch():
-                q.work(handle, concurrency=concurrency, drain=True, stop=stop, time_limit_s=60)
+            with (
+                self.subTest(error, concurrency=concurrency, is_done=is_done),
+                raises,
+                patch(),
+            ):
+                q.work(
+                    handle,
+                    concurrency=concurrency,
+                    drain=True,
+                    stop=stop,
+                    time_limit_s=60,
+                )
             self.assertLessEqual(len(handled), concurrency)
             done = self.states()["done"]
             self.assertEqual(done, len(handled) if is_done else 0)
@@ -8614,7 +9622,9 @@ class Work(QueueCase):
                 counts = q.work(lambda _: None, concurrency=concurrency, drain=True)
             self.assertEqual((counts.done, counts.lost), (3, 1))
 
-    def test_work_raises_a_disk_error_of_pop_when_running_tasks_are_finished(self) -> None:
+    def test_work_raises_a_disk_error_of_pop_when_running_tasks_are_finished(
+        self,
+    ) -> None:
         # But if a signal comes while work() waits for the running tasks, work() only logs the
         # error, and returns. If the error were raised, a caller that calls work() again after an
         # OSError would never learn of the signal.
@@ -8622,19 +9632,29 @@ class Work(QueueCase):
             q, broken, counts = self.queue(), threading.Event(), None
             q.push(b"x")
 
-            def fail(name: str, args: tuple[Any, ...], broken: threading.Event = broken) -> None:
-                if name == "list" and args[0].endswith("pending") and not self.names("pending"):
+            def fail(
+                name: str, args: tuple[Any, ...], broken: threading.Event = broken
+            ) -> None:
+                if (
+                    name == "list"
+                    and args[0].endswith("pending")
+                    and not self.names("pending")
+                ):
                     broken.set()
                     raise_errno(errno.ENOSPC)
 
-            def handle(_: object, event: Any = broken, is_signal: bool = is_signal) -> None:
+            def handle(
+                _: object, event: Any = broken, is_signal: bool = is_signal
+            ) -> None:
                 event.wait(60)
                 if is_signal:
                     os.kill(os.getpid(), signal.SIGTERM)
 
             with hooked(fail), contextlib.suppress(OSError):
                 counts = q.work(handle, concurrency=2)
-            self.assertEqual((counts is not None, self.states()), (is_signal, {"done": number}))
+            self.assertEqual(
+                (counts is not None, self.states()), (is_signal, {"done": number})
+            )
 
     def test_work_returns_when_idle_but_not_while_it_runs_a_task(self) -> None:
         """An idle work() returns even if other workers hold leases, but not while a task of its own
@@ -8652,7 +9672,8 @@ class Work(QueueCase):
 
         def handle(task: FemtoTask) -> None:
             if task.data == b"first":
-                for _ in range(2):  # the other thread finds no task, and goes on to wait
+                for _ in range(2):
+                    # the other thread finds no task, and goes on to wait
                     self.assertTrue(found_nothing.acquire(timeout=30))
                 q.push(b"second")
                 self.assertTrue(second.wait(60))
@@ -8668,7 +9689,9 @@ class Work(QueueCase):
         before, as under nohup, stays ignored while work() runs."""
         q, numbers = self.queue(), (signal.SIGINT, signal.SIGTERM)
         q.push_many([b"x", b"x"])
-        self.addCleanup(signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, signal.SIG_IGN))
+        self.addCleanup(
+            signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, signal.SIG_IGN)
+        )
         before = [signal.getsignal(number) for number in numbers]
         counts = q.work(lambda _: os.kill(os.getpid(), signal.SIGINT), drain=True)
         after = [signal.getsignal(number) for number in numbers]
@@ -8681,7 +9704,9 @@ class Work(QueueCase):
         code = "from femtoqueue import FemtoQueue; import os, sys; q = FemtoQueue(sys.argv[1])\n"
         code += "print(q.work(lambda _: os.kill(os.getpid(), 2)).done)"
         run = functools.partial(run_guarded, sys.executable, "-c", code, self.path)
-        wanted = "\nfemtoqueue: the running tasks may finish; a second signal ends them\n"
+        wanted = (
+            "\nfemtoqueue: the running tasks may finish; a second signal ends them\n"
+        )
         self.assertEqual(run(env=os.environ), (0, "1\n", wanted))
 
     @FORK
@@ -8692,7 +9717,9 @@ class Work(QueueCase):
 
         q, ends = self.queue(), list[int]()
         q.push(b"x")
-        counts = q.work(lambda _: ends.append(self.child(terminate).finish()[1]), drain=True)
+        counts = q.work(
+            lambda _: ends.append(self.child(terminate).finish()[1]), drain=True
+        )
         self.assertEqual((ends, counts.done), ([-signal.SIGTERM], 1))
 
     def test_running_tasks_are_finished_after_a_signal_and_given_back_after_a_second_one(
@@ -8709,10 +9736,16 @@ class Work(QueueCase):
             (1, "released", 0),
             (2, "released", 0),
         ):
-            q, begun, is_over = self.new_queue(), threading.Barrier(concurrency), threading.Event()
+            q, begun, is_over = (
+                self.new_queue(),
+                threading.Barrier(concurrency),
+                threading.Event(),
+            )
             q.push_many([b"0", b"1", b"2"])
 
-            def handle(_: object, end: str = end, begun: Any = begun, over: Any = is_over) -> None:
+            def handle(
+                _: object, end: str = end, begun: Any = begun, over: Any = is_over
+            ) -> None:
                 if begun.wait(PATIENCE_S) == 0:
                     for number in (signal.SIGTERM, signal.SIGINT):
                         os.kill(os.getpid(), number)
@@ -8764,21 +9797,30 @@ class Checking(QueueCase):
             ("key without a task", f"keys/{self.names('keys')[0]}", True),
             ("leftover", f"creating/{order}-0000aaaa00000000", True),
         )
-        self.assertEqual(self.found(q), [(kind, path, False) for kind, path, _ in wanted])
+        self.assertEqual(
+            self.found(q), [(kind, path, False) for kind, path, _ in wanted]
+        )
         # What the maintenance mends before the check is no finding.
         by_maintenance = "dead worker", "key without a task", "leftover"
         self.assertEqual(
-            self.found(q, repair=True), [it for it in wanted if it[0] not in by_maintenance]
+            self.found(q, repair=True),
+            [it for it in wanted if it[0] not in by_maintenance],
         )
         for repair in (False, True):
             self.assertEqual(self.found(q, repair), [it for it in wanted if not it[2]])
         os.unlink(self.file("done", ident))
         self.assertEqual(self.states(), {"pending": 2, "failed": 1})
 
-    def test_lease_directories_made_or_removed_during_a_check_are_no_findings(self) -> None:
+    def test_lease_directories_made_or_removed_during_a_check_are_no_findings(
+        self,
+    ) -> None:
         # RACE: before any system call of check(), one worker makes a lease directory and another
         # worker removes one.
-        q, gone, fresh = self.queue(), self.file("inflight-gone"), self.file("inflight-fresh")
+        q, gone, fresh = (
+            self.queue(),
+            self.file("inflight-gone"),
+            self.file("inflight-fresh"),
+        )
 
         def come_and_go() -> None:
             os.mkdir(fresh)
@@ -9370,12 +10412,20 @@ def until_gone(*pids: int | str) -> None:
     until(lambda: all(map(is_gone, pids)))
 
 
-def run_guarded(*words: str, env: Mapping[str, str], path: str = ".") -> tuple[int, str, str]:
+def run_guarded(
+    *words: str, env: Mapping[str, str], path: str = "."
+) -> tuple[int, str, str]:
     """Run a command; return its exit status, standard output and standard error. A command that
     runs for longer than PATIENCE_S is aborted, and then prints where it was."""
     env, pipe = {**env, "PYTHONFAULTHANDLER": "1"}, subprocess.PIPE
     settings: dict[str, Any] = {"stdin": subprocess.DEVNULL, "start_new_session": True}
-    settings |= {"env": env, "cwd": path, "stdout": pipe, "stderr": pipe, "encoding": "utf-8"}
+    settings |= {
+        "env": env,
+        "cwd": path,
+        "stdout": pipe,
+        "stderr": pipe,
+        "encoding": "utf-8",
+    }
     with subprocess.Popen(words, errors="backslashreplace", **settings) as process:
         try:
             out, err = process.communicate(timeout=PATIENCE_S)
@@ -9391,7 +10441,8 @@ class CommandLine(QueueCase):
     """The commands of the command line. Most of them run in this process, through main(). Those
     that start processes run femtoqueue.pyc, the compiled femtoqueue.py, without its source."""
 
-    bin: str  # a directory that holds femtoqueue.pyc, and a script `femtoqueue` that runs it
+    # a directory that holds femtoqueue.pyc, and a script `femtoqueue` that runs it
+    bin: str
 
     @classmethod
     def setUpClass(cls) -> None:
@@ -9402,7 +10453,8 @@ class CommandLine(QueueCase):
         command = os.path.join(cls.bin, "femtoqueue")
         with open(command, "w", encoding="utf-8") as file:
             file.write(f"#!{sys.executable} -SWerror\n{cls.program_with({})[-1]}\n")
-        worker = os.path.join(cls.bin, "worker")  # prints the pid of the worker of its shell
+        # prints the pid of the worker of its shell
+        worker = os.path.join(cls.bin, "worker")
         with open(worker, "w", encoding="utf-8") as file:
             file.write("#!/bin/sh\nlauncher=$(cut -d ' ' -f 4 /proc/$PPID/stat)\n")
             file.write("exec cut -d ' ' -f 4 /proc/$launcher/stat\n")
@@ -9422,7 +10474,8 @@ class CommandLine(QueueCase):
         self.addCleanup(os.chdir, os.getcwd())
         os.chdir(self.path)
         self.path = os.path.join(self.path, "jobs")
-        others = "FEMTOQUEUE_DIR", "PYTHONUNBUFFERED"  # left out: output is buffered, as usual
+        # left out: output is buffered, as usual
+        others = "FEMTOQUEUE_DIR", "PYTHONUNBUFFERED"
         ours = {name: it for name, it in os.environ.items() if name not in others}
         ours |= {"PATH": f"{self.bin}:{ours['PATH']}", "PYTHONDONTWRITEBYTECODE": "1"}
         self.env = {**ours, "COLUMNS": "80"}
@@ -9436,13 +10489,19 @@ class CommandLine(QueueCase):
         """Run a command; return its exit status, standard output and standard error. The
         command runs in this process. Only `work` runs in a process of its own, because `work`
         starts others."""
-        if words[:1] == ("work",) and "--" in words and hasattr(vars(femtoqueue)["os"], "fork"):
+        if (
+            words[:1] == ("work",)
+            and "--" in words
+            and hasattr(vars(femtoqueue)["os"], "fork")
+        ):
             return run_guarded(*self.program(), *words, env=self.env)
         outputs = io.BytesIO(), io.BytesIO()
         out, err = (io.TextIOWrapper(it, "utf-8", write_through=True) for it in outputs)
         with (
             mock.patch.dict(os.environ, self.env, clear=True),
-            mock.patch.multiple(sys, stdin=io.TextIOWrapper(io.BytesIO()), stdout=out, stderr=err),
+            mock.patch.multiple(
+                sys, stdin=io.TextIOWrapper(io.BytesIO()), stdout=out, stderr=err
+            ),
             mock.patch.object(LOG, "disabled", False),
             warnings.catch_warnings(),
         ):
@@ -9467,7 +10526,8 @@ class CommandLine(QueueCase):
             with self.subTest(claim):
                 os.chdir(self.new_dir(self.memory))
                 self.path, names = os.path.abspath("jobs"), dict[str, str]()
-                FemtoQueue("jobs").close()  # otherwise the first push says that it makes a queue
+                # otherwise the first push says that it makes a queue
+                FemtoQueue("jobs").close()
                 for step in steps:
                     self.check_step(step, names)
 
@@ -9476,13 +10536,20 @@ class CommandLine(QueueCase):
         value of each name such as <lease>. The names that first occur in this step are added."""
         parts = re.fullmatch(r"((?:.*\\\n)*.*?)(?: -> (.*)|\n((?s:.*))|)", step)
         assert parts is not None
-        said = self.transcript_of(re.sub(r"\$(\w+)", lambda it: names.get(it[1], it[0]), parts[1]))
+        said = self.transcript_of(
+            re.sub(r"\$(\w+)", lambda it: names.get(it[1], it[0]), parts[1])
+        )
         if parts[2]:
             said, wanted = " ".join(said.split()), self.pattern(parts[2], names)
         else:
-            said, lines = re.sub(" {2,}", " ", said), parts[3].split("\n") if parts[3] else []
+            said, lines = (
+                re.sub(" {2,}", " ", said),
+                parts[3].split("\n") if parts[3] else [],
+            )
             any_lines = {"...": "(?:.*\n)*", "! ...": "(?:! .*\n)*"}
-            wanted = "".join(any_lines.get(it) or self.pattern(it, names) + "\n" for it in lines)
+            wanted = "".join(
+                any_lines.get(it) or self.pattern(it, names) + "\n" for it in lines
+            )
         found = re.fullmatch(wanted, said)
         self.assertIsNotNone(found, f"{step}\n\nsaid, with {names}:\n{said}")
         names.update(found.groupdict() if found else {})
@@ -9493,7 +10560,11 @@ class CommandLine(QueueCase):
 
         def named(name: re.Match[str]) -> str:
             form = LEASE if name[1].startswith("lease") else ID
-            return re.escape(names[name[1]]) if name[1] in names else f"(?P<{name[1]}>{form})"
+            return (
+                re.escape(names[name[1]])
+                if name[1] in names
+                else f"(?P<{name[1]}>{form})"
+            )
 
         return re.sub(r"<(\w+)>", named, re.escape(text).replace(r"\.\.\.", ".*"))
 
@@ -9504,7 +10575,9 @@ class CommandLine(QueueCase):
         command of femtoqueue in $(...) also runs in this process, and the output becomes a part of
         the command around the $(...)."""
         part = r"\$\((femtoqueue [^()]*)\)"
-        command = re.sub(part, lambda it: self.output_of(*shlex.split(it[1])[1:]).strip(), command)
+        command = re.sub(
+            part, lambda it: self.output_of(*shlex.split(it[1])[1:]).strip(), command
+        )
         words: Any = shlex.split(command)
         if words[0] == "states":
             states = sorted(self.states().items())
@@ -9535,13 +10608,20 @@ class CommandLine(QueueCase):
     WRONG_USES: tuple[tuple[str, ...], ...] = (
         ("no command ''; the command comes first, as in: push DIR", ""),
         ("no command 'nonsense'; the command comes first, as in: push DIR", "nonsense"),
-        ("no command 'jobs'; the command comes first, as in: push DIR", "jobs push x", "jobs"),
+        (
+            "no command 'jobs'; the command comes first, as in: push DIR",
+            "jobs push x",
+            "jobs",
+        ),
         ("; see femtoqueue --help", "--wait 1s pop jobs", "-- push jobs"),
         ("required: DIR; see femtoqueue push --help", "push"),
         ("required: ID; see femtoqueue", "done TASK", "cancel jobs", "show jobs"),
         ("required: --older-than; see femtoqueue purge --help", "purge jobs"),
         ("expected one argument; see femtoqueue pop --help", "pop jobs --wait"),
-        ("unrecognized arguments: -x; put a PAYLOAD that begins with - after --", "push jobs -x"),
+        (
+            "unrecognized arguments: -x; put a PAYLOAD that begins with - after --",
+            "push jobs -x",
+        ),
         (
             "as an argument: sh -c",
             "work jobs -- sh -c echo_{}",
@@ -9552,28 +10632,72 @@ class CommandLine(QueueCase):
             "work jobs -- bash -o pipefail -c {}",
             "work jobs -- sh -c -e {}",
         ),
-        ("--max-attempts must be None or an int", "work jobs --max-attempts -1 -- true"),
+        (
+            "--max-attempts must be None or an int",
+            "work jobs --max-attempts -1 -- true",
+        ),
         ("--node must be 1 to 100", "work jobs --node a/b -- true"),
         ("unrecognized arguments: -l; see femtoqueue work --help", "work jobs ls -l"),
-        ("unrecognized arguments: --until=1s; see femtoqueue pop --help", "pop jobs --until=1s"),
-        ("unrecognized arguments: x; see", "pop jobs x", "stat jobs x", "show jobs TASK x"),
+        (
+            "unrecognized arguments: --until=1s; see femtoqueue pop --help",
+            "pop jobs --until=1s",
+        ),
+        (
+            "unrecognized arguments: x; see",
+            "pop jobs x",
+            "stat jobs x",
+            "show jobs TASK x",
+        ),
         ("argument ID: invalid 'why'", "fail jobs TASK why", "cancel jobs why"),
-        ("argument --id: invalid '7'; an ID is the last 29 characters of a", "pop jobs --id 7"),
-        ("last 29 characters of a task's name, or the path that `pop`", "cancel jobs TASK~1"),
+        (
+            "argument --id: invalid '7'; an ID is the last 29 characters of a",
+            "pop jobs --id 7",
+        ),
+        (
+            "last 29 characters of a task's name, or the path that `pop`",
+            "cancel jobs TASK~1",
+        ),
         ("a TIME is 500ms, 30s", "push jobs --delay 3weeks x"),
         ("2026-12-01T08:00", "push jobs --at noon x"),
         ("invalid int value: 'many'", "stat jobs --max-pending many"),
-        ("not allowed with", "push jobs --at 2050-12-01 --delay 1 x", "pop jobs --id TASK --key k"),
-        ("not allowed with", "release jobs TASK --front --delay 1", "release jobs --all --node n"),
+        (
+            "not allowed with",
+            "push jobs --at 2050-12-01 --delay 1 x",
+            "pop jobs --id TASK --key k",
+        ),
+        (
+            "not allowed with",
+            "release jobs TASK --front --delay 1",
+            "release jobs --all --node n",
+        ),
         ("for an empty task, give '' as PAYLOAD", "push jobs"),
         ("leave PAYLOAD out", "push jobs --lines x"),
         ("--if-in-flight goes with --key", "push jobs --if-in-flight update 1"),
-        ("put the command after --", "work jobs", "work jobs echo hi", "work jobs echo -- hi"),
-        ("unexpected 'echo'; put the command", "work jobs echo hi", "work jobs echo -- hi"),
-        ("command not found, or not executable", "work jobs -- no-such-command", "work jobs -- /"),
+        (
+            "put the command after --",
+            "work jobs",
+            "work jobs echo hi",
+            "work jobs echo -- hi",
+        ),
+        (
+            "unexpected 'echo'; put the command",
+            "work jobs echo hi",
+            "work jobs echo -- hi",
+        ),
+        (
+            "command not found, or not executable",
+            "work jobs -- no-such-command",
+            "work jobs -- /",
+        ),
         ("must be 1 or more", "work jobs -j 0 -- true", "work jobs -j -1 -- true"),
-        ("--timeout: invalid '0'; a lease must be greater than 0", "work jobs --timeout 0 -- true"),
-        ("--timeout: invalid '0s'; a lease must be greater than 0", "pop jobs --timeout 0s"),
+        (
+            "--timeout: invalid '0'; a lease must be greater than 0",
+            "work jobs --timeout 0 -- true",
+        ),
+        (
+            "--timeout: invalid '0s'; a lease must be greater than 0",
+            "pop jobs --timeout 0s",
+        ),
         ("A-Z a-z 0-9 . _ -", "work jobs --node a/b -- true"),
         ("give IDs, --all or --node; see", "release jobs", "release jobs TASK --all"),
         ("give each ID, or --all", "retry jobs", "retry jobs --all TASK"),
@@ -9581,7 +10705,10 @@ class CommandLine(QueueCase):
     )
     WRONG_USES_OF_A_QUEUE = (
         ("key must be 1 to 200 bytes", f"push jobs --key {'k' * 201} 1"),
-        ("--if-in-flight must be buffer or update", "push jobs --key k --if-in-flight never 1"),
+        (
+            "--if-in-flight must be buffer or update",
+            "push jobs --key k --if-in-flight never 1",
+        ),
         ("state must be one of pending, scheduled", "ls jobs pendng"),
         ("jobs/file: there is no queue", "ls jobs/file"),
         ("jobs/file", "push jobs/file x"),
@@ -9591,7 +10718,9 @@ class CommandLine(QueueCase):
         """A wrong use ends with exit status 2 and a message of one line, and changes nothing."""
         for text, *lines in self.WRONG_USES:
             for line in lines:
-                self.check_wrong(line.replace("TASK", f"{1:020d}-0000aaaa00000000"), text)
+                self.check_wrong(
+                    line.replace("TASK", f"{1:020d}-0000aaaa00000000"), text
+                )
         with mock.patch.object(femtoqueue, "os", fake_os("fork")):
             self.check_wrong("work jobs -- true", "use FemtoQueue.work()")
         self.assertFalse(os.path.exists(self.path))
@@ -9608,7 +10737,9 @@ class CommandLine(QueueCase):
         self.assertEqual((status, out, err.count("\n")), (2, "", 1), f"{line}\n{err}")
         self.assertIn(text, err)
 
-    def test_help_fits_a_terminal_of_80_columns_and_has_an_example_for_each_command(self) -> None:
+    def test_help_fits_a_terminal_of_80_columns_and_has_an_example_for_each_command(
+        self,
+    ) -> None:
         overview = self.output_of("--help")
         names = re.findall(r"(?m)^    ([a-z]+) ", overview)
         self.assertEqual(len(names), 18)
@@ -9619,7 +10750,9 @@ class CommandLine(QueueCase):
             self.assertIn(f"\n    {name:9} {text.split(chr(10) * 2)[1]}\n", overview)
         for line in "\n".join([overview, *texts.values()]).split("\n"):
             self.assertLessEqual(len(line), 80, line)
-        self.assertEqual(self.output_of("--version"), f"femtoqueue {femtoqueue.__version__}\n")
+        self.assertEqual(
+            self.output_of("--version"), f"femtoqueue {femtoqueue.__version__}\n"
+        )
 
     def test_release_all_gives_back_a_task_that_is_renewed_meanwhile(self) -> None:
         q = self.queue(detached=True)
@@ -9635,24 +10768,31 @@ class CommandLine(QueueCase):
             self.assertEqual(self.output_of("release", "jobs", "--all"), "released 2\n")
         self.assertEqual(self.states(), {"pending": 2})
 
-    def test_pop_that_is_interrupted_before_it_prints_leaves_nothing_leased(self) -> None:
+    def test_pop_that_is_interrupted_before_it_prints_leaves_nothing_leased(
+        self,
+    ) -> None:
         self.queue().push(b"x")
         interrupted_once = itertools.chain([KeyboardInterrupt], itertools.repeat(None))
         with mock.patch.object(sys.stdout, "flush", side_effect=interrupted_once):
             self.assertEqual(femtoqueue.main(["pop", self.path]), 128 + signal.SIGINT)
         self.assertEqual(self.pop(self.queue()).attempts, 1)
 
-    def looks_of_top(self, sizes: deque[os.terminal_size], after: Callable[[], object]) -> Any:
+    def looks_of_top(
+        self, sizes: deque[os.terminal_size], after: Callable[[], object]
+    ) -> Any:
         """Run `top` until Ctrl-C. Call after() each time a look has been drawn. The terminal always
         has the size sizes[0]: after() may change it, and imitates Ctrl-C at the end. Return the
         lines of each look."""
         terminal = io.BytesIO()
         with (
-            mock.patch.dict(os.environ, COLUMNS="80", LINES="24"),  # an old size, to be ignored
+            # an old size, to be ignored
+            mock.patch.dict(os.environ, COLUMNS="80", LINES="24"),
             mock.patch("os.get_terminal_size", side_effect=lambda _: sizes[0]),
             mock.patch("time.sleep", side_effect=lambda _: after()),
             mock.patch.dict(sys.modules, termios=None),  # as on Windows
-            mock.patch.object(sys, "stdout", io.TextIOWrapper(terminal, "utf-8")) as out,
+            mock.patch.object(
+                sys, "stdout", io.TextIOWrapper(terminal, "utf-8")
+            ) as out,
             mock.patch.object(out, "isatty", return_value=True),
         ):
             self.assertEqual(femtoqueue.main(["top", "jobs"]), 128 + signal.SIGINT)
@@ -9662,7 +10802,10 @@ class CommandLine(QueueCase):
 
     def test_top_redraws_what_fits_on_the_terminal_until_ctrl_c(self) -> None:
         # Each look has the present size of the terminal, to the last line and column.
-        q, sizes = self.queue(), deque(map(os.terminal_size, [(100, 24), (12, 7), (60, 30)]))
+        q, sizes = (
+            self.queue(),
+            deque(map(os.terminal_size, [(100, 24), (12, 7), (60, 30)])),
+        )
         task = leased(q, key="user:42")
 
         def change() -> None:
@@ -9674,12 +10817,16 @@ class CommandLine(QueueCase):
                 interrupt()
 
         large, small, later = self.looks_of_top(sizes, change)
-        self.assertEqual([large[1].split()[1], large[3].split()], ["0", ["inflight", "1"]])
+        self.assertEqual(
+            [large[1].split()[1], large[3].split()], ["0", ["inflight", "1"]]
+        )
         self.assertRegex("\n".join(large), r"\Ajobs (?s:.*)\nworkers_alive +1\n")
         (row,) = [line for line in large if task.id in line]
         self.assertRegex(row, rf"^inflight +{task.id} .* user:42 n1 x$")
         self.assertIn("     1       0 alive    n1", large)
-        self.assertEqual((len(small), len(small[0]), small[3].strip()), (6, 12, "inflight"))
+        self.assertEqual(
+            (len(small), len(small[0]), small[3].strip()), (6, 12, "inflight")
+        )
         self.assertEqual(later[1].split(), ["pending", "1"])
         self.assertNotIn(task.id, "".join(later))
 
@@ -9692,7 +10839,9 @@ class CommandLine(QueueCase):
         words = "work", "jobs", "--drain", "--", "sleep", "0.3"
         *before, last = run_guarded(*program, *words, env=self.env)[2].splitlines()
         # A rate is shown if the machine was slow.
-        self.assertRegex(last, r"^femtoqueue  3 done \| 0 running  0 waiting( \| [0-9.]+/s)?$")
+        self.assertRegex(
+            last, r"^femtoqueue  3 done \| 0 running  0 waiting( \| [0-9.]+/s)?$"
+        )
         form = r"femtoqueue  (\d) done \| (\d) running  (\d) waiting( \| .*)?"
         said = [re.fullmatch(form, line) for line in before]
         self.assertIn(("0", "1", "2"), {match and match.groups()[:3] for match in said})
@@ -9705,10 +10854,14 @@ class CommandLine(QueueCase):
         *before, _ = run_guarded(*program, *words, env=self.env)[2].splitlines()
         self.assertEqual(len(before), len({*before}), before)
 
-    def test_command_that_ends_before_its_limit_is_done_even_if_the_worker_is_stopped(self) -> None:
+    def test_command_that_ends_before_its_limit_is_done_even_if_the_worker_is_stopped(
+        self,
+    ) -> None:
         self.queue().push_many([b"x"] * 4)
         limits = "--task-timeout", "2s", "--max-attempts", "1", "--timeout", "60s"
-        with self.start_work("echo $$; sleep 0.3", "-j", "4", "--drain", *limits) as process:
+        with self.start_work(
+            "echo $$; sleep 0.3", "-j", "4", "--drain", *limits
+        ) as process:
             pids = process.first_lines(4)
             process.send_signal(signal.SIGSTOP)
             until_gone(*pids)
@@ -9717,11 +10870,15 @@ class CommandLine(QueueCase):
             self.assertEqual(process.wait(PATIENCE_S), 0)
         self.assertEqual(self.states(), {"done": 4})
 
-    def test_worker_waits_while_the_system_has_no_process_or_descriptor_left(self) -> None:
+    def test_worker_waits_while_the_system_has_no_process_or_descriptor_left(
+        self,
+    ) -> None:
         # In the launcher, the first starts fail as if a limit of processes was reached. In the
         # worker, the first pipe fails for want of descriptors.
         code = "import errno, os, subprocess\nfails = [errno.EAGAIN, errno.ENOMEM, 0]\n"
-        code += "class Popen(subprocess.Popen):\n    def __init__(self, *words, **how):\n"
+        code += (
+            "class Popen(subprocess.Popen):\n    def __init__(self, *words, **how):\n"
+        )
         code += "        if number := fails.pop(0) if fails else 0: raise OSError(number, '')\n"
         code += "        super().__init__(*words, **how)\nsubprocess.Popen = Popen\n"
         code += "pipe, pid, short = os.pipe, os.getpid(), [errno.EMFILE]\ndef fail():\n"
@@ -9767,17 +10924,31 @@ class CommandLine(QueueCase):
         self.assertIn("femtoqueue: true can't be run: [Errno 7]", err)
         self.check_and_finish({"pending": 1})
 
-    def test_a_command_that_cannot_be_killed_does_not_run_beside_its_next_try(self) -> None:
+    def test_a_command_that_cannot_be_killed_does_not_run_beside_its_next_try(
+        self,
+    ) -> None:
         # The processes of the command belong to another user, for example after sudo.
         code = (
-            "import os\ndef killpg(group, number):\n    raise PermissionError\nos.killpg = killpg\n"
+            "import os\ndef killpg(group, number):\n"
+            "    raise PermissionError\nos.killpg = killpg\n"
         )
         self.set_constant("grace", 0.1)
         *words, main = self.program()
         self.queue(None).push(b"x")
-        command = "work", "jobs", "-q", "--task-timeout", "100ms", "--max-attempts", "2", "--drain"
+        command = (
+            "work",
+            "jobs",
+            "-q",
+            "--task-timeout",
+            "100ms",
+            "--max-attempts",
+            "2",
+            "--drain",
+        )
         script = "--", "sh", "-c", "echo begin; sleep 1.5; echo end"
-        status, out, err = run_guarded(*words, code + main, *command, *script, env=self.env)
+        status, out, err = run_guarded(
+            *words, code + main, *command, *script, env=self.env
+        )
         self.assertEqual((status, out), (1, "begin\nend\n" * 2))
         self.assertIn("its command can't be killed", err)
 
@@ -9793,7 +10964,17 @@ class CommandLine(QueueCase):
     def test_output_left_in_a_large_pipe_when_a_job_ends_is_passed_on(self) -> None:
         self.queue().push(b"x")
         code = "import fcntl, os; fcntl.fcntl(1, 1031, 1 << 20); os.write(1, bytes(1000000))"
-        command = *self.program(), "work", "jobs", "-q", "--drain", "--", sys.executable, "-c", code
+        command = (
+            *self.program(),
+            "work",
+            "jobs",
+            "-q",
+            "--drain",
+            "--",
+            sys.executable,
+            "-c",
+            code,
+        )
         with Command(command, env=self.env, stdout=subprocess.PIPE) as process:
             time.sleep(0.5)  # by then the pipe from the worker to this process is full
             self.assertEqual(len(process.stdout.read()), 1000000)
@@ -9836,19 +11017,27 @@ class CommandLine(QueueCase):
         self.assertEqual(groups({process.pid}), [])
 
     @unittest.skipUnless(os.path.exists("/proc/self/stat"), "needs /proc")
-    def test_a_process_whose_first_thread_has_ended_is_not_taken_for_a_zombie(self) -> None:
+    def test_a_process_whose_first_thread_has_ended_is_not_taken_for_a_zombie(
+        self,
+    ) -> None:
         # In /proc, the state of such a process is that of a zombie.
         code = "import ctypes, threading, time\n"
         code += "threading.Thread(target=time.sleep, args=(1000,)).start()\n"
         code += "ctypes.CDLL(None).pthread_exit(None)"
-        process = subprocess.Popen([sys.executable, "-S", "-c", code], start_new_session=True)
+        process = subprocess.Popen(
+            [sys.executable, "-S", "-c", code], start_new_session=True
+        )
         self.addCleanup(process.wait)
         self.addCleanup(process.kill)
         until_gone(process.pid)  # returns when the state is that of a zombie
-        self.assertEqual(through_seam("groups of a session")({process.pid}), [process.pid])
+        self.assertEqual(
+            through_seam("groups of a session")({process.pid}), [process.pid]
+        )
 
     @unittest.skipUnless(os.path.exists("/proc/self/stat"), "needs /proc")
-    def test_proc_directory_of_another_pid_namespace_is_not_used_to_find_processes(self) -> None:
+    def test_proc_directory_of_another_pid_namespace_is_not_used_to_find_processes(
+        self,
+    ) -> None:
         # In such a /proc, the pid of a job belongs to a process of the host, for example to a
         # thread of the kernel. The process group of such a thread is 0, and killpg(0) would signal
         # the worker's own group.
@@ -9872,11 +11061,16 @@ class CommandLine(QueueCase):
         text: str = progress.pace_text()
         return text
 
-    def test_rate_is_of_the_queue_or_of_this_worker_and_time_left_is_of_the_queue(self) -> None:
+    def test_rate_is_of_the_queue_or_of_this_worker_and_time_left_is_of_the_queue(
+        self,
+    ) -> None:
         others_work = [(s, 50_000 - 500 * s, 10 * s) for s in range(31)]
         grows = [(s, 1000 + 90 * s, 10 * s) for s in range(31)]
         pushed_as_fast_as_done = [(s, 14 + s % 2, 13 * s) for s in range(31)]
-        slower_now = [*others_work, *((s, 35_000 - 10 * (s - 30), 10 * s) for s in range(31, 60))]
+        slower_now = [
+            *others_work,
+            *((s, 35_000 - 10 * (s - 30), 10 * s) for s in range(31, 60)),
+        ]
         minutes = [(60.0 * s, 9 - s, s) for s in range(5)]
         for samples, text in (
             (others_work, "500/s  about 70 s left"),
@@ -9897,7 +11091,9 @@ class CommandLine(QueueCase):
         stalled = [(10 + s, 801, 199) for s in range(30)]
         self.assertEqual(self.pace_text(*ends, *stalled), "")
         again = [(39 + s / 20, 801 - s, 199 + s) for s in range(1, 60)]
-        self.assertEqual(self.pace_text(*ends, *stalled, *again), "20/s  about 37 s left")
+        self.assertEqual(
+            self.pace_text(*ends, *stalled, *again), "20/s  about 37 s left"
+        )
         self.queue().schedule(b"x", (time.time() + 7000) * 1e6)
         progress = self.progress()
         self.assertEqual(progress.count_scheduled(), 1)
@@ -9909,9 +11105,14 @@ class CommandLine(QueueCase):
     def test_line_of_progress_is_drawn_only_in_the_foreground(self) -> None:
         self.queue().push(b"x")
         # The shell of this script leads the session of the terminal, and is in its foreground.
-        work = shlex.join([*self.program(), "work", "jobs", "--drain", "--", "sleep", "1.5"])
+        work = shlex.join(
+            [*self.program(), "work", "jobs", "--drain", "--", "sleep", "1.5"]
+        )
         script = "import pty, sys; pty.spawn(['bash', *sys.argv[1:]])"
-        for shell, count in (("%s; echo end", True), ("set -m; %s & wait; echo end", False)):
+        for shell, count in (
+            ("%s; echo end", True),
+            ("set -m; %s & wait; echo end", False),
+        ):
             self.queue().push(b"x")
             words = sys.executable, "-c", script, "-c", shell % work
             said = run_guarded(*words, env=self.env | {"TERM": "xterm"})[1]
@@ -9923,7 +11124,9 @@ class CommandLine(QueueCase):
         for change, end in ((q.pause, "0 waiting  paused"), (q.resume, "0 waiting")):
             change()
             progress.count_left(0)
-            self.assertEqual(progress.text({}), f"femtoqueue  0 done | 0 running  {end}")
+            self.assertEqual(
+                progress.text({}), f"femtoqueue  0 done | 0 running  {end}"
+            )
 
     def test_progress_counts_scheduled_tasks(self) -> None:
         q = self.queue()
@@ -9941,25 +11144,33 @@ class CommandLine(QueueCase):
         said = self.run_on_terminal(80, "work", "jobs", *script, TERM="dumb")
         self.assertRegex(said, r"\Aword\r\nfemtoqueue  1 done [^\r]*\r\n\Z")
 
-    def run_on_terminal(self, columns: int, *words: str, typed: bytes = b"", **env: str) -> str:
+    def run_on_terminal(
+        self, columns: int, *words: str, typed: bytes = b"", **env: str
+    ) -> str:
         """Return what a command prints to a terminal with so many columns. `typed` is its input."""
         master, slave = os.openpty()
         with open(master, "r+b", buffering=0) as terminal:
-            fcntl.ioctl(master, 0x5414, struct.pack("HHHH", 24, columns, 0, 0))  # TIOCSWINSZ
+            # TIOCSWINSZ
+            fcntl.ioctl(master, 0x5414, struct.pack("HHHH", 24, columns, 0, 0))
             env = self.env | {"TERM": "xterm"} | env
             command = [*self.program(), *words]
-            streams: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), slave)
+            streams: dict[str, Any] = dict.fromkeys(
+                ("stdin", "stdout", "stderr"), slave
+            )
             with Command(command, env=env, **streams, start_new_session=True):
                 os.close(slave)
                 terminal.write(typed)
                 said = bytearray()
-                with contextlib.suppress(OSError):  # EIO: no process has the terminal any longer
+                with contextlib.suppress(OSError):
+                    # EIO: no process has the terminal any longer
                     while data := terminal.read(1 << 16):
                         said += data
         return said.decode()
 
     @unittest.skipUnless(sys.platform == "linux", "needs a terminal of Linux")
-    def test_line_of_progress_on_a_terminal_is_cleared_before_other_output(self) -> None:
+    def test_line_of_progress_on_a_terminal_is_cleared_before_other_output(
+        self,
+    ) -> None:
         command = "work", "jobs", "--drain", "--max-attempts", "1", "--", "sh", "-c"
         script = "read x; test $x = bad && exit 1; sleep 1.2; echo word"
         cases: tuple[tuple[int, dict[str, Any], str], ...] = (
@@ -9973,7 +11184,9 @@ class CommandLine(QueueCase):
             line = f"femtoqueue  {failed} | 1 running  0 waiting"
             self.assertIn(line[: columns if "NO_COLOR" in env else 99], said)
             self.assertRegex(said, r"wait[^\n]*\r\x1b\[Jword\r\n")
-            rows = re.sub(r"\x1b\[\d*[a-zA-Z]", "", said).replace("\n", "\r").split("\r")
+            rows = (
+                re.sub(r"\x1b\[\d*[a-zA-Z]", "", said).replace("\n", "\r").split("\r")
+            )
             *shown, _ = [row for row in rows if row.startswith("femtoqueue  ")]
             self.assertLessEqual(max(map(len, shown)), columns)
             *_, last, rest = said.split("\n")
@@ -9983,11 +11196,17 @@ class CommandLine(QueueCase):
             self.assertEqual(rest, "")
 
     @unittest.skipUnless(sys.platform == "linux", "needs a terminal of Linux")
-    def test_line_of_progress_is_cleared_before_an_error_of_the_queue_is_printed(self) -> None:
+    def test_line_of_progress_is_cleared_before_an_error_of_the_queue_is_printed(
+        self,
+    ) -> None:
         self.queue().push(b"x")
         script = "sleep 1.2; rmdir jobs/done; touch jobs/done"
-        said = self.run_on_terminal(80, "work", "jobs", "--drain", "--", "sh", "-c", script)
-        self.assertRegex(said, r"waiting[^\n]*\r\x1b\[Jfemtoqueue: \[Errno 20\] [^\n]*\r\n")
+        said = self.run_on_terminal(
+            80, "work", "jobs", "--drain", "--", "sh", "-c", script
+        )
+        self.assertRegex(
+            said, r"waiting[^\n]*\r\x1b\[Jfemtoqueue: \[Errno 20\] [^\n]*\r\n"
+        )
 
     @unittest.skipUnless(sys.platform == "linux", "needs a terminal of Linux")
     def test_views_on_a_terminal_pass_no_control_character_of_a_job_on(self) -> None:
@@ -10010,7 +11229,9 @@ class CommandLine(QueueCase):
         self.addCleanup(os.close, slave)
         before = termios.tcgetattr(slave)
         streams: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), slave)
-        with Command([*self.program(), "top", "jobs"], env=self.env, **streams) as process:
+        with Command(
+            [*self.program(), "top", "jobs"], env=self.env, **streams
+        ) as process:
             self.assertIn(b"waiting for a queue", os.read(master, 1 << 16))
             self.queue()
             self.assertIn(b"\x1b[Hjobs ", os.read(master, 1 << 16))
@@ -10023,7 +11244,9 @@ class CommandLine(QueueCase):
     ) -> None:
         q = self.queue()
         task = leased(q)
-        os.rename(self.file(task.path), self.file("failed", os.path.basename(task.path)))
+        os.rename(
+            self.file(task.path), self.file("failed", os.path.basename(task.path))
+        )
         progress = self.progress()
         lines = [*through_seam("lines of top")("jobs", q, progress)]
         self.assertEqual(lines[-2:], ["LATEST DEAD LETTERS", task.id])
@@ -10032,7 +11255,17 @@ class CommandLine(QueueCase):
 
     def start_work(self, script: str, *words: str) -> Command:
         """Start a process of `femtoqueue work`, which runs a shell script for each task."""
-        command = [*self.program(), "work", "jobs", "-q", *words, "--", "sh", "-c", script]
+        command = [
+            *self.program(),
+            "work",
+            "jobs",
+            "-q",
+            *words,
+            "--",
+            "sh",
+            "-c",
+            script,
+        ]
         pipe = subprocess.PIPE
         process = Command(command, env=self.env, stdin=pipe, stdout=pipe, stderr=pipe)
         self.addCleanup(process.wait)
@@ -10057,10 +11290,14 @@ class CommandLine(QueueCase):
         for name in self.names("done"):
             os.unlink(self.file("done", name))
 
-    def test_signal_just_before_a_wait_is_noticed_before_an_ended_command_is_judged(self) -> None:
+    def test_signal_just_before_a_wait_is_noticed_before_an_ended_command_is_judged(
+        self,
+    ) -> None:
         # RACE: a signal comes just before a wait, and so does not end the wait. To imitate this,
         # each join() blocks the signal here: the worker handles the signal only after the wait.
-        code = "from signal import *; from threading import Thread; join = Thread.join\n"
+        code = (
+            "from signal import *; from threading import Thread; join = Thread.join\n"
+        )
         code += "def deaf_join(thread, timeout):\n    old = pthread_sigmask(SIG_BLOCK, {SIGINT})\n"
         code += "    join(thread, timeout), pthread_sigmask(SIG_SETMASK, old)\n"
         code += "Thread.join = deaf_join\n"
@@ -10103,7 +11340,9 @@ class CommandLine(QueueCase):
                 process.send_signals(signal.SIGINT, signal.SIGTERM)
             self.assertEqual(process.returncode, 128 + signal.SIGTERM)
             until_gone(*pids)
-            self.check_and_finish({"pending": count - well} | ({"done": well} if well else {}))
+            self.check_and_finish(
+                {"pending": count - well} | ({"done": well} if well else {})
+            )
         self.assertEqual(os.path.getsize("seen"), 0)
 
     def stop_at_work(self, script: str, jobs: int, number: int, first: str) -> None:
@@ -10130,8 +11369,11 @@ class CommandLine(QueueCase):
     # outlives it, and that notes whether its task waits already.
     WAITS, DIES = "echo $$; read x < fifo", "echo $$; exec sleep 1000"
     EXITS = "trap 'exit %d' TERM HUP USR1; echo $$; while sleep 0.01; do :; done"
-    SAVES = "(read x < fifo; ls jobs/pending | grep $FEMTOQUEUE_ID >> seen) & echo $$; wait"
-    STOPS = (  # the command; the signal; who gets it first; the state of the task afterwards
+    SAVES = (
+        "(read x < fifo; ls jobs/pending | grep $FEMTOQUEUE_ID >> seen) & echo $$; wait"
+    )
+    # the command; the signal; who gets it first; the state of the task afterwards
+    STOPS = (
         (WAITS, "SIGTERM", "worker alone", "done"),
         (DIES, "SIGTERM", "worker", "pending"),
         (DIES, "SIGTERM", "CMD", "pending"),
@@ -10161,7 +11403,9 @@ class CommandLine(QueueCase):
         # signal late.
         self.set_constant("one signal", 60)
         os.mkfifo("fifo")
-        for jobs, (script, name, first, state) in zip((2, 1) * 6, self.STOPS, strict=True):
+        for jobs, (script, name, first, state) in zip(
+            (2, 1) * 6, self.STOPS, strict=True
+        ):
             more = 0 if first == "CMD" else 2
             self.queue().push_many([b"x"] * (jobs + more))
             with self.subTest(script, name=name, first=first):
@@ -10170,13 +11414,17 @@ class CommandLine(QueueCase):
         self.assertEqual(os.path.getsize("seen"), 0)
 
     @unittest.skipUnless(os.path.exists("/proc/thread-self/children"), "needs /proc")
-    def test_worker_whose_launcher_is_killed_ends_its_jobs_and_gives_the_tasks_back(self) -> None:
+    def test_worker_whose_launcher_is_killed_ends_its_jobs_and_gives_the_tasks_back(
+        self,
+    ) -> None:
         # A scheduler may signal all processes that it has started. SIGUSR1 and SIGTERM do not end
         # the launcher. If the worker is killed afterwards, the launcher still kills the command.
         # Only SIGKILL ends the launcher.
         self.queue().push_many([b"x"] * 3)
         for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGKILL):
-            with self.start_work("echo $$; exec sleep 1000", "--max-attempts", "1") as process:
+            with self.start_work(
+                "echo $$; exec sleep 1000", "--max-attempts", "1"
+            ) as process:
                 (command,) = map(int, process.first_lines(1))
                 os.kill(self.launcher_of(process), number)
                 if number != signal.SIGKILL:
@@ -10191,7 +11439,9 @@ class CommandLine(QueueCase):
         """Return the pid of the launcher, which is the only child of its worker."""
         children: list[str] = []
         while not children:
-            with open(f"/proc/{process.pid}/task/{process.pid}/children", encoding="ascii") as file:
+            with open(
+                f"/proc/{process.pid}/task/{process.pid}/children", encoding="ascii"
+            ) as file:
                 children = file.read().split()
         return int(*children)
 
@@ -10220,7 +11470,9 @@ class CommandLine(QueueCase):
             self.queue().purge(0, "failed")
 
     @unittest.skipUnless(os.path.exists("/proc/self/stat"), "needs /proc")
-    def test_worker_that_is_killed_while_a_job_ends_leaves_no_process_of_the_job(self) -> None:
+    def test_worker_that_is_killed_while_a_job_ends_leaves_no_process_of_the_job(
+        self,
+    ) -> None:
         # When the worker is killed, the shell of the job has already been ended by the time limit,
         # by a scheduler's signal, or by a second signal.
         for words, signals in ((("--task-timeout", "1s"), 0), ((), 1), ((), 2)):
@@ -10244,10 +11496,16 @@ class CommandLine(QueueCase):
         self.check_and_finish({"pending": 1})
 
     @unittest.skipUnless(os.path.exists("/proc/self/stat"), "needs /proc")
-    def test_the_second_signal_goes_to_a_program_that_has_outlived_its_shell(self) -> None:
+    def test_the_second_signal_goes_to_a_program_that_has_outlived_its_shell(
+        self,
+    ) -> None:
         self.queue().push(b"x")
-        program = "trap 'echo >> saved; exit' TERM; echo $$; while sleep 0.01; do :; done"
-        with self.start_work(f"echo $$; sh -c {shlex.quote(program)} & wait") as process:
+        program = (
+            "trap 'echo >> saved; exit' TERM; echo $$; while sleep 0.01; do :; done"
+        )
+        with self.start_work(
+            f"echo $$; sh -c {shlex.quote(program)} & wait"
+        ) as process:
             shell, child = map(int, process.first_lines(2))
             process.send_signals(signal.SIGTERM)
             os.kill(shell, signal.SIGTERM)
@@ -10267,7 +11525,9 @@ class CommandLine(QueueCase):
         it. 2: a second signal to the worker ends it.
         """
         program = "trap '' TERM; echo $$; while sleep 0.01 && test -d jobs; do :; done"
-        with self.start_work(f"echo $$; sh -c {shlex.quote(program)} & wait", *words) as process:
+        with self.start_work(
+            f"echo $$; sh -c {shlex.quote(program)} & wait", *words
+        ) as process:
             shell, child = map(int, process.first_lines(2))
             if signals:
                 process.send_signals(signal.SIGTERM)
@@ -10283,7 +11543,9 @@ class CommandLine(QueueCase):
         tasks at once."""
         # The commands are looked for in /proc, because a command that was not yet told to anybody
         # prints no pid. They sleep for a time that no other process has.
-        for number, (of_launcher, begun) in enumerate(itertools.product((False, True), (0, 1, 9))):
+        for number, (of_launcher, begun) in enumerate(
+            itertools.product((False, True), (0, 1, 9))
+        ):
             self.queue().push_many([b"x"] * 30)
             seconds = f"{1000 + number}.{os.getpid()}"
             words = ("-j", "30", "--max-attempts", "9", "--timeout", "1000s")
@@ -10292,7 +11554,8 @@ class CommandLine(QueueCase):
                 process.first_lines(begun)
                 launcher = self.launcher_of(process)
                 os.kill(launcher if of_launcher else process.pid, signal.SIGKILL)
-                process.stdout.read()  # ends when the launcher and all commands have ended
+                # ends when the launcher and all commands have ended
+                process.stdout.read()
                 process.wait(PATIENCE_S)
             until(lambda: not self.processes_of(seconds))  # noqa: B023
             q = self.queue(None)
@@ -10302,7 +11565,10 @@ class CommandLine(QueueCase):
         """Return the pids of the processes that have a word in their command line."""
         found = []
         for pid in filter(str.isdigit, os.listdir("/proc")):
-            with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as file:
+            with (
+                contextlib.suppress(OSError),
+                open(f"/proc/{pid}/cmdline", "rb") as file,
+            ):
                 if word.encode() in file.read():
                     found.append(pid)
         return found
@@ -10390,20 +11656,37 @@ class Documents(QueueCase):
 
     def test_an_old_python_is_told_which_one_is_needed(self) -> None:
         """With an old Python, the import raises ImportError, and a command prints one line."""
-        old = "import sys; sys.version_info, sys.version = (3, 9, 18), '3.9.18 (main)'; "
+        old = (
+            "import sys; sys.version_info, sys.version = (3, 9, 18), '3.9.18 (main)'; "
+        )
         wanted = "femtoqueue needs Python 3.10 or later, not 3.9.18\n"
         for code, error in (
             ("import femtoqueue", f"ImportError: {wanted}"),
-            ("import runpy; runpy.run_path('femtoqueue.py', run_name='__main__')", wanted),
+            (
+                "import runpy; runpy.run_path('femtoqueue.py', run_name='__main__')",
+                wanted,
+            ),
         ):
-            status, out, err = run_guarded(sys.executable, "-S", "-c", old + code, env=os.environ)
+            status, out, err = run_guarded(
+                sys.executable, "-S", "-c", old + code, env=os.environ
+            )
             self.assertEqual((status, out), (1, ""))
-            self.assertEqual(err.splitlines(True)[-1 if "Error" in error else 0 :], [error])
+            self.assertEqual(
+                err.splitlines(True)[-1 if "Error" in error else 0 :], [error]
+            )
 
     def test_the_import_brings_no_heavy_modules(self) -> None:
         heavy = {
             *("argparse", "asyncio", "concurrent.futures", "ctypes", "json"),
-            *("logging", "queue", "select", "selectors", "shutil", "signal", "subprocess"),
+            *(
+                "logging",
+                "queue",
+                "select",
+                "selectors",
+                "shutil",
+                "signal",
+                "subprocess",
+            ),
             *("tempfile", "traceback"),
         }
         code = f"import femtoqueue, sys; print({heavy} & {{*sys.modules}})"
@@ -10424,13 +11707,17 @@ class Documents(QueueCase):
         for text in transcripts:
             self.go_to(self.new_dir(self.memory))
             commands = re.findall(r"(?m)^\$ (.*)$", text)
-            said = self.sh("\n".join(f"echo {shlex.quote(f'$ {it}')}\n{it}" for it in commands))
+            said = self.sh(
+                "\n".join(f"echo {shlex.quote(f'$ {it}')}\n{it}" for it in commands)
+            )
             with self.subTest(text):
                 self.assertEqual(
                     self.without_variable_parts(said), self.without_variable_parts(text)
                 )
 
-    def test_second_delivery_to_the_database_of_the_readme_changes_nothing(self) -> None:
+    def test_second_delivery_to_the_database_of_the_readme_changes_nothing(
+        self,
+    ) -> None:
         # A worker that dies between the commit of the database and done() causes a second delivery.
         import sqlite3
 
@@ -10440,10 +11727,13 @@ class Documents(QueueCase):
                 os.rename(f"jobs/done/{name}", f"jobs/pending/{name}")
         with contextlib.closing(sqlite3.connect("app.db")) as db:
             rows = db.execute("SELECT data FROM invoices").fetchall()
-        self.assertEqual(rows, [(b"invoice 7",)] * 2)  # two tasks, of which one came twice
+        # two tasks, of which one came twice
+        self.assertEqual(rows, [(b"invoice 7",)] * 2)
 
     @FORK
-    def test_the_pool_of_the_unit_file_works_and_stops_when_systemd_says_so(self) -> None:
+    def test_the_pool_of_the_unit_file_works_and_stops_when_systemd_says_so(
+        self,
+    ) -> None:
         ((_, unit),) = self.blocks("ini")
         settings = dict(line.split("=", 1) for line in unit.splitlines() if "=" in line)
         command = settings["ExecStart"].replace("/srv/jobs", "jobs")
@@ -10451,13 +11741,19 @@ class Documents(QueueCase):
         command = command.replace("/usr/local/bin/resize", "cat")
         FemtoQueue("jobs").push_many([b"a\n", b"b\n"])
         drained = f"{sys.executable} -c 'from femtoqueue import *; FemtoQueue(\"jobs\").join()'"
-        said = self.run_command("sh", "-c", f"{command} 2> err & {drained}; kill $!; wait $!")
-        self.assertEqual((sorted(said.split()), settings["Restart"]), (["a", "b"], "always"))
+        said = self.run_command(
+            "sh", "-c", f"{command} 2> err & {drained}; kill $!; wait $!"
+        )
+        self.assertEqual(
+            (sorted(said.split()), settings["Restart"]), (["a", "b"], "always")
+        )
 
     @FORK
     def test_commands_of_the_crontab_run_the_pushed_tasks(self) -> None:
         # The second push adds no task, because the task of yesterday still waits.
-        push, work = (it.split(None, 5)[5] for it in self.block("--key", "crontab").splitlines())
+        push, work = (
+            it.split(None, 5)[5] for it in self.block("--key", "crontab").splitlines()
+        )
         os.chmod(self.put("report", b"#!/bin/sh\ncat; echo\n", ""), 0o755)
         script = "\n".join((push, push, work.replace("10s", "0s")))
         script = script.replace("/opt/report", "./report").replace("/opt/", "")
@@ -10466,16 +11762,24 @@ class Documents(QueueCase):
         self.assertEqual(said[2:], ["nightly report"])
 
     @FORK
-    def test_an_element_of_the_slurm_array_gives_back_what_it_can_not_finish(self) -> None:
+    def test_an_element_of_the_slurm_array_gives_back_what_it_can_not_finish(
+        self,
+    ) -> None:
         """An element of the array gives back a task that it can't finish, and ends if there is
         nothing to do."""
         # The scheduler signals only the shell.
         script = self.block("#SBATCH", "bash")
-        for old, new in (("sleep 45", "sleep 1"), ("5m", "0s"), ("python3", sys.executable)):
+        for old, new in (
+            ("sleep 45", "sleep 1"),
+            ("5m", "0s"),
+            ("python3", sys.executable),
+        ):
             self.assertIn(old, script)
             script = script.replace(old, new)
         self.put("element", script.encode(), "")
-        os.chmod(self.put("task.sh", b"#!/bin/sh\necho begun\nexec sleep 1000\n", ""), 0o755)
+        os.chmod(
+            self.put("task.sh", b"#!/bin/sh\necho begun\nexec sleep 1000\n", ""), 0o755
+        )
         said = self.run_command(
             *("sh", "-c"),
             f"""export SLURM_CPUS_PER_TASK=2 SLURM_ARRAY_JOB_ID=7 SLURM_ARRAY_TASK_ID=1
@@ -10494,7 +11798,9 @@ class Documents(QueueCase):
         for state in ("creating", "pending", "inflight", "done"):
             os.mkdir(state)
         for number in (1, 2):
-            self.assertRegex(self.run_python(code), r"\Aworking on \d{20}-[0-9a-f]{16}\n\Z")
+            self.assertRegex(
+                self.run_python(code), r"\Aworking on \d{20}-[0-9a-f]{16}\n\Z"
+            )
             self.assertEqual(len(os.listdir("done")), number)
 
     # The program that drains a queue of femtoqueue 0.4.2 into a new one
@@ -10512,7 +11818,9 @@ class Documents(QueueCase):
         content = b"\1" + bytes(7) + (digest or hashlib.md5(payload).digest()) + payload
         return self.put(name, content, f"old/{state}")
 
-    def test_unfinished_tasks_of_0_4_2_come_over_in_their_order_and_at_their_time(self) -> None:
+    def test_unfinished_tasks_of_0_4_2_come_over_in_their_order_and_at_their_time(
+        self,
+    ) -> None:
         """Tasks that waited or were in progress come over, in order, and a second run adds none."""
         # Corrupt and finished tasks stay in the old queue.
         now_us = int(time.time() * 1e6)
@@ -10523,7 +11831,10 @@ class Documents(QueueCase):
             self.write_old(state, now_us - 9000 + number, payload)
         self.write_old("scheduled", due_us, b"later")
         stay = [self.write_old("pending", 10**15, b"torn", bytes(16))]
-        stay += [self.write_old(state, 10**15, b"x") for state in ("creating", "done", "failed")]
+        stay += [
+            self.write_old(state, 10**15, b"x")
+            for state in ("creating", "done", "failed")
+        ]
         q, code = FemtoQueue("new"), self.block("import hashlib")
         for _ in range(2):
             self.assertEqual(self.run_python(code), "")
@@ -10569,14 +11880,18 @@ class Races(QueueCase):
         # The signal may come before any line of new_id().
         q, ids = self.queue(), list[str]()
         for number in itertools.count():
-            with at_line(number, lambda: ids.append(q.push(b"handler")), ("new_id",)) as came:
+            with at_line(
+                number, lambda: ids.append(q.push(b"handler")), ("new_id",)
+            ) as came:
                 ids.append(q.push(b"x"))
             if not came:
                 break
         self.assertGreater(number, 1)
         self.assertEqual(len(self.names("pending")), len(ids))
 
-    def test_claim_that_loses_a_race_does_not_disturb_the_winner_in_another_thread(self) -> None:
+    def test_claim_that_loses_a_race_does_not_disturb_the_winner_in_another_thread(
+        self,
+    ) -> None:
         # RACE: a thread has claimed a task by take() and is reading the payload. In another thread
         # of the same object, pop() fails to claim the same task. pop() must deliver the next task.
         q, got = self.queue(), list[FemtoTask | None]()
@@ -10633,7 +11948,9 @@ class Races(QueueCase):
             goes_on.set()
 
     @FORK
-    def test_fork_while_another_thread_opens_a_lock_gives_the_child_no_copy(self) -> None:
+    def test_fork_while_another_thread_opens_a_lock_gives_the_child_no_copy(
+        self,
+    ) -> None:
         # RACE: a thread forks just after another thread has opened its lease directory. If the
         # child had a copy of that descriptor, it would hold the lock when the worker is dead.
         q, children = self.queue(), list[Child]()
@@ -10658,7 +11975,11 @@ class Races(QueueCase):
     @FORK
     def test_lease_is_renewed_although_its_key_is_pushed_all_the_time(self) -> None:
         # The lock of the key is free only for moments: here for one of 40 attempts to get it.
-        q, tries, flock = self.queue(timeout_stale_ms=1500), itertools.count(), fcntl.flock
+        q, tries, flock = (
+            self.queue(timeout_stale_ms=1500),
+            itertools.count(),
+            fcntl.flock,
+        )
         task = leased(q, key="k")
         assert task.until is not None
         end_s, before = task.until.timestamp(), task.path
@@ -10677,7 +11998,9 @@ class Races(QueueCase):
         for stale_timeout in (None, 20.0):
             line = TicketQueue(self.file("line"), stale_timeout)
             with self.assertRaises(KeyboardInterrupt), line.turn():
-                stopped = mock.patch.object(threading.Event, "set", side_effect=interrupt)
+                stopped = mock.patch.object(
+                    threading.Event, "set", side_effect=interrupt
+                )
                 stopped.start()
             stopped.stop()
             gc.collect()
@@ -10716,10 +12039,13 @@ class Races(QueueCase):
         with self.locked("k") as lock, hooked_poll(note):
             task = asyncio.run(take())
         self.assertEqual(task and task.data, b"x")
-        self.assertLess(max(pauses_ms[:3]), 200)  # if a job is overdue, a pause is at most 51 ms
+        # if a job is overdue, a pause is at most 51 ms
+        self.assertLess(max(pauses_ms[:3]), 200)
 
     @FORK
-    def test_close_in_another_thread_while_pop_reads_a_task_leaves_no_lease(self) -> None:
+    def test_close_in_another_thread_while_pop_reads_a_task_leaves_no_lease(
+        self,
+    ) -> None:
         """If another thread closes the queue while pop() reads a task, the lease ends."""
         # RACE: the other thread calls close() after pop() has claimed the task. If the key of the
         # task is locked, close() can't end the lease. Then pop() returns the task, any worker takes
@@ -10729,14 +12055,19 @@ class Races(QueueCase):
         # same happens if close() leaves the lease alone, because the queue is detached, or because
         # another object with the same node_id lives.
         for key, is_detached in (("k", False), (None, True), (None, False)):
-            q = self.new_queue(timeout_stale_ms=None, max_attempts=2, detached=is_detached)
+            q = self.new_queue(
+                timeout_stale_ms=None, max_attempts=2, detached=is_detached
+            )
             namesake = None if key else self.queue(timeout_stale_ms=None)
             self.assertIsNone(q.pop())
             self.assertIsNone(namesake and namesake.pop())
             q.push(b"x", key=key)
 
             def close(q: FemtoQueue = q, key: str | None = key) -> None:
-                with self.locked(key) if key else contextlib.nullcontext(), in_threads(q.close):
+                with (
+                    self.locked(key) if key else contextlib.nullcontext(),
+                    in_threads(q.close),
+                ):
                     pass
                 if key is None:
                     raise_errno(errno.EIO)
@@ -10758,12 +12089,22 @@ class Trust(QueueCase):
     def test_state_directory_that_is_a_link_is_refused(self) -> None:
         """If a directory of the queue is a link, no call follows it, and the error names it."""
         outside = self.new_dir(self.memory)
-        directories = "creating", "pending", "scheduled", "done", "failed", "keys", "locks"
+        directories = (
+            "creating",
+            "pending",
+            "scheduled",
+            "done",
+            "failed",
+            "keys",
+            "locks",
+        )
         for name in (*directories, "checkpoints"):
             self.new_queue()
             shutil.rmtree(self.file(name), ignore_errors=True)
             os.symlink(outside, self.file(name))
-            refused = self.assertRaisesRegex(NotADirectoryError, re.escape(self.file(name)))
+            refused = self.assertRaisesRegex(
+                NotADirectoryError, re.escape(self.file(name))
+            )
             with self.subTest(name), refused, FemtoQueue(self.path) as q:
                 task = leased(q, key="k")
                 q.checkpoint(task, b"half")
@@ -10778,7 +12119,9 @@ class Trust(QueueCase):
             q.pause()
             self.assertEqual((q.paused, q.pop()), (True, None))
             q.resume()
-            self.assertFalse(os.path.lexists(outside) or os.path.lexists(self.file("PAUSED")))
+            self.assertFalse(
+                os.path.lexists(outside) or os.path.lexists(self.file("PAUSED"))
+            )
             q.done(self.pop(q))
 
     def test_lock_file_that_is_a_link_is_not_followed(self) -> None:
@@ -10805,7 +12148,9 @@ class Trust(QueueCase):
                 clock.advance(61)
                 self.assertIsNone(q.pop())
             self.assertEqual((q.stats().inflight, [*q.tasks("inflight")]), (0, []))
-            self.assertEqual((q.peek(f"{0:020d}-{'0' * 16}"), q.contains("k")), (None, False))
+            self.assertEqual(
+                (q.peek(f"{0:020d}-{'0' * 16}"), q.contains("k")), (None, False)
+            )
             self.assertTrue(q.join(0))
             q.done(leased(q, key="k"))
         self.assertEqual(len(logged.output), 1, logged.output)
@@ -10855,7 +12200,12 @@ class Trust(QueueCase):
         read the locks, either: flock() needs no more."""
         before = os.umask(0)
         self.addCleanup(os.umask, before)
-        for mode, of_lock in ((0o755, 0o600), (0o775, 0o660), (0o777, 0o666), (0o750, 0o600)):
+        for mode, of_lock in (
+            (0o755, 0o600),
+            (0o775, 0o660),
+            (0o777, 0o666),
+            (0o750, 0o600),
+        ):
             self.path = self.new_dir(self.memory)
             os.chmod(self.path, mode)
             q = self.queue()
@@ -10915,11 +12265,16 @@ class LockWaits(TicketCase):
             self.assertRaises(BlockingIOError, q.pop)
         self.assertEqual(popped(q).attempts, 1)
 
-    def test_take_without_a_timeout_waits_for_a_lock_that_is_held_for_a_moment(self) -> None:
+    def test_take_without_a_timeout_waits_for_a_lock_that_is_held_for_a_moment(
+        self,
+    ) -> None:
         q, clock = self.queue(), self.clock()
         ident = q.push(b"x", key="k")
         lock = self.locked("k")
-        with lock, mock.patch.object(clock, "sleep", side_effect=lambda _: lock.close()):
+        with (
+            lock,
+            mock.patch.object(clock, "sleep", side_effect=lambda _: lock.close()),
+        ):
             self.assertEqual(self.take(q, "k").id, ident)
 
     def test_pauses_between_two_attempts_at_a_lock_stay_short(self) -> None:
@@ -10928,10 +12283,14 @@ class LockWaits(TicketCase):
         q.push(b"x", key="k")
         lock = self.locked("k")
         with lock, mock.patch.object(clock, "sleep") as sleep:
-            sleep.side_effect = lambda _: lock.close() if sleep.call_count > 99 else None
+            sleep.side_effect = lambda _: (
+                lock.close() if sleep.call_count > 99 else None
+            )
             q.push(b"x", key="k")
         self.assertEqual(sleep.call_count, 100)
-        self.assertLessEqual(max(seconds for (seconds,), _ in sleep.call_args_list), 0.05)
+        self.assertLessEqual(
+            max(seconds for (seconds,), _ in sleep.call_args_list), 0.05
+        )
 
     def test_turn_ends_at_its_timeout_while_the_line_is_locked(self) -> None:
         line = self.line()
@@ -10965,7 +12324,9 @@ class LockWaits(TicketCase):
         for number, nested in enumerate((q, other)):
             key, codes = f"k{number}", list[int | None]()
 
-            def handle(nested: FemtoQueue = nested, key: str = key, codes: Any = codes) -> None:
+            def handle(
+                nested: FemtoQueue = nested, key: str = key, codes: Any = codes
+            ) -> None:
                 with self.assertRaises(OSError) as caught:
                     nested.push(b"nested", key=key)
                 codes.append(caught.exception.errno)
@@ -10981,7 +12342,9 @@ class Reported(QueueCase):
     """Situations in which other programs have failed, by public reports."""
 
     @FORK
-    def test_child_of_a_fork_that_python_does_not_see_is_a_worker_of_its_own(self) -> None:
+    def test_child_of_a_fork_that_python_does_not_see_is_a_worker_of_its_own(
+        self,
+    ) -> None:
         """After a fork by a C library, which calls no hook of Python, the child makes other ids,
         and its close() ends no lease of the parent."""
         # uWSGI forks so. Both push while the clock stands still.
@@ -11077,7 +12440,9 @@ class Reported(QueueCase):
         for name in femtoqueue.__all__:
             members = {"": getattr(femtoqueue, name)}
             if isinstance(members[""], type):
-                members |= {it: value for it, value in vars(members[""]).items() if it[0] != "_"}
+                members |= {
+                    it: value for it, value in vars(members[""]).items() if it[0] != "_"
+                }
             for member in members.values():
                 function = member.fget if isinstance(member, property) else member
                 if callable(function):
@@ -11108,11 +12473,15 @@ class Reported(QueueCase):
         copy = self.queue()
         copy.push(b"A3", key="A")
         copy.push(b"B2", key="B")
-        self.assertEqual((self.drain(copy), copy.check()), ([b"plain", b"A3", b"B2"], []))
+        self.assertEqual(
+            (self.drain(copy), copy.check()), ([b"plain", b"A3", b"B2"], [])
+        )
         self.path = live
         self.assertEqual(self.drain(q), [b"A9"])
 
-    def test_payload_that_was_pushed_last_is_delivered_last_after_the_loss_of_a_link(self) -> None:
+    def test_payload_that_was_pushed_last_is_delivered_last_after_the_loss_of_a_link(
+        self,
+    ) -> None:
         """If power loss undoes the last change of keys/<hash>, the payload that was pushed last is
         still delivered last."""
         q = self.queue()
@@ -11152,7 +12521,9 @@ def run_forked(words: list[str], output: Any) -> int:
     status = 1
     try:
         os.setpgid(0, 0)
-        for fd, source in enumerate((os.open(os.devnull, os.O_RDONLY), *[output.fileno()] * 2)):
+        for fd, source in enumerate(
+            (os.open(os.devnull, os.O_RDONLY), *[output.fileno()] * 2)
+        ):
             os.dup2(source, fd)
         faulthandler.dump_traceback_later(SUITE_S, exit=True)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -11177,7 +12548,9 @@ def print_result(name: str, output: Any, status: int, is_verbose: bool) -> None:
     print(f"{name}: {text}", file=sys.stderr, flush=True)
 
 
-def run_side_by_side(names: list[str], switches: list[str], processes: int) -> list[str]:
+def run_side_by_side(
+    names: list[str], switches: list[str], processes: int
+) -> list[str]:
     """Run each class in a process of its own, at most `processes` at a time. Return the names of
     the classes that failed. With -f, the first failure ends the run.
 
@@ -11185,7 +12558,8 @@ def run_side_by_side(names: list[str], switches: list[str], processes: int) -> l
     or SIGTERM too, the groups of all running classes are killed.
     """
     left, failed = deque(sorted(names, key=[*LONGEST, *names].index)), list[str]()
-    running: dict[int, tuple[str, Any]] = {}  # by pid: the class, and the file of its output
+    # by pid: the class, and the file of its output
+    running: dict[int, tuple[str, Any]] = {}
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         while (left or running) and not (failed and "-f" in switches):
@@ -11211,13 +12585,18 @@ def run_here(words: list[str]) -> int:
     nohup(1) and `&` in a shell script make a process ignore SIGHUP or SIGINT. The default handlers
     are set again, since the commands under test would inherit the ignored signals.
     """
-    handlers: dict[str, Any] = {"SIGINT": signal.default_int_handler, "SIGHUP": signal.SIG_DFL}
+    handlers: dict[str, Any] = {
+        "SIGINT": signal.default_int_handler,
+        "SIGHUP": signal.SIG_DFL,
+    }
     for name, handler in handlers.items():
         number = getattr(signal, name, None)  # there is no SIGHUP on Windows
         if number and signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, handler)
     faulthandler.enable()
-    return int(not unittest.main(argv=[sys.argv[0], *words], exit=False).result.wasSuccessful())
+    return int(
+        not unittest.main(argv=[sys.argv[0], *words], exit=False).result.wasSuccessful()
+    )
 
 
 def main() -> int:
@@ -11229,9 +12608,15 @@ def main() -> int:
     tests_of = unittest.defaultTestLoader.getTestCaseNames
     cases = {name: it for name, it in globals().items() if isinstance(it, type)}
     classes = names or [
-        name for name, it in cases.items() if issubclass(it, unittest.TestCase) and tests_of(it)
+        name
+        for name, it in cases.items()
+        if issubclass(it, unittest.TestCase) and tests_of(it)
     ]
-    if len(classes) < 2 or any(it.startswith("-") for it in names) or not hasattr(os, "fork"):
+    if (
+        len(classes) < 2
+        or any(it.startswith("-") for it in names)
+        or not hasattr(os, "fork")
+    ):
         return run_here(sys.argv[1:])
     affinity = getattr(os, "sched_getaffinity", None)
     processes = 1 + (len(affinity(0)) if affinity else os.cpu_count() or 1)
@@ -11239,9 +12624,14 @@ def main() -> int:
     # A killed test leaves directories behind. They are all inside the two directories that are made
     # here, and removed at the end.
     made = functools.partial(
-        tempfile.TemporaryDirectory, prefix="femtoqueue-tests-", ignore_cleanup_errors=True
+        tempfile.TemporaryDirectory,
+        prefix="femtoqueue-tests-",
+        ignore_cleanup_errors=True,
     )
-    with made(dir=None) as tempfile.tempdir, made(dir=QueueCase.memory) as QueueCase.memory:
+    with (
+        made(dir=None) as tempfile.tempdir,
+        made(dir=QueueCase.memory) as QueueCase.memory,
+    ):
         failed = run_side_by_side(classes, switches, processes)
     end = "FAILED" if failed else "OK"
     print(f"{time.monotonic() - began_s:.1f} s:", *failed, end, file=sys.stderr)

@@ -22,12 +22,20 @@ import verdict
 from proof import name_of, payload
 from verdict import LEASE_MS, LONGEST_CALL_S, LOOK_UPS
 
-from femtoqueue import FemtoQueue, FemtoQueueError, FemtoTask, KeyInFlight, LeaseLost, TicketQueue
+from femtoqueue import (
+    FemtoQueue,
+    FemtoQueueError,
+    FemtoTask,
+    KeyInFlight,
+    LeaseLost,
+    TicketQueue,
+)
 
 # How long to retry done(), fail() or release(): on a host that was cut off, these calls may fail
 # until the cluster is healed.
 SETTLE_S = 240.0
-STALE_S = 30.0  # stale_s of a TicketQueue: after this, another host's untouched ticket is stale
+# stale_s of a TicketQueue: after this, another host's untouched ticket is stale
+STALE_S = 30.0
 SIZES = (0, 50, 5000, 100_000)  # of payloads, in bytes
 
 
@@ -36,7 +44,8 @@ class Noter:
 
     name: str
     fd: int  # of the log, see open_log()
-    offset_s: float = 0.0  # this host's monotonic clock plus offset_s is the proof's clock
+    # this host's monotonic clock plus offset_s is the proof's clock
+    offset_s: float = 0.0
 
     def now_s(self) -> float:
         """Return the time on the proof's clock, which all hosts share."""
@@ -117,7 +126,8 @@ class Actor(Noter):
         Actor.pop() writes these claims to the log. Replaces the method claim() of the queue's lease
         directory by a wrapper that records the task.
         """
-        self.claims: list[tuple[str, float]] = []  # of the current pop(): id, time before the claim
+        # of the current pop(): id, time before the claim
+        self.claims: list[tuple[str, float]] = []
         lease_dir = self.q._worker.lease_dir
         claim = lease_dir.claim
 
@@ -130,14 +140,20 @@ class Actor(Noter):
 
         lease_dir.claim = noting  # type: ignore[method-assign]
 
-    def note_error(self, what: str, which: object, began_s: float, error: Exception) -> None:
+    def note_error(
+        self, what: str, which: object, began_s: float, error: Exception
+    ) -> None:
         """Log an error of the call `what` on the task or payload `which`, and pause.
 
         The line has the errno and the names of the functions that the error passed through.
         """
         names = [frame.name for frame in traceback.extract_tb(error.__traceback__)[1:]]
         where = ">".join(name for name in names if name != "<lambda>")
-        code = errno.ETIMEDOUT if isinstance(error, TimeoutError) else getattr(error, "errno", None)
+        code = (
+            errno.ETIMEDOUT
+            if isinstance(error, TimeoutError)
+            else getattr(error, "errno", None)
+        )
         self.note("error", what, which, began_s, code or 0, where)
         time.sleep(0.2)
 
@@ -161,9 +177,13 @@ class Actor(Noter):
                 return self.q.push_many(datas)
             if due_s is None:
                 return [self.q.push(datas[0], key=key, if_in_flight=policy)]
-            return [self.q.schedule(datas[0], due_s * 1e6, key=key, if_in_flight=policy)]
+            return [
+                self.q.schedule(datas[0], due_s * 1e6, key=key, if_in_flight=policy)
+            ]
 
-        sizes = self.chance.choices(SIZES, (4, 4, 2, 0.2), k=1 if count is None else count)
+        sizes = self.chance.choices(
+            SIZES, (4, 4, 2, 0.2), k=1 if count is None else count
+        )
         names = [f"{self.name}:{next(self.number)}" for _ in sizes]
         datas, began_s = [*map(payload, names, sizes)], self.now_s()
         for name in names:
@@ -241,13 +261,20 @@ class Actor(Noter):
         if (task := self.pop()) is None:
             return 0.02
         self.work_on(task)
-        self.settle(task, self.chance.choices(("done", "fail", "release"), (85, 5, 10))[0])
+        self.settle(
+            task, self.chance.choices(("done", "fail", "release"), (85, 5, 10))[0]
+        )
         return 0
 
     def work_on(self, task: FemtoTask) -> None:
         """Sleep. Sometimes renew the lease afterwards, and sometimes sleep beyond the deadline."""
-        how = self.chance.choices(("short", "long", "renewed", "late"), (90, 5, 3, 2))[0]
-        time.sleep({"short": 0.02, "late": LEASE_MS / 1e3 + 1}.get(how, 1) * self.chance.random())
+        how = self.chance.choices(("short", "long", "renewed", "late"), (90, 5, 3, 2))[
+            0
+        ]
+        time.sleep(
+            {"short": 0.02, "late": LEASE_MS / 1e3 + 1}.get(how, 1)
+            * self.chance.random()
+        )
         if how == "renewed":
             self.extend(task)
 
@@ -331,7 +358,9 @@ class Actor(Noter):
         """Settle a task, if there is one, in a random way after a short sleep."""
         if task is not None:
             time.sleep(self.chance.choice((0.0, 0.05)) * self.chance.random())
-            self.settle(task, self.chance.choices(("done", "fail", "release"), (70, 10, 20))[0])
+            self.settle(
+                task, self.chance.choices(("done", "fail", "release"), (70, 10, 20))[0]
+            )
 
     def look_up(self, key: str) -> None:
         """Call take(), contains() or peek() with a key, and log whether the call found a task."""
@@ -365,7 +394,9 @@ class Actor(Noter):
         while not self.is_over():
             time.sleep(0.01)
             now = verdict.places_of_keys(unfinished(self.queue))
-            wrong = {*verdict.crowded(a & b for a, b in zip(before, now, strict=True))} - told
+            wrong = {
+                *verdict.crowded(a & b for a, b in zip(before, now, strict=True))
+            } - told
             for text in wrong:
                 self.note("crowded", text)
             told |= wrong
@@ -402,5 +433,7 @@ def unfinished(root: str) -> set[str]:
     for directory in set(os.listdir(root)) - {"creating", "done", "failed"}:
         # RACE: a worker removed its lease directory.
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            paths |= {f"{directory}/{name}" for name in os.listdir(f"{root}/{directory}")}
+            paths |= {
+                f"{directory}/{name}" for name in os.listdir(f"{root}/{directory}")
+            }
     return paths

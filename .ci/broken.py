@@ -55,16 +55,20 @@ HANG = "a test that does not end"
 @dataclass(frozen=True)
 class Fault:
     promise: str
-    expected: str  # the class in test.py that should catch the fault; "-": only proofs catch it
+    # the class in test.py that should catch the fault; "-": only proofs catch it
+    expected: str
     hangs: bool  # a test that does not end counts as a failure
-    caught_by: list[tuple[str, str, str]]  # a proof's name, its argument, the pattern after "~"
+    # a proof's name, its argument, the pattern after "~"
+    caught_by: list[tuple[str, str, str]]
     old: str  # text of femtoqueue.py
     new: str  # the text to put in its place
 
     def apply(self, source: str) -> str:
         """Return the source with the fault. Raises ValueError unless `old` occurs exactly once."""
         if source.count(self.old) != 1:
-            raise ValueError(f"the text occurs {source.count(self.old)} times: {self.old!r}")
+            raise ValueError(
+                f"the text occurs {source.count(self.old)} times: {self.old!r}"
+            )
         return source.replace(self.old, self.new)
 
     def copy(self, directory: str) -> str:
@@ -73,7 +77,9 @@ class Fault:
         project = tempfile.mkdtemp(dir=directory)
         ignored = shutil.ignore_patterns(".git*", "*cache*")
         shutil.copytree(PROJECT, project, ignore=ignored, dirs_exist_ok=True)
-        with open(os.path.join(project, "femtoqueue.py"), "w", encoding="utf-8") as file:
+        with open(
+            os.path.join(project, "femtoqueue.py"), "w", encoding="utf-8"
+        ) as file:
             file.write(self.apply(read("femtoqueue.py")))
         return project
 
@@ -119,7 +125,9 @@ def must_catch(
                     say(f"{fault.promise}: caught{failure}"[:300].partition("\n")[0])
                     break
             else:
-                raise Violation(f"{fault.promise}: not caught with {need}: {text[-3000:]}")
+                raise Violation(
+                    f"{fault.promise}: not caught with {need}: {text[-3000:]}"
+                )
 
 
 def parse_faults(text: str) -> Iterator[Fault]:
@@ -137,9 +145,14 @@ def parse_faults(text: str) -> Iterator[Fault]:
         tests, *proofs = finders.split("; ")
         expected, _, hangs = tests.partition(" ")
         needs = re.findall(r"(?m)^(\w+): (.*?) ?(?:~ (.*))?$", "\n".join(proofs))
-        old, new = ("\n".join(it[1:] for it in lines if it[0] in signs) for signs in ("- ", "+ "))
+        old, new = (
+            "\n".join(it[1:] for it in lines if it[0] in signs)
+            for signs in ("- ", "+ ")
+        )
         indent = re.match(" *", old)[0]  # type: ignore[index]
-        yield Fault(promise, expected, hangs == "hangs", needs, old, new or f"{indent}pass")
+        yield Fault(
+            promise, expected, hangs == "hangs", needs, old, new or f"{indent}pass"
+        )
 
 
 FAULTS = r"""
@@ -225,8 +238,9 @@ a forked child closes its parent's lock files | Liveness
 -    while _open_lock_fds:
 +    while False:
 a lock on a file that was removed does not count | Tickets
--        if not lock.is_at_path():  # RACE: maybe_cleanup()
-+        if lock.fd < 0:  # RACE: maybe_cleanup()
+         lock.acquire_exclusive(until_s)
+-        if not lock.is_at_path():
++        if lock.fd < 0:
 an error of flock() is raised, unless the file system does not support locks | Faults
 -        if error.errno in _NO_FLOCK_ERRNOS:
 +        if error.errno:
@@ -286,20 +300,20 @@ a finished task is not delivered, even if a second name of it came back | Lifecy
 +        if not source and
 the claim is one rename: a task is leased once | Crash
 ; faults: SIGKILL; hosts: calm ~ leased twice|stands in; nfs: calm ~ leased twice|stands in
--            os.rename(old_name, held.prefix + new_name, src_dir_fd=where.fd, dst_dir_fd=held.fd)
-+            os.link(old_name, held.prefix + new_name, src_dir_fd=where.fd, dst_dir_fd=held.fd)
+-            os.rename(old, new, src_dir_fd=where.fd, dst_dir_fd=held.fd)
++            os.link(old, new, src_dir_fd=where.fd, dst_dir_fd=held.fd)
 +            with suppress(FileNotFoundError):
-+                os.unlink(old_name, dir_fd=where.fd)
++                os.unlink(old, dir_fd=where.fd)
 the claim is one rename: a task is in one state at each instant | Crash; faults: SIGKILL
--            os.rename(old_name, held.prefix + new_name, src_dir_fd=where.fd, dst_dir_fd=held.fd)
-+            with open(os.open(old_name, os.O_RDONLY, dir_fd=where.fd), "rb") as file:
+-            os.rename(old, new, src_dir_fd=where.fd, dst_dir_fd=held.fd)
++            with open(os.open(old, os.O_RDONLY, dir_fd=where.fd), "rb") as file:
 +                content = file.read()
-+            os.unlink(old_name, dir_fd=where.fd)
++            os.unlink(old, dir_fd=where.fd)
 +            with open(f"{self._files.path}/{lease.path}", "wb") as file:
 +                file.write(content)
 a claim moves a task only into the directory whose lock the worker holds | LeaseDirectoryLost
--            os.rename(old_name, held.prefix + new_name, src_dir_fd=where.fd, dst_dir_fd=held.fd)
-+            os.rename(old_name, f"{self._files.path}/{lease.path}", src_dir_fd=where.fd)
+-            os.rename(old, new, src_dir_fd=where.fd, dst_dir_fd=held.fd)
++            os.rename(old, f"{self._files.path}/{lease.path}", src_dir_fd=where.fd)
 work() passes over a task that can't be read | TroubleOfOneTask
 -            error.task_id = ident  # type: ignore[union-attr]
 a task that can't be read has its attempts counted | TroubleOfOneTask
@@ -491,7 +505,7 @@ a worker uses another directory if it may not open the one of its node_id | Many
 +            except (PermissionError, NotADirectoryError):
 +                raise
 a worker uses another directory if it may not write to the one of its node_id | ManyUsers
--        if not os.access(lock.prefix + ".", os.W_OK, dir_fd=lock.fd):  # another user has made it
+-        if not os.access(lock.prefix + ".", os.W_OK, dir_fd=lock.fd):
 +        if not lock:
 a worker uses another directory if another process keeps its own locked | Liveness hangs
              if time.monotonic() >= end_s:
@@ -713,8 +727,8 @@ another host's lease that was just renewed is not reclaimed | Healed
 -            elif not self._renewed_recently(entry):
 +            elif entry:
 the empty lease directory of another host's worker is kept for a minute | Liveness
-- < _IDLE_NS:
-+ < 0:
+- < _IDLE_NS
++ < 0
 a lease ends at its deadline | Model; fuzz: lives
 -            if entry.stamp_ns > now_ns:
 +            if entry.stamp_ns > now_ns - 10**10:
@@ -765,8 +779,9 @@ a task fails although a directory has its name in failed/ | Faults
 -            if not os.path.samestat(self.files.lstat(short), self.files.lstat(source)):
 +            if not ident:
 a task is done although a directory has its name in done/ | Trust
--(*_OUT_OF_SPACE_ERRNOS, errno.EISDIR, errno.EPERM)
-+_OUT_OF_SPACE_ERRNOS
+                     *_OUT_OF_SPACE_ERRNOS,
+-                    errno.EISDIR,
+-                    errno.EPERM,
 retry() removes the reason of a task | Model
 -                self.files.unlink_if_exists(f"failed/{ident}.error")
 retry() puts a task at the back | Model
@@ -829,8 +844,9 @@ the older of two pushes during a listing with foreign files comes first | Races
 -            if self.seen <= _AT_ONCE:
 +            if len(self.names) <= _AT_ONCE:
 a part of the maintenance pauses for longer than it took | Faults
--                self.next_s[what] = max(ended_s + self.every_s[what], self.rested_s[what])
-+                self.next_s[what] = ended_s
+                 self.next_s[what] = max(
+-                    ended_s + self.every_s[what], self.rested_s[what]
++                    ended_s, 0
 an error of a listing is raised in the coroutine that waits | Coroutines
 -                request.answer.set_exception(error)
 +                request.answer.set_result(task)
@@ -942,8 +958,8 @@ only a leased task can be attached | Lifecycle
 -        is_path = _parse_node_dir(directory) and
 +        is_path =
 processing() renews the lease | Processing
-- or next_left_ns >= lease.length_ns * (1 - _RENEWAL):
-+ or next_left_ns:
+-next_left_ns >= lease.length_ns * (
++next_left_ns != (
 a child forked in processing() does not end the task | Processing
 -        if os.getpid() != self._pid:
 +        if not self._pid:
@@ -971,18 +987,23 @@ work() runs no more than `concurrency` handlers | Work
 +for _ in range(self._concurrency + 1)
 rm cancels a task even while its payload is replaced | KeyedInterrupted
 -        self.lstat(target)
-         _Files.move(self, source, target)
+         # an override of move()
 an exception that a signal handler raises while a lock is closed is not lost | Faults
-         except OSError as error:  # the work under the lock is done, so ignore a disk error
+         except OSError as error:
+             # the work under the lock is done, so ignore a disk error
 -            _raise_if_no_errno(error)
 +            pass
 a payload scheduled behind a task moves with the task to the new time | Keyed
 -            self._files.move_onto(behind, target)
 -            behind = ""
 if a lease can't be reclaimed because its key's lock is held, the lease is reclaimed later | Keyed
--            return  # RACE: another process holds the key's lock. The next reclaim tries again.
+             # RACE: another process holds the key's lock. The next reclaim tries again.
+-            return
++            pass
 a TicketQueue directory that is removed while it is opened is made again | Tickets
--        self._files = _despite_cleanup(lambda: _open_files(path, is_durable=False), path)
+-        self._files = _despite_cleanup(
+-            lambda: _open_files(path, is_durable=False), path
+-        )
 +        self._files = _open_files(path, is_durable=False)
 a member whose ticket was removed gets no turn with another member's number | Tickets
 -            is_first = member == first
@@ -1058,8 +1079,8 @@ a claim whose undo failed is put back uncounted later | Faults
 a task that this user may not claim does not delay other tasks | TroubleOfOneTask
 -                self._worker.batch.bar(_id_of(name))
 a task that this user could not claim is tried again after a minute | TroubleOfOneTask
-- if until_s > now_s}
-+}
+- in self.barred.items() if until_s > now_s
++ in self.barred.items()
 a task found for a coroutine that was cancelled goes back | Coroutines
 -                self._give_back(request.answer.result(), 0)
 a task that a wait gives back is not counted | Coroutines hangs
@@ -1134,8 +1155,8 @@ a host whose queue clock is ahead does not remove files that others write | Lost
 -            return self._files.lstat(entry.path).st_ctime_ns < _wall_ns() - age_ns
 +            return bool(self._files.lstat(entry.path))
 after the deadline, a rename of a lease that raised an error does not count as done | LostReply
--        if not (self.is_fuse or (is_lease and _stamp_of(source) <= self.clock.now_ns())):
-+        if not self.is_fuse:
+-            self.is_fuse or (is_lease and _stamp_of(source) <= self.clock.now_ns())
++            self.is_fuse
 a claim whose reply was lost is a delivery | InterruptedOnSharedFileSystem
 -            if os.path.basename(lease) in names:
 +            if not lease:
@@ -1149,8 +1170,8 @@ a file that was replaced is looked up again | Healed hangs
 -        for _ in range(_LOOKS):
 +        for _ in range(1):
 a file that a listing shows is read again if it is not found | InterruptedOnSharedFileSystem
--_backoff_s(0.001, _STALE_S / 24), _LISTED_LOOKS)
-+_backoff_s(0.001, _STALE_S / 24), 1)
+-            _backoff_s(0.001, _STALE_S / 24), _LISTED_LOOKS
++            _backoff_s(0.001, _STALE_S / 24), 1
 a command's exit status is 1 for a FemtoQueueError, 2 for another error | CommandLine
 -        return 1 if isinstance(error, FemtoQueueError) else 2
 +        return 2 if isinstance(error, FemtoQueueError) else 1
@@ -1223,11 +1244,15 @@ def first_failure(project: str, limit_s: float, *tests: str) -> str:
     if found := re.search(r"^(?:FAIL|ERROR): (\w+) \(\w+\.(\w+)", output, re.MULTILINE):
         return f"{found[2]}.{found[1]}"
     if status:
-        say(f"{' '.join(tests)}: exit status {status}, but no test failed:\n{output[-1000:]}")
+        say(
+            f"{' '.join(tests)}: exit status {status}, but no test failed:\n{output[-1000:]}"
+        )
     return ""
 
 
-def run_copy(project: str, *words: str, limit_s: float | None = None) -> tuple[int | None, str]:
+def run_copy(
+    project: str, *words: str, limit_s: float | None = None
+) -> tuple[int | None, str]:
     """Run a Python program in a copy of the project. Its temporary files are beside the copy. If
     the program is killed, they are removed with the copies.
 
@@ -1281,12 +1306,21 @@ def run_tests(rows: list[Fault]) -> int:
 def main() -> None:
     parser = docstring_parser(__doc__)
     add = parser.add_argument
-    add("--check", action="store_true", help="only test that each fault can still be applied")
+    add(
+        "--check",
+        action="store_true",
+        help="only test that each fault can still be applied",
+    )
     run = "run test.py on N faults (default: on all of them)"
     add("--tests", nargs="?", type=int, const=0, metavar="N", help=run)
     seed = "seed of the sample (default: the date)"
     add("--seed", default=time.strftime("%Y-%m-%d"), help=seed)
-    add("--only", default="", metavar="TEXT", help="only faults with TEXT in their promise")
+    add(
+        "--only",
+        default="",
+        metavar="TEXT",
+        help="only faults with TEXT in their promise",
+    )
     args = parser.parse_args()
     rows = [*parse_faults(FAULTS)]
     wrong = check(rows)

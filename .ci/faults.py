@@ -92,9 +92,13 @@ ERRORS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("write", "pwrite64", "fsync", "fdatasync", "syncfs"), WRITES),
     **dict.fromkeys(("rename", "renameat", "renameat2", "mkdir", "mkdirat"), CHANGES),
     **dict.fromkeys(("link", "linkat", "symlinkat"), (*CHANGES, "EPERM")),
-    **dict.fromkeys(("unlink", "unlinkat", "rmdir", "chmod", "fchmod", "fchmodat"), STATUS),
+    **dict.fromkeys(
+        ("unlink", "unlinkat", "rmdir", "chmod", "fchmod", "fchmodat"), STATUS
+    ),
     **dict.fromkeys(("fchown", "lchown", "fchownat"), STATUS),
-    **dict.fromkeys(("stat", "lstat", "newfstatat", "statx", "access", "faccessat"), STATUS),
+    **dict.fromkeys(
+        ("stat", "lstat", "newfstatat", "statx", "access", "faccessat"), STATUS
+    ),
     **dict.fromkeys(("faccessat2", "readlinkat"), STATUS),
     **dict.fromkeys(("fstat", "statfs", "fstatfs", "getdents64"), ("EIO",)),
     **dict.fromkeys(("read", "pread64"), ("EIO", "EINTR")),
@@ -102,7 +106,8 @@ ERRORS: dict[str, tuple[str, ...]] = {
     "close": ("EIO", "ENOSPC", "EINTR"),
     **dict.fromkeys(("lseek", "fcntl", "ioctl"), ()),
 }
-SURFACES_AS = {errno.ENOLCK: errno.ENOTSUP}  # how the queue reports a file system without flock
+# how the queue reports a file system without flock
+SURFACES_AS = {errno.ENOLCK: errno.ENOTSUP}
 KILL = "SIGKILL"
 LIVE = ("pending", "scheduled", "inflight")
 NO_ID = f"{7:020d}-0000000000000007"
@@ -110,7 +115,8 @@ AN_HOUR_S, LATER_S = 3600.0, 1000.0
 TIMEOUT_S = 30
 PR_SET_PDEATHSIG, PR_SET_PTRACER = 1, 0x59616D61
 
-Note = list[Any]  # [a word ("try", "ok", "err", "lost", ...), step, its arguments..., its outcome]
+# [a word ("try", "ok", "err", "lost", ...), step, its arguments..., its outcome]
+Note = list[Any]
 Noting = Callable[[Note], None]
 Maker = Callable[[str], FemtoQueue]  # makes a queue object with a node_id
 
@@ -137,7 +143,8 @@ class PassingClock(Clock):
     sleep = Clock.advance
 
 
-CLOCK = PassingClock()  # made once, so that all forked processes start with the same time
+# made once, so that all forked processes start with the same time
+CLOCK = PassingClock()
 
 
 @contextlib.contextmanager
@@ -168,7 +175,10 @@ class Life:
         self.queues: list[FemtoQueue] = []
 
     def step(
-        self, call: Callable[[], Any], *what: Any, shown: Callable[[Any], Any] = lambda _: None
+        self,
+        call: Callable[[], Any],
+        *what: Any,
+        shown: Callable[[Any], Any] = lambda _: None,
     ) -> Any:
         """Make a call and return its result. After an OSError repeat it, unless it is a push.
 
@@ -183,7 +193,9 @@ class Life:
                 self.note(["ok", *what, shown(result)])
                 return result
             except OSError as error:
-                self.note(["err", *what, error.errno, len(getattr(error, "pushed_ids", ()))])
+                self.note(
+                    ["err", *what, error.errno, len(getattr(error, "pushed_ids", ()))]
+                )
             except FemtoQueueError as error:
                 self.note(["lost", *what, type(error).__name__])
                 break
@@ -197,13 +209,19 @@ class Life:
         return self.queues[-1]
 
     def push(
-        self, name: str, key: str | None = None, policy: Any = "buffer", in_s: float | None = None
+        self,
+        name: str,
+        key: str | None = None,
+        policy: Any = "buffer",
+        in_s: float | None = None,
     ) -> None:
         def call() -> str:
             if in_s is None:
                 return self.queue.push(data_of(name), key=key, if_in_flight=policy)
             due_us = (self.clock.time() + in_s) * 1e6
-            return self.queue.schedule(data_of(name), due_us, key=key, if_in_flight=policy)
+            return self.queue.schedule(
+                data_of(name), due_us, key=key, if_in_flight=policy
+            )
 
         self.step(call, "push", name, key, policy, (in_s or 0) > 0)
 
@@ -225,10 +243,17 @@ class Life:
         if task is not None:
             method = getattr(self.queue, how)
             later = "delay_s" in options
-            self.step(lambda: method(task, **options), "end", how, name_of(task.data), later)
+            self.step(
+                lambda: method(task, **options), "end", how, name_of(task.data), later
+            )
 
     def call(self, method: str, *arguments: Any) -> None:
-        self.step(lambda: getattr(self.queue, method)(*arguments), "call", method, [*arguments])
+        self.step(
+            lambda: getattr(self.queue, method)(*arguments),
+            "call",
+            method,
+            [*arguments],
+        )
 
     def retry(self, task: FemtoTask | None) -> None:
         if task is not None:
@@ -382,7 +407,8 @@ def leave_leases(life: Life, own: str) -> None:
     life.pop()
     life.pop(f"k{own}")
     life.push(f"{own}-k2", f"k{own}")
-    life.push(f"{own}-k", "k")  # the second worker's payload gets behind the first one's lease
+    # the second worker's payload gets behind the first one's lease
+    life.push(f"{own}-k", "k")
     life.pop("k")
 
 
@@ -398,7 +424,8 @@ class Slot:
     states: set[str] = dataclasses.field(default_factory=lambda: {"gone", "live"})
     key: str | None = None
     leased: str = ""  # while the task is leased to the life: the payload's name
-    later: bool = False  # pop() may not find it yet: it is due later, or needs a housekeeping job
+    # pop() may not find it yet: it is due later, or needs a housekeeping job
+    later: bool = False
     behind: Slot | None = None  # the payload that is buffered behind this task
     # The names of payloads that end with the task in front of them.
     updates: set[str] = dataclasses.field(default_factory=set)
@@ -432,10 +459,20 @@ class Ledger:
             self._logged = []
         if word == "log":
             self._logged.append(what)
-        may_be_lost = self._erred == note[1:-1] and what in ("end", "retry") and rest[0] != "extend"
+        may_be_lost = (
+            self._erred == note[1:-1]
+            and what in ("end", "retry")
+            and rest[0] != "extend"
+        )
         if word == "lost" and not may_be_lost:
-            raise Violation(f"{note}, though the life held the lease; error before: {self._erred}")
-        handler = getattr(self, f"_{what}", None) if word in ("try", "ok", "err", "lost") else None
+            raise Violation(
+                f"{note}, though the life held the lease; error before: {self._erred}"
+            )
+        handler = (
+            getattr(self, f"_{what}", None)
+            if word in ("try", "ok", "err", "lost")
+            else None
+        )
         if handler is not None:
             handler(word, *rest[:-1])
         if word != "try":
@@ -458,7 +495,8 @@ class Ledger:
                 self.slots.append(behind)
                 if behind.updates and slot.states & {"done", "failed"}:
                     behind.states |= {"gone"}
-            elif behind is not None:  # the process was killed in the push of the buffered payload
+            elif behind is not None:
+                # the process was killed in the push of the buffered payload
                 slot.names |= behind.names
 
     def _look(self, word: str, found: Any = None, *_: Any) -> None:
@@ -468,22 +506,34 @@ class Ledger:
         # tasks() logs each file that it has no permission to read, and leaves the file out.
         left_out = sum("Permission denied" in text for text in self._logged)
         misplaced = self.misplaced(states)
-        wrong = [it for it in misplaced if not (it[0].later and it[1] in ("gone", "inflight"))]
+        wrong = [
+            it
+            for it in misplaced
+            if not (it[0].later and it[1] in ("gone", "inflight"))
+        ]
         if len(wrong) > left_out or any(state != "gone" for _, state in wrong):
             raise Violation(f"the life saw {states}; in a wrong state: {wrong}")
-        if not sees_k and any(it.key == "k" and it.states == {"live"} for it in self.slots):
-            raise Violation(f"contains() or peek() does not find the task of a key: {states}")
+        if not sees_k and any(
+            it.key == "k" and it.states == {"live"} for it in self.slots
+        ):
+            raise Violation(
+                f"contains() or peek() does not find the task of a key: {states}"
+            )
 
     def _push(
         self, word: str, name: str, key: str | None, policy: str, later: bool, *_: Any
     ) -> None:
         if word == "try":
-            of_key = [it for it in self.slots if key and it.key == key and "live" in it.states]
+            of_key = [
+                it for it in self.slots if key and it.key == key and "live" in it.states
+            ]
             holder = of_key[-1] if of_key else None
             if holder is None:
                 self.slots.append(slot := Slot({name}, key=key))
             elif holder.leased:
-                slot = holder.behind = holder.behind or Slot({name}, key=key, updates={name})
+                slot = holder.behind = holder.behind or Slot(
+                    {name}, key=key, updates={name}
+                )
                 if policy != "update":
                     slot.updates -= {name}
             else:
@@ -515,12 +565,18 @@ class Ledger:
         if word != "ok":
             return
         if name is None:
-            waiting = [s for s in self.slots if s.states == {"live"} and not (s.leased or s.later)]
+            waiting = [
+                s
+                for s in self.slots
+                if s.states == {"live"} and not (s.leased or s.later)
+            ]
             missed = [s for s in waiting if key in (None, s.key)]
             if len(missed) > self._barred:
                 raise Violation(f"pop() found nothing, but these tasks wait: {missed}")
             return
-        slot = next((s for s in self.slots if name in s.names and "live" in s.states), None)
+        slot = next(
+            (s for s in self.slots if name in s.names and "live" in s.states), None
+        )
         if slot is None or slot.leased:
             raise Violation(f"{name} was delivered though it does not wait: {slot}")
         slot.names, slot.states, slot.leased = {name}, {"live"}, name
@@ -556,7 +612,11 @@ class Ledger:
 
     def _call(self, word: str, method: str, arguments: list[Any], *_: Any) -> None:
         after = {"retry_failed": "live", "purge": "gone"}.get(method)
-        of = {"failed"} if method == "retry_failed" else {*(["done"], *arguments[1:])[-1]}
+        of = (
+            {"failed"}
+            if method == "retry_failed"
+            else {*(["done"], *arguments[1:])[-1]}
+        )
         for slot in self.slots:
             if after is not None and slot.states & of:
                 sure = word == "ok" and slot.states <= {*of, after}
@@ -577,7 +637,9 @@ class Ledger:
         task exists. `found` has the state of each payload."""
         if wrong := self.misplaced(found):
             raise Violation("; ".join(f"{slot} is {state}" for slot, state in wrong))
-        if strangers := found.keys() - {name for slot in self.slots for name in slot.names}:
+        if strangers := found.keys() - {
+            name for slot in self.slots for name in slot.names
+        }:
             raise Violation(f"these tasks exist but were not acknowledged: {strangers}")
 
 
@@ -652,7 +714,8 @@ class Job:
     number: int
     text: str  # the paths in the call, relative to the data directory
     step: int  # the number of the step of the life that makes the call
-    fault: str = ""  # the name of an errno, or SIGKILL; "" for a point, which has no fault yet
+    # the name of an errno, or SIGKILL; "" for a point, which has no fault yet
+    fault: str = ""
 
     @property
     def kind(self) -> str:
@@ -714,7 +777,9 @@ def read_notes(path: str) -> list[Note]:
         return [json.loads(line) for line in file if line.endswith("\n")]
 
 
-def play(script: Callable[[Life], None], make: Maker, note: Noting, seed: str) -> NoReturn:
+def play(
+    script: Callable[[Life], None], make: Maker, note: Noting, seed: str
+) -> NoReturn:
     """Play a life to its end, in a child process."""
     try:
         with made_up(seed) as clock:
@@ -730,17 +795,21 @@ def play(script: Callable[[Life], None], make: Maker, note: Noting, seed: str) -
 def spawn(stage: Stage, go: int) -> int:
     """Fork a child that plays the stage's life as soon as the pipe `go` is readable. Return its
     process id."""
-    gc.collect()  # otherwise the child might close the directories of an earlier life at any call
+    # otherwise the child might close the directories of an earlier life at any call
+    gc.collect()
     child = os.fork()
     if child == 0:
         gc.disable()
         prctl = ctypes.CDLL(None).prctl
-        prctl(PR_SET_PTRACER, ctypes.c_ulong(-1), 0, 0, 0)  # Yama: strace, a sibling, may trace it
+        # Yama: strace, a sibling, may trace it
+        prctl(PR_SET_PTRACER, ctypes.c_ulong(-1), 0, 0, 0)
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         select.select([go], [], [])
         note = note_writer(stage.file("notes"))
         os.dup2(os.open(stage.file("stderr"), os.O_WRONLY | os.O_CREAT, 0o600), 2)
-        femtoqueue._log().addFilter(lambda record: bool(note(["log", record.getMessage()])))
+        femtoqueue._log().addFilter(
+            lambda record: bool(note(["log", record.getMessage()]))
+        )
         play(SCRIPTS[stage.scene.script], stage.make, note, "n1")
     return child
 
@@ -817,7 +886,11 @@ def check_hit(stage: Stage, job: Job, status: int) -> list[str]:
     0.
     """
     trace = stage.read("trace").splitlines()
-    hit = trace[-2:-1] if job.fault == KILL else [line for line in trace if "INJECTED" in line]
+    hit = (
+        trace[-2:-1]
+        if job.fault == KILL
+        else [line for line in trace if "INJECTED" in line]
+    )
     if [paths_in_call(stage, line) for line in hit] != [job.text]:
         raise Violation(f"the fault was injected into another call: {hit}")
     said = stage.read("stderr")
@@ -859,14 +932,18 @@ def how_it_surfaced(job: Job, notes: list[Note]) -> str:
     """
     errors = [note for note in notes if note[0] == "err"]
     given = getattr(errno, job.fault)
-    if len(errors) > 1 or any(e[-2] not in (given, SURFACES_AS.get(given)) for e in errors):
+    if len(errors) > 1 or any(
+        e[-2] not in (given, SURFACES_AS.get(given)) for e in errors
+    ):
         raise Violation(f"{job.fault} was injected, and the steps raised {errors}")
     if errors:
         before = notes[: notes.index(errors[0])]
         step = sum(note[0] == "try" for note in before)
         late = step > job.step and errors[0][1] != "pop"
         if step < job.step or late:
-            raise Violation(f"the fault was in step {job.step}, and step {step} raised: {errors}")
+            raise Violation(
+                f"the fault was in step {job.step}, and step {step} raised: {errors}"
+            )
         return "surfaced"
     return "harmless"
 
@@ -876,7 +953,8 @@ def check_next_process(stage: Stage, ledger: Ledger) -> None:
     the steps."""
     ledger.end_leases()
     with made_up("next") as clock:
-        clock.advance(AN_HOUR_S + LATER_S)  # files in creating/ are removed after an hour
+        # files in creating/ are removed after an hour
+        clock.advance(AN_HOUR_S + LATER_S)
         life = Life(stage.make, clock, ledger.follow)
         life.open()
         contents_of(life.queue)
@@ -905,7 +983,9 @@ def jobs_of(scene: Scene) -> list[Job]:
     notes = stage.notes()
     stage.ledger()
     if any(note[0] in ("err", "lost") for note in notes) or stage.read("stderr"):
-        raise Violation(f"a step failed without a fault: {stage.read('stderr')} {notes}")
+        raise Violation(
+            f"a step failed without a fault: {stage.read('stderr')} {notes}"
+        )
     points = points_of(stage)
     if unknown := {point.call for point in points} - ERRORS.keys():
         raise Unable(f"ERRORS has no entry for {unknown}")
@@ -913,7 +993,9 @@ def jobs_of(scene: Scene) -> list[Job]:
         dataclasses.replace(point, fault=fault)
         for point in points
         for fault in (*ERRORS[point.call], KILL)
-        if fault != "ENOSPC" or "open" not in point.call or point.text.startswith("/creating")
+        if fault != "ENOSPC"
+        or "open" not in point.call
+        or point.text.startswith("/creating")
     ]
 
 
@@ -934,7 +1016,9 @@ def work_dir() -> Iterator[None]:
     """Make the directory WORK for the stages. It is in memory: no disk is needed, because strace
     makes the errors."""
     global WORK
-    with tempfile.TemporaryDirectory(prefix="femtoqueue-faults-", dir=memory_dir()) as WORK:
+    with tempfile.TemporaryDirectory(
+        prefix="femtoqueue-faults-", dir=memory_dir()
+    ) as WORK:
         warm_up()
         yield
 
@@ -962,7 +1046,11 @@ def check(scene: Scene, count: int, seed: int, calls: list[str]) -> None:
     Prints how many injections had each result. Raises Violation if an injection broke a promise.
     """
     all_jobs = [job for job in jobs_of(scene) if not calls or job.kind in calls]
-    jobs, counts, violations = sample(all_jobs, count, seed), Counter[str](), list[str]()
+    jobs, counts, violations = (
+        sample(all_jobs, count, seed),
+        Counter[str](),
+        list[str](),
+    )
     for job, showed, wrong in results(jobs):
         counts[showed] += 1
         if wrong:
@@ -985,7 +1073,9 @@ def main() -> None:
     with exit_on_failure(args.seed), work_dir():
         install(("strace",), "strace")
         if args.self_check:
-            must_catch(args.seed, lambda need: ["--sample", "100", "--calls", *need.split()])
+            must_catch(
+                args.seed, lambda need: ["--sample", "100", "--calls", *need.split()]
+            )
             return
         for scene in SCENES:
             check(scene, args.sample, args.seed, args.calls or [])

@@ -17,7 +17,14 @@ import os
 import tempfile
 
 from faults import CLOCK, Ledger, Life, Note, check_end, contents_of
-from proof import Violation, docstring_parser, exit_on_failure, need_root, say, small_disk
+from proof import (
+    Violation,
+    docstring_parser,
+    exit_on_failure,
+    need_root,
+    say,
+    small_disk,
+)
 
 from femtoqueue import FemtoQueue
 from test import memory_dir
@@ -43,7 +50,9 @@ class Filler(Life):
         self.open()
 
     def opened(self, node_id: str) -> FemtoQueue:
-        return FemtoQueue(self.path, node_id, sync_after_write=self.sync, keep_done=False)
+        return FemtoQueue(
+            self.path, node_id, sync_after_write=self.sync, keep_done=False
+        )
 
     def noted(self, note: Note) -> None:
         self.notes.append(note)
@@ -67,7 +76,10 @@ class Filler(Life):
     def drain_all(self) -> None:
         """Drain the queue on the full disk, without any error, then use the same object again."""
         self.drain(10**6)
-        expect(sum(note[0] == "err" for note in self.notes) == 1, "a call besides the push failed")
+        expect(
+            sum(note[0] == "err" for note in self.notes) == 1,
+            "a call besides the push failed",
+        )
         self.finish()
         with FemtoQueue(self.path, "looker") as q:
             check_end(q, contents_of(q), self.ledger)
@@ -99,7 +111,9 @@ def check_start(path: str) -> int:
             raise Violation("a worker without a lease directory took a task")
         life.drain_all()
         life.push("last")
-        expect(late.pop() is not None, "the new worker does not work when there is room")
+        expect(
+            late.pop() is not None, "the new worker does not work when there is room"
+        )
     return fitted
 
 
@@ -108,7 +122,9 @@ def main() -> None:
     need_root()
     tempfile.tempdir = memory_dir()  # for the images: faster than on a disk
     for kind, size_mib in (("tmpfs", 4), ("ext4", 12)):
-        for size, sync, many in itertools.product(PAYLOADS, (False, True), (False, True)):
+        for size, sync, many in itertools.product(
+            PAYLOADS, (False, True), (False, True)
+        ):
             with small_disk(kind, size_mib) as path:
                 fitted = check(path, size, sync=sync, many=many)
             say(f"{kind}, {size} bytes, sync={sync}, push_many={many}: {fitted} fitted")

@@ -78,7 +78,9 @@ class Names:
         now_ns = int(self.clock.time() * 1e9)
         numbers = (0, 1, now_ns - 10**13, now_ns - 10**10, now_ns + 10**10, 4 * 10**18)
         special = self.chance.choice((*numbers, 9 * 10**18 - 1, 9 * 10**18, 10**20 - 1))
-        return f"{special + self.chance.randrange(-9, 9) if special > 9 else special:020d}"[-20:]
+        return f"{special + self.chance.randrange(-9, 9) if special > 9 else special:020d}"[
+            -20:
+        ]
 
     def valid(self) -> str:
         """Return a name in one of the forms of femtoqueue. Its numbers may be out of range."""
@@ -86,7 +88,10 @@ class Names:
         attempts = self.chance.choice(("0", "1", "7", "000001", "999999", "1000000"))
         boot = f"{self.chance.getrandbits(32):08x}"
         stamp = f"{self.number()}~{attempts}~"
-        return self.chance.choice(("", "", stamp, stamp, f"{stamp}{boot}~", "update~")) + ident
+        return (
+            self.chance.choice(("", "", stamp, stamp, f"{stamp}{boot}~", "update~"))
+            + ident
+        )
 
     def mutated(self, name: str) -> str:
         """Return a name with a random change, or without any."""
@@ -104,17 +109,25 @@ class Names:
                 name.upper(),
                 name[:at] + name[at:].replace("-", "~"),
                 new + name,
-                name + self.chance.choice((".error", ".swp", "~", ".clock", ".pending", "\n", " ")),
+                name
+                + self.chance.choice(
+                    (".error", ".swp", "~", ".clock", ".pending", "\n", " ")
+                ),
                 name.translate({48 + digit: 0x660 + digit for digit in range(10)}),
                 f"{self.chance.getrandbits(64):016x}",
-                self.chance.choice(("README", ".DS_Store", "inflight-", "clock-x", "-rf", "...")),
+                self.chance.choice(
+                    ("README", ".DS_Store", "inflight-", "clock-x", "-rf", "...")
+                ),
             )
         )
 
     def put_random(self, count: int) -> None:
         """Put up to `count` entries with mutated names into random directories."""
         for _ in range(count):
-            directory, name = self.chance.choice(self.DIRECTORIES), self.mutated(self.valid())
+            directory, name = (
+                self.chance.choice(self.DIRECTORIES),
+                self.mutated(self.valid()),
+            )
             path = os.path.join(self.path, directory, name)
             state = "inflight" if directory == "inflight-gone" else directory
             fits = name not in ("", "PAUSED", ".", "..") and name[-37:] not in self.ids
@@ -122,7 +135,9 @@ class Names:
                 continue
             self.ids.add(name[-37:])
             kind = self.chance.choice(("file",) * 6 + ("folder", "link", "fifo"))
-            payload = f"{len(self.put)} {directory}/{name}".encode("utf-8", "surrogateescape")
+            payload = f"{len(self.put)} {directory}/{name}".encode(
+                "utf-8", "surrogateescape"
+            )
             make_entry(path, kind, record(payload), os.path.join(self.path, "target"))
             self.put[path] = state, kind, payload
 
@@ -151,7 +166,9 @@ class Names:
     def named(self, state: str) -> list[tuple[str, str, bytes]]:
         """Return name, kind and payload of each entry that was put and is a task in that state."""
         rows = ((os.path.basename(path), *it) for path, it in self.put.items())
-        return [(it[0], *it[2:]) for it in rows if it[1] == state and is_task(state, it[0])]
+        return [
+            (it[0], *it[2:]) for it in rows if it[1] == state and is_task(state, it[0])
+        ]
 
     def check_counts(self, q: FemtoQueue) -> None:
         """Check that stats() and tasks() show the entries with valid names, and only these."""
@@ -184,12 +201,18 @@ class Names:
             for name, kind, payload in self.named(state):
                 if name.startswith("update~"):
                     continue  # such a payload ends with the task in front of it
-                timed = state in ("scheduled", "inflight") or (state == "keys" and "~" in name)
-                clock_ns = now_ns if state == "inflight" else (self.clock.time() - 300) * 1e9
+                timed = state in ("scheduled", "inflight") or (
+                    state == "keys" and "~" in name
+                )
+                clock_ns = (
+                    now_ns if state == "inflight" else (self.clock.time() - 300) * 1e9
+                )
                 if kind == "file" and not (timed and int(name[:20]) > clock_ns):
                     expected[payload] += 1
         had = self.delivered
-        demand(had == expected, f"too often: {had - expected}; missing: {expected - had}")
+        demand(
+            had == expected, f"too often: {had - expected}; missing: {expected - had}"
+        )
         return now_ns
 
     def check_left(self, before: dict[str, tuple[int, ...]], now_ns: int) -> None:
@@ -201,7 +224,9 @@ class Names:
             name = os.path.basename(path)
             if is_ours(state, name) and state in (*femtoqueue.STATES, "keys"):
                 continue
-            old = state == "creating" and is_ours(state, name) and int(name[:20]) < now_ns
+            old = (
+                state == "creating" and is_ours(state, name) and int(name[:20]) < now_ns
+            )
             if not old:
                 demand(os.path.lexists(path), f"{path!r} is gone")
                 demand(fingerprint(path) == before[path], f"{path!r} was changed")
@@ -224,9 +249,13 @@ class Contents:
         self.delivered: Counter[bytes] = Counter()
 
     def payload(self) -> bytes:
-        return b"%d:" % next(self.numbers) + self.chance.randbytes(self.chance.choice((0, 9, 5000)))
+        return b"%d:" % next(self.numbers) + self.chance.randbytes(
+            self.chance.choice((0, 9, 5000))
+        )
 
-    def push(self, q: FemtoQueue, key: str | None = None, due_s: float | None = None) -> None:
+    def push(
+        self, q: FemtoQueue, key: str | None = None, due_s: float | None = None
+    ) -> None:
         data = self.payload()
         if due_s is None:
             ident = q.push(data, key=key)
@@ -295,22 +324,49 @@ class Contents:
         """
         payload = content.partition(b"\n")[2]
         if self.chance.random() < 0.3:
-            names = b"", b"b", *b"% %4 %zz %41 %61 %6a %FF%FE %00 a,b %61b".split(), b"a" * 201
+            names = (
+                b"",
+                b"b",
+                *b"% %4 %zz %41 %61 %6a %FF%FE %00 a,b %61b".split(),
+                b"a" * 201,
+            )
             return record(payload, self.chance.choice(names))
-        fields, at = record(payload).partition(b"\n")[0].split(b" "), self.chance.choice((1, 2))
+        fields, at = (
+            record(payload).partition(b"\n")[0].split(b" "),
+            self.chance.choice((1, 2)),
+        )
         ways = (b"%b ", b" %b", b"-%b", b"000%b", b"9%b", b"9999999999%b", b"%b\r")
-        fields[at] = self.chance.choice((*(way % fields[at] for way in ways), fields[at].upper()))
+        fields[at] = self.chance.choice(
+            (*(way % fields[at] for way in ways), fields[at].upper())
+        )
         return b" ".join(fields) + b"\n" + payload
 
     def damage_link(self, path: str, others: list[str]) -> None:
         """Damage the link of a key. It gets a random text, or names a file from `others`, or a file
         that does not exist. Or a file with that text takes its place, or it is removed."""
         text = os.readlink(path)
-        task, other = text.split(" ")[0], os.path.relpath(self.chance.choice(others), self.path)
-        bent = os.fsdecode(self.corrupted(os.fsencode(text)).replace(b"\0", b"0")) or "0"
+        task, other = (
+            text.split(" ")[0],
+            os.path.relpath(self.chance.choice(others), self.path),
+        )
+        bent = (
+            os.fsdecode(self.corrupted(os.fsencode(text)).replace(b"\0", b"0")) or "0"
+        )
         behind = f"{task} keys/{os.path.basename(other)}"
-        moved = text.replace("pending/", "scheduled/").replace("inflight-filler/", "pending/")
-        texts = ("nowhere", bent, bent, text * 2, other, other, f"{task} {other}", behind, moved)
+        moved = text.replace("pending/", "scheduled/").replace(
+            "inflight-filler/", "pending/"
+        )
+        texts = (
+            "nowhere",
+            bent,
+            bent,
+            text * 2,
+            other,
+            other,
+            f"{task} {other}",
+            behind,
+            moved,
+        )
         os.unlink(path)
         way = self.chance.choice(("link", "link", "link", "link", "file", "nothing"))
         if way != "nothing":
@@ -325,9 +381,13 @@ class Contents:
             paths = sorted(glob.glob(os.path.join(self.path, "*", "*")))
             links = [it for it in paths if os.path.islink(it)]
             paths = [it for it in paths if is_id(it[-37:]) and "/done/" not in it]
-            for path in self.chance.sample(paths, min(len(paths), self.chance.randrange(6))):
+            for path in self.chance.sample(
+                paths, min(len(paths), self.chance.randrange(6))
+            ):
                 self.damage_record(path)
-            for path in self.chance.sample(links, self.chance.randrange(len(links) + 1)):
+            for path in self.chance.sample(
+                links, self.chance.randrange(len(links) + 1)
+            ):
                 self.damage_link(path, paths)
             if self.chance.random() < 0.5:
                 q.close()
@@ -337,9 +397,12 @@ class Contents:
 
     def work(self) -> None:
         """Let two workers use the queue, for at least half a simulated hour."""
-        workers = [FemtoQueue(self.path, node, timeout_stale_ms=30_000) for node in "mn"]
+        workers = [
+            FemtoQueue(self.path, node, timeout_stale_ms=30_000) for node in "mn"
+        ]
         pushing = self.chance.random() < 0.5
-        for key in self.KEYS if pushing else ():  # now: the tasks named by links still exist
+        for key in self.KEYS if pushing else ():
+            # now: the tasks named by links still exist
             if self.chance.random() < 0.5:
                 self.push_newer(self.chance.choice(workers), key)
         for _ in range(120):
@@ -381,7 +444,10 @@ class Contents:
         pushed = task.data in self.keys and self.keys[task.data] == task.key
         # A payload may move to the id of an older task of its key, so the id is not compared.
         damaged = was in self.damaged.values()
-        demand(pushed or damaged, f"{was!r:.99} was delivered as {task.id}, but is in no file")
+        demand(
+            pushed or damaged,
+            f"{was!r:.99} was delivered as {task.id}, but is in no file",
+        )
         self.delivered[task.data] += 1
         q.done(task)
 
@@ -403,7 +469,9 @@ class Contents:
                 is_wanted = data not in dead or ident in self.failed
                 demand(is_wanted, f"{ident} was not damaged, but is quarantined")
             elif self.newest.get(key) == data:
-                demand(self.delivered[data] or data in dead, f"{ident} of {key!r} was lost")
+                demand(
+                    self.delivered[data] or data in dead, f"{ident} of {key!r} was lost"
+                )
 
 
 # Seeds

@@ -105,7 +105,15 @@ from verdict import LEASE_MS
 import femtoqueue
 
 PACKAGES = ("glusterfs-server", "glusterfs-client")
-TOOLS = ("glusterd", "gluster", "mount.glusterfs", "ip", "unshare", "nsenter", "setpriv")
+TOOLS = (
+    "glusterd",
+    "gluster",
+    "mount.glusterfs",
+    "ip",
+    "unshare",
+    "nsenter",
+    "setpriv",
+)
 HOSTS = (1, 2, 3)
 MOUNT, BRICK, LOG = "/run/mnt", "/run/brick/b", "/var/log/glusterfs/run-mnt.log"
 # These mounts are private to a host, so that the machine's own glusterd is not touched.
@@ -140,7 +148,8 @@ OPTIONS = {
 }
 HEAL_S = 240.0  # 54 s were seen, on a busy machine
 KEYS = {"key": 1, "keys": 10, "many": 50}
-STORMS = ("brick", "cut", "quorum")  # the first, second and third; episodes() has their faults
+# the first, second and third; episodes() has their faults
+STORMS = ("brick", "cut", "quorum")
 PARTS = ("calm", *KEYS, "tickets", "storms")
 KEYS_S = 10.0  # how long each of the parts key, keys, many and tickets takes
 STORM_STALE_S = 10.0  # stale_s of a TicketQueue in a storm
@@ -160,7 +169,9 @@ class Host:
 
     def __init__(self, number: int) -> None:
         self.number, self.address = number, f"10.77.0.{number}"
-        flags = "--net --mount --pid --fork --kill-child --mount-proc --propagation private"
+        flags = (
+            "--net --mount --pid --fork --kill-child --mount-proc --propagation private"
+        )
         self.holder = subprocess.Popen(
             ["unshare", *flags.split(), sys.executable, "-c", INIT],
             stdin=subprocess.PIPE,
@@ -235,7 +246,9 @@ class Cluster:
 
     def kill(self, number: int) -> None:
         """Kill the brick of a host."""
-        self.hosts[number].run("sh", "-c", "kill -9 $(cat /run/gluster/vols/queue/*.pid)")
+        self.hosts[number].run(
+            "sh", "-c", "kill -9 $(cat /run/gluster/vols/queue/*.pid)"
+        )
 
     def revive(self) -> None:
         """Start the bricks that do not run."""
@@ -294,15 +307,18 @@ class Episode:
     cure_s: float  # when `cure` is called, in the same way
     cure: Callable[[], object]
     cuts_off: bool = False  # the network of a running host is cut
-    holder: int = 0  # the host that is cut off while a `hold` actor there has a task; 0: none
+    # the host that is cut off while a `hold` actor there has a task; 0: none
+    holder: int = 0
 
 
 class Stage(Noter):
     """Actors on the hosts of a cluster, and their log."""
 
     name = "storm"
-    bricks: Iterable[int] = HOSTS  # the hosts on which a brick can be listed, past all caches
-    no_errors = False  # True: no call may raise an OSError, however long the hosts are cut off
+    # the hosts on which a brick can be listed, past all caches
+    bricks: Iterable[int] = HOSTS
+    # True: no call may raise an OSError, however long the hosts are cut off
+    no_errors = False
     tail_s = 6.0  # how long a storm lasts after the cure
 
     def __init__(self, cluster: Cluster, log: str, seed: int, part: str) -> None:
@@ -310,10 +326,12 @@ class Stage(Noter):
         self.chance = random.Random(seed)
         self.queue = f"{MOUNT}/jobs-{part}"
         self.running: dict[str, tuple[Any, Actor, Any]] = {}  # host, actor, process
-        self.dying: list[Any] = []  # processes that were killed and have not been waited for
+        # processes that were killed and have not been waited for
+        self.dying: list[Any] = []
         self.starts = itertools.count(1)  # numbers of the actors
         self.lost = cluster.count_lost_bricks()
-        self.at_rest: list[set[str]] = []  # the queue's files, listed each time that no actor runs
+        # the queue's files, listed each time that no actor runs
+        self.at_rest: list[set[str]] = []
         self.over = f"{self.log}.over"
         self.fd = proof.open_log(self.log)
 
@@ -327,7 +345,9 @@ class Stage(Noter):
         # kill_one() kills nsenter. Because of setpriv, the actor dies with nsenter.
         command = ("setpriv", "--pdeathsig", "KILL", sys.executable, __file__)
         process = subprocess.Popen(
-            host.command(*command, "--actor", json.dumps(dataclasses.asdict(actor)), self.log),
+            host.command(
+                *command, "--actor", json.dumps(dataclasses.asdict(actor)), self.log
+            ),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -341,13 +361,20 @@ class Stage(Noter):
         host, actor, process = self.running.pop(self.chance.choice(names))
         self.note("killed", actor.name)
         process.kill()
-        self.dying.append(process)  # a process that waits for a cut network dies only later
+        # a process that waits for a cut network dies only later
+        self.dying.append(process)
         self.start_as(host.number, actor)
 
     def start_as(self, host: int, actor: Actor) -> None:
         """Start an actor with the settings of `actor`, under a new name."""
-        name, seed = f"{actor.kind}{host}.{next(self.starts)}", self.chance.randrange(10**9)
-        self.launch(self.cluster.machines[host], dataclasses.replace(actor, name=name, seed=seed))
+        name, seed = (
+            f"{actor.kind}{host}.{next(self.starts)}",
+            self.chance.randrange(10**9),
+        )
+        self.launch(
+            self.cluster.machines[host],
+            dataclasses.replace(actor, name=name, seed=seed),
+        )
 
     def finish(self, timeout_s: float) -> None:
         """Wait until all actors have ended, also those that were killed.
@@ -362,7 +389,8 @@ class Stage(Noter):
                 process.communicate(timeout=max(1, end_s - time.monotonic()))
             except subprocess.TimeoutExpired:  # GlusterFS may never answer
                 say("a killed process still waits in a system call")
-                hang = Unable  # the other actors may hang because they wait for its locks
+                # the other actors may hang because they wait for its locks
+                hang = Unable
         self.dying.clear()
         for host, actor, process in self.running.values():
             try:
@@ -371,13 +399,17 @@ class Stage(Noter):
                 process.kill()
                 raise hang(f"{actor.name} on host {host.number} hangs") from None
             if process.returncode:
-                raise Violation(f"{actor.name} has exit status {process.returncode}: {output}")
+                raise Violation(
+                    f"{actor.name} has exit status {process.returncode}: {output}"
+                )
         self.running.clear()
 
     def check_machine(self) -> None:
         """Raise Unable if a brick did not answer in time though there was no fault."""
         if self.cluster.count_lost_bricks() > self.lost:
-            raise Unable("this machine is too busy: a brick did not answer, without a fault")
+            raise Unable(
+                "this machine is too busy: a brick did not answer, without a fault"
+            )
 
     def make_fault(self, episode: Episode) -> None:
         """Begin the fault of a storm. If the episode has a holder, first start a `hold` actor there
@@ -432,7 +464,9 @@ class Stage(Noter):
         self.on_all(120, "take_turn", stale_s=STORM_STALE_S)
         self.at_rest.append(self.files(1, self.queue))
 
-    def play(self, seconds: float, kinds: Iterable[str], watcher: int = 0, **settings: Any) -> None:
+    def play(
+        self, seconds: float, kinds: Iterable[str], watcher: int = 0, **settings: Any
+    ) -> None:
         """Run actors of these kinds on each host for some seconds, without faults, and list the
         queue's files. If `watcher` is a host, a `watch` actor lists its brick meanwhile."""
         self.set_over(False)
@@ -458,12 +492,20 @@ class Stage(Noter):
         """Wait until the volume is healed. Raises Unable if that takes longer than HEAL_S."""
         began_s = time.monotonic()
         try:
-            self.cluster.wait_until(self.cluster.is_whole, HEAL_S, "the volume is healed")
+            self.cluster.wait_until(
+                self.cluster.is_whole, HEAL_S, "the volume is healed"
+            )
         except Violation:
             left = self.cluster.entries_to_heal()
             if not left or any("/inflight-" not in line for line in left):
-                say(self.cluster.gluster("volume", "heal", "queue", "info", "split-brain"))
-                raise Unable(f"GlusterFS did not heal within {HEAL_S:.0f} s: {left}") from None
+                say(
+                    self.cluster.gluster(
+                        "volume", "heal", "queue", "info", "split-brain"
+                    )
+                )
+                raise Unable(
+                    f"GlusterFS did not heal within {HEAL_S:.0f} s: {left}"
+                ) from None
             # A worker removed its lease directory while two bricks were cut off. Gluster does not
             # heal that: the directory stays on one brick.
             say("a lease directory stays on one brick, unhealed")
@@ -483,16 +525,22 @@ class Stage(Noter):
 
     def reasons(self) -> list[str]:
         """Return the lines "./<id>.error:<reason>" of all dead letters that have a reason."""
-        script = f"cd {self.queue}/failed && find . -name '*.error' -exec grep -H . {{}} +"
+        script = (
+            f"cd {self.queue}/failed && find . -name '*.error' -exec grep -H . {{}} +"
+        )
         return self.cluster.hosts[1].run("sh", "-c", f"{script} || true").splitlines()
 
     def files(self, host: int, root: str) -> set[str]:
         """Return the paths of the files that a host finds in `root`, relative to `root`: the
         queue's directory on the host's mount or brick."""
-        listing = self.cluster.machines[host].run("sh", "-c", f"cd {root} && find . -type f")
+        listing = self.cluster.machines[host].run(
+            "sh", "-c", f"cd {root} && find . -type f"
+        )
         return {line.removeprefix("./") for line in listing.splitlines()}
 
-    def judge(self, events: verdict.Events, found: Found, no_errors: bool = False) -> None:
+    def judge(
+        self, events: verdict.Events, found: Found, no_errors: bool = False
+    ) -> None:
         """Check the log and the files that are left; see verdict.judge(). `found` adds what is
         wrong by other checks. Raises Violation if a promise is broken."""
         for number, files in enumerate(self.at_rest, 1):
@@ -523,7 +571,9 @@ def episodes(stage: Stage) -> dict[str, Episode]:
 
     return {
         "brick": Episode(3, killed, lambda: net.kill(one), 10, net.revive),
-        "cut": Episode(2, cut, lambda: net.cut(two), 34, lambda: net.join(two), True, holder=two),
+        "cut": Episode(
+            2, cut, lambda: net.cut(two), 34, lambda: net.join(two), True, holder=two
+        ),
         "quorum": Episode(3, no_quorum, leave, 16, join, True),
     }
 
@@ -562,7 +612,9 @@ def tickets(stage: Stage) -> None:
     order = sorted(events.turns, key=lambda it: it.got_s)
     pairs = [two for two in itertools.pairwise(order) if two[1].ticket <= two[0].ticket]
     idle = verdict.without_turn(events, HOSTS)
-    stage.judge(events, {"hosts have no turn": idle, "turns out of order": map(str, pairs)})
+    stage.judge(
+        events, {"hosts have no turn": idle, "turns out of order": map(str, pairs)}
+    )
 
 
 def storms(stage: Stage, episodes: Iterable[Episode]) -> None:
@@ -571,12 +623,26 @@ def storms(stage: Stage, episodes: Iterable[Episode]) -> None:
     for episode, keys in zip(episodes, itertools.cycle(STORM_KEYS)):
         stage.storm(episode, keys)
     stage.drain()
-    events, hosts = verdict.Events(stage.log, not stage.no_errors), [*stage.cluster.hosts]
-    there, brick = without_creating(stage.files(1, stage.queue)), stage.queue.replace(MOUNT, BRICK)
-    found = {"hosts have no turn": verdict.without_turn(events, hosts), "views differ": []}
-    for host, root in (*((it, stage.queue) for it in hosts), *((it, brick) for it in stage.bricks)):
+    events, hosts = (
+        verdict.Events(stage.log, not stage.no_errors),
+        [*stage.cluster.hosts],
+    )
+    there, brick = (
+        without_creating(stage.files(1, stage.queue)),
+        stage.queue.replace(MOUNT, BRICK),
+    )
+    found = {
+        "hosts have no turn": verdict.without_turn(events, hosts),
+        "views differ": [],
+    }
+    for host, root in (
+        *((it, stage.queue) for it in hosts),
+        *((it, brick) for it in stage.bricks),
+    ):
         stray = without_creating(stage.files(host, root)) ^ there
-        is_forgotten = root == brick and all(path.startswith("inflight-") for path in stray)
+        is_forgotten = root == brick and all(
+            path.startswith("inflight-") for path in stray
+        )
         if stray and not (is_forgotten and events.may_come_back):
             found["views differ"].append(f"{root} of host {host}: {stray}")
     stage.judge(events, found, no_errors=stage.no_errors)
@@ -599,7 +665,8 @@ def play(hosts: Cluster, work: str, seed: int, part: str) -> None:
 def main() -> None:
     options = proof.proof_parser(__doc__)
     options.add_argument("--only", choices=(*PARTS, *STORMS), help="run only this part")
-    options.add_argument("--actor", nargs=2, help=argparse.SUPPRESS)  # its settings, and its log
+    # its settings, and its log
+    options.add_argument("--actor", nargs=2, help=argparse.SUPPRESS)
     args = options.parse_args()
     femtoqueue._log().disabled = True
     if args.actor:

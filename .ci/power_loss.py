@@ -92,7 +92,11 @@ class Work:
 
     def make(self, node_id: str) -> FemtoQueue:
         return FemtoQueue(
-            self.path, node_id, None, sync_after_write=self.sync, keep_done=self.keep_done
+            self.path,
+            node_id,
+            None,
+            sync_after_write=self.sync,
+            keep_done=self.keep_done,
         )
 
     def play_forever(self, life: faults.Life) -> None:
@@ -111,7 +115,9 @@ class Work:
                 life.push(next(names), f"k{chance.randrange(KEYS)}")
             else:
                 how = chance.choice(("done", "done", "fail", "release"))
-                delay = {"delay_s": chance.choice((0, 1000))} if how == "release" else {}
+                delay = (
+                    {"delay_s": chance.choice((0, 1000))} if how == "release" else {}
+                )
                 life.end(life.pop(), how, **delay)
 
     def check(self, notes: list[faults.Note], certain: int) -> int:
@@ -129,7 +135,10 @@ class Work:
                 ledger = self.agreeing(notes, certain, found)
             else:
                 ledger = faults.Ledger([], self.done)
-                states = ((it, "live" if found[it] in faults.LIVE else found[it]) for it in found)
+                states = (
+                    (it, "live" if found[it] in faults.LIVE else found[it])
+                    for it in found
+                )
                 ledger.slots = [faults.Slot({name}, {state}) for name, state in states]
                 aside = buffered_in(q) - found.keys()
                 ledger.slots += [faults.Slot({name}, later=True) for name in aside]
@@ -218,7 +227,9 @@ def main() -> None:
     per = "power cuts per file system (default: 30)"
     options.add_argument("--cuts", type=int, default=30, help=per)
     only = "only these file systems"
-    options.add_argument("--only", choices=FILE_SYSTEMS, nargs="+", default=FILE_SYSTEMS, help=only)
+    options.add_argument(
+        "--only", choices=FILE_SYSTEMS, nargs="+", default=FILE_SYSTEMS, help=only
+    )
     args = options.parse_args()
     say(f"seed {args.seed}")
     femtoqueue._log().disabled = True

@@ -19,7 +19,8 @@ import tempfile
 from collections.abc import Iterable, Iterator
 
 PROJECT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-sys.path.insert(0, PROJECT)  # a program that imports this module can import femtoqueue next
+# a program that imports this module can import femtoqueue next
+sys.path.insert(0, PROJECT)
 PROGRAM = os.path.basename(sys.argv[0]).removesuffix(".py")
 
 
@@ -107,7 +108,14 @@ def install(wanted: Iterable[str], *packages: str) -> None:
     if missing() and os.geteuid() == 0 and shutil.which("apt-get"):
         os.environ["DEBIAN_FRONTEND"] = "noninteractive"
         run("apt-get", "update", timeout_s=300)
-        run("apt-get", "install", "-y", "--no-install-recommends", *packages, timeout_s=900)
+        run(
+            "apt-get",
+            "install",
+            "-y",
+            "--no-install-recommends",
+            *packages,
+            timeout_s=900,
+        )
     if missing():
         raise Unable(f"this proof needs {', '.join(missing())}")
 
@@ -192,7 +200,9 @@ def make_entry(path: str, kind: str, content: bytes, target: str = "nowhere") ->
     else:
         os.mkdir(path)
         if kind == "folder":
-            make_entry(os.path.join(path, f"{1:020d}-0000000000000001"), "file", content)
+            make_entry(
+                os.path.join(path, f"{1:020d}-0000000000000001"), "file", content
+            )
 
 
 def fingerprint(path: str) -> tuple[int, ...]:

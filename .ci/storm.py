@@ -74,17 +74,28 @@ from femtoqueue import FemtoQueue, FemtoTask
 LEASE_S = 2.0
 SIZE_MIB = 256
 FULL_S = 1.0
-SLACK_S = 1.0  # the longest time between an event in a process and the line that logs it
+# the longest time between an event in a process and the line that logs it
+SLACK_S = 1.0
 CLOCK_SLACK_S = 0.01
 CALM_S = 60.0  # how long draining the queue may take
-STEPS_S = (0, 0, 0.7, -0.7, 30, -30, 3600, -3600, 86400, -86400, -365 * 86400)  # clock settings
+# clock settings
+STEPS_S = (0, 0, 0.7, -0.7, 30, -30, 3600, -3600, 86400, -86400, -365 * 86400)
 AFTER_ALL_S = 400 * 86400  # a clock setting at which every scheduled task is due
 ENDS = (*["done"] * 25, "fail", "extend", "release", "forget", "process")
 REASONS = ("storm", "max_attempts", "exit")
 WORKERS = ("loop", "work", "command")
 FAKETIME = "/usr/lib/*/faketime/libfaketime*.so.1"
 SLOTS = (
-    *("produce", "produce", "schedule", "keyed", "keyed", "update", *["loop"] * 6, "onlook"),
+    *(
+        "produce",
+        "produce",
+        "schedule",
+        "keyed",
+        "keyed",
+        "update",
+        *["loop"] * 6,
+        "onlook",
+    ),
     *("work", "work", "command", "command"),
 )
 KEYED = [slot for slot, role in enumerate(SLOTS) if role == "keyed"]
@@ -110,7 +121,8 @@ sys.exit(random.random() < 0.05)
 
 # The processes in the storm
 
-REMOVED = "is done, and removed"  # the library logs this if done/ has no room for a task
+# the library logs this if done/ has no room for a task
+REMOVED = "is done, and removed"
 
 
 def log_removals() -> None:
@@ -144,7 +156,9 @@ class Role(Actor):
             self.note_error("step", "-", began_s, error)
             return 0
 
-    def note_error(self, what: str, which: object, began_s: float, error: Exception) -> None:
+    def note_error(
+        self, what: str, which: object, began_s: float, error: Exception
+    ) -> None:
         """Log the error of a full disk or a key in flight, and pause. Raise any other OSError."""
         if isinstance(error, OSError) and error.errno != errno.ENOSPC:
             raise error
@@ -159,7 +173,9 @@ class Role(Actor):
 
     def produce(self) -> float:
         """Push one payload, or a batch."""
-        self.push(count=self.chance.randrange(9) if self.chance.random() < 0.1 else None)
+        self.push(
+            count=self.chance.randrange(9) if self.chance.random() < 0.1 else None
+        )
         return self.chance.choice((0, 0, 0, 0, 0.01, 0.03))
 
     def schedule(self) -> float:
@@ -201,7 +217,9 @@ class Role(Actor):
 
     def work(self) -> float:
         """Call work(), which returns after SIGTERM or SIGINT; then end."""
-        self.q.work(self.handle, concurrency=self.chance.choice((1, 3)), stop=self.stopping)
+        self.q.work(
+            self.handle, concurrency=self.chance.choice((1, 3)), stop=self.stopping
+        )
         self.stopping.set()
         return 0
 
@@ -217,7 +235,9 @@ class Role(Actor):
         """Sleep for a random time, sometimes for longer than the lease."""
         if not self.calm:
             chance = self.chance.random()
-            time.sleep(0 if chance < 0.85 else 0.05 if chance < 0.997 else LEASE_S + 0.5)
+            time.sleep(
+                0 if chance < 0.85 else 0.05 if chance < 0.997 else LEASE_S + 0.5
+            )
 
     def finish(self, task: FemtoTask, how: str) -> None:
         """Settle a task in a way of ENDS."""
@@ -230,11 +250,15 @@ class Role(Actor):
         elif how == "fail":
             options = {"error": "storm"}
         elif how == "release":
-            options = self.chance.choice(({"delay_s": 0.5}, {"front": True}, {"front": False}))
+            options = self.chance.choice(
+                ({"delay_s": 0.5}, {"front": True}, {"front": False})
+            )
         elif how == "process":
             options = {"in_processing": True}
         due_s = time.time() + options.get("delay_s", 0)
-        is_ended = self.settle(task, how if how in ("fail", "release") else "done", **options)
+        is_ended = self.settle(
+            task, how if how in ("fail", "release") else "done", **options
+        )
         if is_ended and "delay_s" in options:
             self.note("delayed", task.id, due_s)
 
@@ -318,7 +342,9 @@ class Storm(Noter):
         self.note("wall", wall_s)
         self.set_clock(3600)
         if not 3599 < time.time() - time.monotonic() - wall_s < 3601:
-            raise Unable("libfaketime does not set the wall clock, or sets another clock too")
+            raise Unable(
+                "libfaketime does not set the wall clock, or sets another clock too"
+            )
         self.set_clock(0)
         FemtoQueue(self.queue_path).close()
 
@@ -393,12 +419,21 @@ class Storm(Noter):
 
     def stop(self) -> None:
         """Stop a process, in half of the cases for longer than the lease; at most three at once."""
-        workers = [process for process in self.processes if SLOTS[process.slot] in WORKERS]
+        workers = [
+            process for process in self.processes if SLOTS[process.slot] in WORKERS
+        ]
         process = self.chance.choice(self.chance.choice((self.processes, workers)))
-        if process.stopped_until_s or sum(p.stopped_until_s > 0 for p in self.processes) >= 3:
+        if (
+            process.stopped_until_s
+            or sum(p.stopped_until_s > 0 for p in self.processes) >= 3
+        ):
             return
         long = self.chance.random() < 0.5
-        span_s = self.chance.uniform(1.1, 1.6) * LEASE_S if long else self.chance.uniform(0.0, 0.5)
+        span_s = (
+            self.chance.uniform(1.1, 1.6) * LEASE_S
+            if long
+            else self.chance.uniform(0.0, 0.5)
+        )
         self.counts["stops longer than the lease"] += long
         self.signal(process, signal.SIGSTOP)
         process.stopped_until_s = time.monotonic() + span_s
@@ -422,7 +457,9 @@ class Storm(Noter):
         space."""
         if self.ballast < 0:
             self.counts["full disks"] += 1
-            self.ballast = os.open(os.path.join(self.path, "ballast"), os.O_WRONLY | os.O_CREAT)
+            self.ballast = os.open(
+                os.path.join(self.path, "ballast"), os.O_WRONLY | os.O_CREAT
+            )
             self.room_at_s = time.monotonic() + FULL_S
         size = SIZE_MIB << 20
         while size >= 512:
@@ -434,7 +471,8 @@ class Storm(Noter):
     def make_room(self) -> None:
         """Remove the ballast."""
         if self.ballast >= 0:
-            os.ftruncate(self.ballast, 0)  # not only unlinked: forked children have it open, too
+            # not only unlinked: forked children have it open, too
+            os.ftruncate(self.ballast, 0)
             os.close(self.ballast)
             os.unlink(os.path.join(self.path, "ballast"))
         self.ballast, self.room_at_s = -1, math.inf
@@ -451,8 +489,11 @@ class Storm(Noter):
         path = os.path.join(place, name)
         # An OSError: the disk is full, a worker removed its directory, or `place` is a file.
         with contextlib.suppress(OSError):
-            proof.make_entry(path, self.chance.choice(RUBBISH), b"FQ1 00000000 3\nnot a task")
-        with contextlib.suppress(OSError):  # with a fault of broken.py, the queue may remove it
+            proof.make_entry(
+                path, self.chance.choice(RUBBISH), b"FQ1 00000000 3\nnot a task"
+            )
+        with contextlib.suppress(OSError):
+            # with a fault of broken.py, the queue may remove it
             self.rubbish[path] = proof.fingerprint(path)
 
     def rage(self, seconds: float) -> None:
@@ -518,13 +559,18 @@ class Storm(Noter):
                 left = stats.pending + stats.scheduled + stats.inflight + stats.buffered
                 empty = 0 if left else empty + 1
             if empty < 3:
-                self.note("crashed", f"the queue is not drained after {CALM_S:g} s: {stats}")
+                self.note(
+                    "crashed", f"the queue is not drained after {CALM_S:g} s: {stats}"
+                )
         for process in self.processes:
             self.signal(process, signal.SIGTERM)
         self.wait_for_all(15)
-        with FemtoQueue(self.queue_path) as q:  # the first pop() does all housekeeping jobs
+        with FemtoQueue(self.queue_path) as q:
+            # the first pop() does all housekeeping jobs
             if q.pop() is not None:
-                self.note("crashed", "pop() returned a task after the queue was drained")
+                self.note(
+                    "crashed", "pop() returned a task after the queue was drained"
+                )
 
 
 RUBBISH = ("file", "folder", "empty", "fifo", "link")
@@ -565,13 +611,18 @@ class History(verdict.Events):
     skew_s = 0.0
 
     def __init__(self, directory: str) -> None:
-        self.found: dict[str, list[str]] = defaultdict(list)  # what is wrong, by broken promise
-        self.released: list[tuple[str, float, float]] = []  # release() with a delay: id, when, due
+        # what is wrong, by broken promise
+        self.found: dict[str, list[str]] = defaultdict(list)
+        # release() with a delay: id, when, due
+        self.released: list[tuple[str, float, float]] = []
         self.interrupts: list[float] = []  # when a SIGINT, or a SIGTERM, was sent
-        self.stops: dict[str, list[list[float]]] = defaultdict(list)  # by process: from, to
+        # by process: from, to
+        self.stops: dict[str, list[list[float]]] = defaultdict(list)
         self.steps: list[list[float]] = []  # settings of the clock: from, to, offset
-        self.pops: dict[str, list[tuple[float, float]]] = defaultdict(list)  # by process: from, to
-        self.removed = set[str]()  # tasks that done() removed, because done/ had no room for them
+        # by process: from, to
+        self.pops: dict[str, list[tuple[float, float]]] = defaultdict(list)
+        # tasks that done() removed, because done/ had no room for them
+        self.removed = set[str]()
         self.wall_s = 0.0  # the real wall clock minus the monotonic clock
         super().__init__(os.path.join(directory, "log"))
         for path in glob.glob(os.path.join(directory, "*.err")):
@@ -584,7 +635,9 @@ class History(verdict.Events):
             text = file.read()
         self.removed.update(re.findall(rf"task (\S+) {REMOVED}", text))
         for found in re.findall(r"^\w*(?:Error|Exception)\b.*$", text, re.MULTILINE):
-            if "No space left" not in found and not found.startswith("Exception ignored"):
+            if "No space left" not in found and not found.startswith(
+                "Exception ignored"
+            ):
                 self.found["crashed"].append(f"{found} ({path})")
 
     def read_crashed(self, at: float, actor: str, *text: str) -> None:
@@ -599,7 +652,9 @@ class History(verdict.Events):
     def read_idle(self, at: float, actor: str, began_s: float) -> None:
         self.pops[actor].append((began_s, at))
 
-    def read_got(self, at: float, actor: str, ident: str, began_s: Any, *rest: Any) -> None:
+    def read_got(
+        self, at: float, actor: str, ident: str, began_s: Any, *rest: Any
+    ) -> None:
         if began_s == "-":
             slack_s = (3 if role_of(actor) == "command" else 1) * SLACK_S
             began_s = self.awake_since(actor, at - slack_s, at)
@@ -612,7 +667,9 @@ class History(verdict.Events):
         if not femtoqueue._is_keyed(ident):
             self.released.append((ident, at, due_s))
 
-    def read_error(self, at: float, actor: str, call: str, which: str, *rest: Any) -> None:
+    def read_error(
+        self, at: float, actor: str, call: str, which: str, *rest: Any
+    ) -> None:
         super().read_error(at, actor, call, which, *rest)
         if which in self.deliveries:
             self.last(actor, which).is_troubled = True
@@ -662,7 +719,9 @@ class History(verdict.Events):
     def awake_since(self, who: str, from_s: float, to_s: float) -> float:
         """Return `from_s` if the process was not stopped between the two times. If it was stopped,
         return the earlier of two times: `from_s`, and SLACK_S before the begin of the stop."""
-        spans = [stop for stop in self.stops[who] if stop[0] < to_s and stop[1] > from_s]
+        spans = [
+            stop for stop in self.stops[who] if stop[0] < to_s and stop[1] > from_s
+        ]
         return min([from_s, *(stop[0] - SLACK_S for stop in spans)])
 
     def latest_wall_s(self, from_s: float, to_s: float) -> float:
@@ -682,7 +741,9 @@ def check_settled(history: History, states: dict[str, str]) -> Iterator[str]:
         state = states.get(ident, "nowhere")
         if len(ends) > 1:
             yield f"{ident} was finished {len(ends)} times: {ends}"
-        elif ends and ident not in history.removed and not state.startswith(ends[0].how):
+        elif (
+            ends and ident not in history.removed and not state.startswith(ends[0].how)
+        ):
             yield f"{ident} was ended by {ends[0].how}(), but its state is: {state}"
     yield from verdict.not_fenced(history)
     yield from verdict.lost_early(history)
@@ -697,7 +758,13 @@ def check_first(history: History) -> Iterator[str]:
     firsts: dict[str, tuple[Push, Delivery]] = {}
     for delivery in history.all_deliveries():
         push = history.tried.get(delivery.name)
-        if delivery.attempts == 1 and push and push.ident and push.key == "-" and not push.due_s:
+        if (
+            delivery.attempts == 1
+            and push
+            and push.ident
+            and push.key == "-"
+            and not push.due_s
+        ):
             firsts.setdefault(delivery.id, (push, delivery))
     by_ack = sorted(firsts.values(), key=lambda first: first[0].ended_s)
     older: list[tuple[Push, Delivery]] = []
@@ -728,19 +795,27 @@ def may_have_missed(history: History, older: Push, younger: Push, who: str) -> b
     this pop() may have missed the older task."""
     looks = history.pops.get(who)
     if looks is None:
-        return older.ended_s > history.awake_since(who, younger.began_s - SLACK_S, younger.began_s)
-    return any(from_s < older.ended_s and to_s > younger.began_s for from_s, to_s in looks)
+        return older.ended_s > history.awake_since(
+            who, younger.began_s - SLACK_S, younger.began_s
+        )
+    return any(
+        from_s < older.ended_s and to_s > younger.began_s for from_s, to_s in looks
+    )
 
 
 def check_due(history: History) -> Iterator[str]:
     """Yield the deliveries before their due time: the promise "due". Only tasks without a key are
     checked, because the due time of a keyed task may change."""
-    pushes = [it for it in history.tried.values() if it.key == "-" and it.due_s is not None]
+    pushes = [
+        it for it in history.tried.values() if it.key == "-" and it.due_s is not None
+    ]
     timed = [(it.ident, it.began_s, it.due_s or 0) for it in pushes if it.ident]
     for ident, from_s, due_s in (*timed, *history.released):
         # The process that moved the task to pending/ may have read the clock 0.2 s before `from_s`,
         # or earlier if it was then stopped. So what the clock showed since then counts, too.
-        awake_s = [history.awake_since(who, from_s - 0.2, from_s) for who in history.stops]
+        awake_s = [
+            history.awake_since(who, from_s - 0.2, from_s) for who in history.stops
+        ]
         since_s = min([from_s - 0.2, *awake_s])
         for it in history.deliveries[ident]:
             early_s = due_s - history.latest_wall_s(since_s, it.got_s)
@@ -788,7 +863,11 @@ def check_found(
                 yield f"{task.id} failed: {task.error}"
     for name in found:
         if name not in history.tried or name in history.refused:
-            why = "its push() raised an error" if name in history.tried else "it was never pushed"
+            why = (
+                "its push() raised an error"
+                if name in history.tried
+                else "it was never pushed"
+            )
             yield f"{name} is finished, but {why}"
     for push in history.tried.values():
         is_kept = push.key == "-" and push.ident and push.ident not in history.removed
@@ -805,11 +884,15 @@ def check_left(storm: Storm) -> Iterator[str]:
         if not os.path.lexists(path) or proof.fingerprint(path) != before:
             yield f"rubbish was changed or removed: {path}"
     for path in unfinished(root) - rubbish:
-        if path.partition("/")[0] not in rubbish and not re.fullmatch("locks/[0-9a-f]{2}", path):
+        if path.partition("/")[0] not in rubbish and not re.fullmatch(
+            "locks/[0-9a-f]{2}", path
+        ):
             yield path
     for name in {*os.listdir(root)} - rubbish:
         is_idle = name.startswith("inflight-") and not os.listdir(f"{root}/{name}")
-        if is_idle or not (os.path.isdir(f"{root}/{name}") or name.startswith("clock-")):
+        if is_idle or not (
+            os.path.isdir(f"{root}/{name}") or name.startswith("clock-")
+        ):
             yield name
     creating = {f"creating/{name}" for name in os.listdir(f"{root}/creating")} - rubbish
     deaths = storm.counts["SIGKILL"] + storm.counts["SIGINT"]
@@ -870,10 +953,14 @@ def run_with_faketime() -> int:
     with tempfile.TemporaryDirectory(prefix="femtoqueue-storm-") as work:
         with open(os.path.join(work, "clock"), "w", encoding="ascii") as file:
             file.write("+0\n")
-        with open(os.path.join(work, "sitecustomize.py"), "w", encoding="ascii") as file:
+        with open(
+            os.path.join(work, "sitecustomize.py"), "w", encoding="ascii"
+        ) as file:
             # clock_nanosleep() fails if only the wall clock is set, so sleep by select().
             file.write("import select, time\n")
-            file.write("time.sleep = lambda s: select.select([], [], [], max(s, 0)) and None\n")
+            file.write(
+                "time.sleep = lambda s: select.select([], [], [], max(s, 0)) and None\n"
+            )
         process = subprocess.Popen(
             [sys.executable, *sys.argv],
             env={
@@ -892,7 +979,8 @@ def run_with_faketime() -> int:
         try:
             return process.wait()
         finally:
-            for name in ("faketime_shm", "sem.faketime_sem"):  # left by a killed process
+            for name in ("faketime_shm", "sem.faketime_sem"):
+                # left by a killed process
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(f"/dev/shm/{name}_{process.pid}")
 

@@ -47,8 +47,10 @@ class Delivery:
     deadline_s: float
     attempts: int
     name: str
-    tried_s: float = float("inf")  # when the first call that was to settle the task began
-    ended_s: float = float("inf")  # when the last call that was to settle the task returned
+    # when the first call that was to settle the task began
+    tried_s: float = float("inf")
+    # when the last call that was to settle the task returned
+    ended_s: float = float("inf")
     how: str = ""  # "done", "fail", "release", or "lost" after LeaseLost
     called_s: float = float("inf")  # when that last call began
     is_troubled: bool = False  # a call on the task raised an error
@@ -129,16 +131,22 @@ class Events:
     def __init__(self, log: str, may_come_back: bool = False) -> None:
         self.may_come_back = may_come_back
         with open(log, encoding="utf-8") as file:
-            self.lines = sorted(file.read().splitlines(), key=lambda line: float(line.split()[0]))
+            self.lines = sorted(
+                file.read().splitlines(), key=lambda line: float(line.split()[0])
+            )
         self.tried: dict[str, Push] = {}  # by "<producer>:<number>"
         self.deliveries: dict[str, list[Delivery]] = collections.defaultdict(list)
-        self.gone: dict[str, float] = {}  # actor: when it was killed or began to close its queue
+        # actor: when it was killed or began to close its queue
+        self.gone: dict[str, float] = {}
         # How many events broke a promise, but are excused: the file system may be the reason.
         self.excused: collections.Counter[str] = collections.Counter()
-        self.errors: list[tuple[float, float, str, int]] = []  # begin, end, functions, errno
+        # begin, end, functions, errno
+        self.errors: list[tuple[float, float, str, int]] = []
         self.refused: set[str] = set()  # payloads whose push() raised an error
-        self.faults: list[float] = []  # when the proof cut off a host, killed a brick, ...
-        self.cuts: list[float] = []  # the times of those faults that took a host's locks away
+        # when the proof cut off a host, killed a brick, ...
+        self.faults: list[float] = []
+        # the times of those faults that took a host's locks away
+        self.cuts: list[float] = []
         self.heals: list[float] = []  # when all was well again after a fault
         self.calls: list[tuple[float, float, str]] = []  # begin, end, name
         self.looks = self.killed = 0
@@ -154,33 +162,45 @@ class Events:
     def read_ready(self, at: float, actor: str) -> None:
         pass
 
-    def read_push(self, at: float, actor: str, name: str, began_s: float, *key_due: Any) -> None:
+    def read_push(
+        self, at: float, actor: str, name: str, began_s: float, *key_due: Any
+    ) -> None:
         self.tried[name] = Push(actor, name, began_s, *key_due)
 
-    def read_pushed(self, at: float, actor: str, name: str, ident: str, began_s: float) -> None:
+    def read_pushed(
+        self, at: float, actor: str, name: str, ident: str, began_s: float
+    ) -> None:
         self.tried[name].ended_s, self.tried[name].ident = at, ident
         self.calls.append((began_s, at, "push"))
 
     def read_claimed(self, at: float, actor: str, ident: str, began_s: float) -> None:
         self.claims[ident[-16:]].append(Claim(actor, began_s, at))
 
-    def read_got(self, at: float, actor: str, ident: str, began_s: float, *rest: Any) -> None:
+    def read_got(
+        self, at: float, actor: str, ident: str, began_s: float, *rest: Any
+    ) -> None:
         self.deliveries[ident].append(Delivery(actor, ident, began_s, at, *rest))
         self.calls.append((began_s, at, "pop"))
 
-    def read_extended(self, at: float, actor: str, ident: str, deadline_s: float) -> None:
+    def read_extended(
+        self, at: float, actor: str, ident: str, deadline_s: float
+    ) -> None:
         self.last(actor, ident).deadline_s = deadline_s
 
     def read_settle(self, at: float, actor: str, ident: str) -> None:
         delivery = self.last(actor, ident)
         delivery.tried_s = min(delivery.tried_s, at)
 
-    def read_end(self, at: float, actor: str, how: str, ident: str, began_s: float) -> None:
+    def read_end(
+        self, at: float, actor: str, how: str, ident: str, began_s: float
+    ) -> None:
         delivery = self.last(actor, ident)
         delivery.how, delivery.ended_s, delivery.called_s = how, at, began_s
         self.calls.append((began_s, at, how))
 
-    def read_error(self, at: float, actor: str, call: str, which: str, *rest: Any) -> None:
+    def read_error(
+        self, at: float, actor: str, call: str, which: str, *rest: Any
+    ) -> None:
         began_s, code, where = rest
         if call == "push":
             self.refused.add(which)
@@ -210,7 +230,9 @@ class Events:
     def read_crowded(self, at: float, _: str, *text: object) -> None:
         self.crowds.append(" ".join(map(str, text)))
 
-    def read_looked(self, at: float, actor: str, call: str, key: str, *rest: Any) -> None:
+    def read_looked(
+        self, at: float, actor: str, call: str, key: str, *rest: Any
+    ) -> None:
         began_s, found = rest
         self.look_ups[key].append(LookUp(actor, call, began_s, at, found == 1))
         self.calls.append((began_s, at, call))
@@ -232,7 +254,11 @@ class Events:
         """
         one, other = ((it.id, it.attempts, it.name) for it in (first, second))
         is_same = one == other and host_of(first.actor) != host_of(second.actor)
-        return self.may_come_back and is_same and not self.is_calm(second.began_s, second.got_s)
+        return (
+            self.may_come_back
+            and is_same
+            and not self.is_calm(second.began_s, second.got_s)
+        )
 
     def may_end_late(self, first: Delivery, second: Delivery) -> bool:
         """Return whether GlusterFS may be the reason that a worker ended the delivery `first` after
@@ -266,9 +292,12 @@ class Events:
         older = (d for d in of_task if d.name == it.name and d.got_s <= it.got_s)
         before = (d for d in of_task if d.ended_s < it.got_s)
         is_back = self.may_have_come_back(it.id, it.got_s) or any(
-            self.is_newer(it, d) and not self.is_calm(d.began_s, d.ended_s) for d in before
+            self.is_newer(it, d) and not self.is_calm(d.began_s, d.ended_s)
+            for d in before
         )
-        return is_back or any(self.is_split(*two) for two in itertools.product(older, of_task))
+        return is_back or any(
+            self.is_split(*two) for two in itertools.product(older, of_task)
+        )
 
     def is_newer(self, old: Delivery, new: Delivery) -> bool:
         """Return whether the payload of `new` was acknowledged after that of `old`."""
@@ -312,7 +341,9 @@ class Events:
 
     def all_deliveries(self) -> list[Delivery]:
         """Return the deliveries of all tasks, sorted by time."""
-        return sorted(itertools.chain(*self.deliveries.values()), key=lambda it: it.got_s)
+        return sorted(
+            itertools.chain(*self.deliveries.values()), key=lambda it: it.got_s
+        )
 
     def last(self, actor: str, ident: str) -> Delivery:
         """Return the latest delivery of a task to an actor."""
@@ -323,10 +354,18 @@ class Events:
 
         The NFS server drops the locks of a host that is cut off for long, and the host is not told.
         """
-        ends = ((cut, min(h for h in [*self.heals, float("inf")] if h > cut)) for cut in self.cuts)
-        times = [(it.began_s, min(it.ended_s, self.gone_s(it.actor))) for it in self.pushes(ident)]
+        ends = (
+            (cut, min(h for h in [*self.heals, float("inf")] if h > cut))
+            for cut in self.cuts
+        )
+        times = [
+            (it.began_s, min(it.ended_s, self.gone_s(it.actor)))
+            for it in self.pushes(ident)
+        ]
         return any(
-            ended_s > cut and began_s < heal for cut, heal in ends for began_s, ended_s in times
+            ended_s > cut and began_s < heal
+            for cut, heal in ends
+            for began_s, ended_s in times
         )
 
     def pushes(self, ident: str) -> list[Push]:
@@ -335,8 +374,14 @@ class Events:
         These are the pushes that returned the task's id. A push that did not return is among them
         if the hash of its key is in the id.
         """
-        tag_of = functools.lru_cache(lambda key: femtoqueue._key_tag(femtoqueue._encode_key(key)))
-        lost = [it for it in self.tried.values() if it.ended_s == float("inf") and it.key != "-"]
+        tag_of = functools.lru_cache(
+            lambda key: femtoqueue._key_tag(femtoqueue._encode_key(key))
+        )
+        lost = [
+            it
+            for it in self.tried.values()
+            if it.ended_s == float("inf") and it.key != "-"
+        ]
         known = [it for it in self.tried.values() if it.ident == ident]
         return known + [it for it in lost if tag_of(it.key) == ident[-16:]]
 
@@ -371,8 +416,9 @@ def leased_twice(events: Events) -> Iterator[str]:
             if second.got_s < until_s and events.is_excused_pair(first, second):
                 events.excused["leased twice"] += 1
             elif second.got_s < until_s:
-                yield f"{ident} is leased twice: {first.actor} has it until {until_s:.3f}, " + (
-                    f"{second.actor} got it at {second.got_s:.3f}"
+                yield (
+                    f"{ident} is leased twice: {first.actor} has it until {until_s:.3f}, "
+                    + (f"{second.actor} got it at {second.got_s:.3f}")
                 )
 
 
@@ -385,7 +431,10 @@ def not_fenced(events: Events) -> Iterator[str]:
     """
     for ident, deliveries in events.deliveries.items():
         for first, second in itertools.combinations(deliveries, 2):
-            late = first.how in ("done", "fail", "release") and second.got_s < first.called_s
+            late = (
+                first.how in ("done", "fail", "release")
+                and second.got_s < first.called_s
+            )
             if late and events.may_end_late(first, second):
                 events.excused["settled without a lease"] += 1
             elif late and not events.is_excused_pair(first, second):
@@ -424,7 +473,9 @@ def wrong_places(events: Events, files: set[str]) -> Iterator[str]:
         is_task = not state.startswith(("creating", "clock-", "locks"))
         if is_task and not name.endswith(".error"):
             places[name[-37:]].append(path)
-    for push in (it for it in events.tried.values() if it.ident and it.ident not in places):
+    for push in (
+        it for it in events.tried.values() if it.ident and it.ident not in places
+    ):
         # A keyed payload may have been replaced before its delivery: see key_faults().
         if push.key == "-" or events.deliveries[push.ident]:
             yield f"{push.name}, {push.ident}, was acknowledged and is lost"
@@ -436,7 +487,8 @@ def wrong_places(events: Events, files: set[str]) -> Iterator[str]:
         )
         ended = all(path.startswith(("done/", "failed/")) for path in paths)
         if femtoqueue._is_keyed(ident) and events.may_have_come_back(ident):
-            ends += 1  # it came back, met a newer task of its key, and became a dead letter
+            # it came back, met a newer task of its key, and became a dead letter
+            ends += 1
         if not ended or len(paths) > max(1, ends):
             yield f"{ident} stands in {' and '.join(sorted(paths))}"
         names = {delivery.name for delivery in events.deliveries[ident]}
@@ -451,7 +503,8 @@ def wrong_answers(events: Events, files: set[str]) -> Iterator[str]:
             yield f"the push of {name} raised, and {ident} was delivered"
         hows = {it.how for it in deliveries}
         places = {f"done/{ident}", f"failed/{ident}"}
-        if events.lost_locks(ident):  # femtoqueue may have moved it there: see wrong_dead_letters()
+        if events.lost_locks(ident):
+            # femtoqueue may have moved it there: see wrong_dead_letters()
             places.discard(f"failed/{ident}")
         if files & places and not hows & {"done", "fail", ""}:
             yield f"{ident} is in done/ or failed/, but its workers' calls ended with {hows}"
@@ -480,7 +533,9 @@ def report(events: Events) -> None:
     whether the proof had enough to check."""
     deliveries = events.all_deliveries()
     ends = collections.Counter(d.how or "unsettled" for d in deliveries)
-    errors = collections.Counter(f"{what} {error_name(n)}" for _, _, what, n in events.errors)
+    errors = collections.Counter(
+        f"{what} {error_name(n)}" for _, _, what, n in events.errors
+    )
     longest = max(events.calls, key=lambda call: call[1] - call[0])
     pushes = sum(what == "push" for _, _, what in events.calls)
     say(f"{pushes} pushes, {len(deliveries)} deliveries: {dict(ends)}")
@@ -519,7 +574,9 @@ def crowded(places: Iterable[set[str]]) -> Iterator[str]:
 def crowded_at_rest(events: Events, files: set[str]) -> Iterator[str]:
     """Yield what crowded() yields, for the queue's files when no actor runs. Tasks that
     Events.may_be_two() explains are left out."""
-    alone = ({it for it in ids if not events.may_be_two(it)} for ids in places_of_keys(files))
+    alone = (
+        {it for it in ids if not events.may_be_two(it)} for ids in places_of_keys(files)
+    )
     return crowded(alone)
 
 
@@ -540,9 +597,14 @@ def overlapping(events: Events, deliveries: list[Delivery]) -> Iterator[str]:
     """Yield the deliveries of a key that began while another task of the key was leased."""
     held_until_s, holder = 0.0, None
     for it in deliveries:
-        if holder and it.got_s < held_until_s and not events.is_excused_pair(holder, it):
-            yield f"{it.actor} got {it.id} at {it.got_s:.3f}, {holder.actor} had {holder.id} " + (
-                f"until {held_until_s:.3f}"
+        if (
+            holder
+            and it.got_s < held_until_s
+            and not events.is_excused_pair(holder, it)
+        ):
+            yield (
+                f"{it.actor} got {it.id} at {it.got_s:.3f}, {holder.actor} had {holder.id} "
+                + (f"until {held_until_s:.3f}")
             )
         until_s = events.held_until_s(it)
         if until_s > held_until_s:
@@ -555,11 +617,17 @@ def latest_push(pushes: list[Push], at_s: float) -> Push | None:
     return max(pushes[:returned], key=lambda push: push.began_s, default=None)
 
 
-def outdated(events: Events, deliveries: list[Delivery], pushes: list[Push]) -> Iterator[str]:
+def outdated(
+    events: Events, deliveries: list[Delivery], pushes: list[Push]
+) -> Iterator[str]:
     """Yield the deliveries of a key whose payload had been replaced before pop() was called."""
     for it in deliveries:
         newer = latest_push(pushes, it.began_s)
-        if newer and events.is_replaced(it, newer) and not events.is_outdated_by_healing(it):
+        if (
+            newer
+            and events.is_replaced(it, newer)
+            and not events.is_outdated_by_healing(it)
+        ):
             late_s = it.began_s - newer.began_s
             yield f"{it.actor} got {it.name}, {it.id}, {late_s:.3f} s after the push of a newer one"
 
@@ -575,7 +643,11 @@ def never_delivered(
 
 
 def must_find(
-    events: Events, it: LookUp, newest: Push, deliveries: list[Delivery], pushes: list[Push]
+    events: Events,
+    it: LookUp,
+    newest: Push,
+    deliveries: list[Delivery],
+    pushes: list[Push],
 ) -> bool:
     """Return whether a look-up had to find a task.
 
@@ -587,10 +659,16 @@ def must_find(
         if is_as_new and d.how != "release" and d.tried_s < it.ended_s:
             return False
     claims, moves = events.claims[newest.ident[-16:]], list[tuple[float, float]]()
-    if it.call == "take":  # take() may return None while another actor has the task in flight
+    if it.call == "take":
+        # take() may return None while another actor has the task in flight
         moves = [(d.got_s, d.ended_s) for d in deliveries if d.actor != it.actor]
-        moves += [(claim.began_s, claim.ended_s) for claim in claims if claim.actor != it.actor]
-    elif it.call == "peek":  # may return None while a claim, a push or the settling moves the task
+        moves += [
+            (claim.began_s, claim.ended_s)
+            for claim in claims
+            if claim.actor != it.actor
+        ]
+    elif it.call == "peek":
+        # may return None while a claim, a push or the settling moves the task
         moves = [(claim.began_s, claim.ended_s) for claim in claims]
         moves += [(d.tried_s, d.ended_s) for d in deliveries]
         moves += [(push.began_s, push.ended_s) for push in pushes]
@@ -609,7 +687,11 @@ def look_ups_that_must_find(
     calls = ("contains",) if events.killed else LOOK_UPS
     for it in events.look_ups[pushes[0].key]:
         push = latest_push(pushes, it.began_s)
-        if push and it.call in calls and must_find(events, it, push, deliveries, pushes):
+        if (
+            push
+            and it.call in calls
+            and must_find(events, it, push, deliveries, pushes)
+        ):
             yield it, push
 
 
@@ -618,12 +700,15 @@ def failed_look_ups(looked: Iterable[tuple[LookUp, Push]]) -> Iterator[str]:
     for it, push in looked:
         if not it.found:
             late_s = it.began_s - push.ended_s
-            yield f"{it.actor}: {it.call}({push.key}) found nothing at {it.began_s:.3f}, " + (
-                f"{late_s:.3f} s after a push by {push.actor}"
+            yield (
+                f"{it.actor}: {it.call}({push.key}) found nothing at {it.began_s:.3f}, "
+                + (f"{late_s:.3f} s after a push by {push.actor}")
             )
 
 
-def wrong_dead_letters(events: Events, left: set[str], reasons: Iterable[str]) -> Iterator[str]:
+def wrong_dead_letters(
+    events: Events, left: set[str], reasons: Iterable[str]
+) -> Iterator[str]:
     """Yield the dead letters that no worker made by fail().
 
     `reasons` are the lines "./<id>.error:<reason>" of failed/. The actors call fail() without a
@@ -632,7 +717,8 @@ def wrong_dead_letters(events: Events, left: set[str], reasons: Iterable[str]) -
     doubles = set()
     for line in reasons:
         ident = line.removeprefix("./")[:37]
-        both = ident, line[-37:]  # the reason ends with the id of the other task of the key
+        # the reason ends with the id of the other task of the key
+        both = ident, line[-37:]
         if "has another task" in line and any(map(events.may_be_two, both)):
             events.excused["dead letters beside a task of their key"] += 1
             doubles.add(ident)
@@ -667,10 +753,18 @@ def not_refused(events: Events) -> Iterator[str]:
     because a call hung, a late done() is right."""
     for it in events.all_deliveries():
         if it.actor.startswith("hold"):
-            others = [d for d in events.deliveries[it.id] if it.got_s < d.got_s < it.ended_s]
+            others = [
+                d for d in events.deliveries[it.id] if it.got_s < d.got_s < it.ended_s
+            ]
             count = len(others)
-            say(f"done() on a host that was cut off: {it.how}; deliveries to others: {count}")
-            if it.how != "lost" and others and any(events.may_end_late(it, d) for d in others):
+            say(
+                f"done() on a host that was cut off: {it.how}; deliveries to others: {count}"
+            )
+            if (
+                it.how != "lost"
+                and others
+                and any(events.may_end_late(it, d) for d in others)
+            ):
                 events.excused["done() after a lost lease"] += 1
             elif it.how != "lost" and others:
                 yield f"done() of {it.actor} did not raise LeaseLost: {it}, {others}"
@@ -704,7 +798,11 @@ def turns_at_once(events: Events) -> Iterator[str]:
 
 def without_turn(events: Events, hosts: Iterable[int]) -> list[str]:
     """Return the hosts whose members had no turn."""
-    return [*{str(host) for host in hosts}.difference(host_of(it.actor) for it in events.turns)]
+    return [
+        *{str(host) for host in hosts}.difference(
+            host_of(it.actor) for it in events.turns
+        )
+    ]
 
 
 # All checks
@@ -732,7 +830,9 @@ def judge(
         "double leases": leased_twice(events),
         "settled without a lease": not_fenced(events),
         "done() after a lost lease": not_refused(events),
-        "errors of calls that took effect": wrong_answers(events, files) if no_errors else (),
+        "errors of calls that took effect": wrong_answers(events, files)
+        if no_errors
+        else (),
         "turns overlap": turns_at_once(events),
         "failed or slow calls": failed_or_slow_calls(events, no_errors),
         "misplaced": wrong_places(events, files),
@@ -752,4 +852,6 @@ def raise_any(events: Events, found: Mapping[str, Iterable[str]]) -> None:
             events.print_log_of(ident)
         say(f"{len(wrong)} {what}; the first: {wrong[0]}")
     if faults:
-        raise Violation("; ".join(f"{len(it)} {what}: {it[0]}" for what, it in faults.items()))
+        raise Violation(
+            "; ".join(f"{len(it)} {what}: {it[0]}" for what, it in faults.items())
+        )
