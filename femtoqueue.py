@@ -465,8 +465,9 @@ _STATE_DIRS = ("creating", *_WAITING_DIRS, *_ENDED)  # made when the queue is op
 # the year 2255: the largest number that a name may carry
 _MAX_STAMP_NS = 8_999_999_999_999_999_999
 _FOREVER_NS = 4 * 10**18  # 126 years: the longest lease
-# schedule() refuses due times from one second after the epoch to the end of 1972, because the caller
-# most likely gave such a time in seconds or milliseconds, not in microseconds.
+# schedule() refuses due times from one second after the epoch to the end of 1972: most likely, such
+# a time was given in seconds or milliseconds, not in microseconds. Programs for version 0.4 pass
+# numbers near 0 for a task due at once.
 _REFUSED_DUE_NS = (10**9, 94_694_400 * 10**9)
 # September 2001. No queue clock starts earlier, so the times of a queue clock have 19 digits, and
 # new_id() and claim() put one "0" in front.
