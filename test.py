@@ -1,10 +1,11 @@
-"""The tests of femtoqueue: `python test.py [-v] [Class[.test]]`.
+"""The tests of femtoqueue: `python test.py [-v] [--all] [Class[.test]]`.
 
 The classes run side by side, in one process for each processor. `python -m unittest test` runs all
 of them in one process. The seed of the random numbers is printed; set FEMTOQUEUE_SEED to that
-number to repeat a run. Tests whose promise does not depend on the disk use /dev/shm. If TMPDIR is
-set, all tests use that directory: `TMPDIR=/var/tmp python test.py` tests the file system of
-/var/tmp.
+number to repeat a run. The tests that interrupt an operation at each of its system calls try a part
+of the calls, which the seed chooses. With --all, they try every call. Tests whose promise does not
+depend on the disk use /dev/shm. If TMPDIR is set, all tests use that directory: `TMPDIR=/var/tmp
+python test.py` tests the file system of /var/tmp.
 
 A class stands for a promise, a test for one outcome. These are tested, with real processes:
 
@@ -65,7 +66,7 @@ import typing
 import unittest
 import warnings
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, NoReturn
 from unittest import mock
 
@@ -85,6 +86,93 @@ from femtoqueue import (
 with contextlib.suppress(ImportError):  # not on Windows
     import fcntl
     import termios
+
+
+class FirstSteps(unittest.TestCase):
+    """What femtoqueue does. The other classes test it in every detail."""
+
+    def setUp(self) -> None:
+        directory = tempfile.TemporaryDirectory()
+        self.addCleanup(directory.cleanup)
+        self.path = os.path.join(directory.name, "jobs")
+
+    def test_task_goes_from_push_through_pop_to_done(self) -> None:
+        """A task waits in pending/, is leased to a worker, and ends in done/."""
+        q = FemtoQueue(self.path, "n1")
+        ident = q.push(b"resize 42.png")
+        self.assertEqual(os.listdir(f"{self.path}/pending"), [ident])
+        task = q.pop()
+        assert task is not None
+        self.assertEqual((task.id, task.data), (ident, b"resize 42.png"))
+        self.assertEqual(len(os.listdir(f"{self.path}/inflight-n1")), 1)
+        q.done(task)
+        self.assertEqual(os.listdir(f"{self.path}/done"), [ident])
+        self.assertIsNone(q.pop())
+
+    def test_task_of_a_killed_worker_goes_to_another_one(self) -> None:
+        """If kill -9 ends a worker, the next pop() of another worker gets its task."""
+        q = FemtoQueue(self.path, timeout_stale_ms=None)
+        q.push(b"resize 42.png")
+        code = "import sys, femtoqueue as f; q = f.FemtoQueue(sys.argv[1]); "
+        code += "task = q.pop(); print(task.id, flush=True); sys.stdin.read()"
+        words = sys.executable, "-c", code, self.path
+        pipe = subprocess.PIPE
+        with subprocess.Popen(words, stdin=pipe, stdout=pipe, cwd=HERE) as worker:
+            assert worker.stdout is not None
+            ident = worker.stdout.readline().decode().strip()  # the worker has the task
+            self.assertIsNone(q.pop())
+            worker.kill()
+        task = q.pop(10)
+        assert task is not None
+        self.assertEqual((task.id, task.attempts), (ident, 2))
+
+
+# The small languages of the tests. Each has one place, where its texts and its reader stand.
+#
+# Words of Life: what a worker does, for tests that interrupt it. Each word is a method of the class
+# Life. The words after the bar are interrupted:
+#
+#     Scenario("push a, push b, take | fail why, retry")
+#
+# Rows: the system calls of a step, in the tables STEPS and KEY_STEPS. The step is in words of Life.
+# A Row has all calls of the step, and the moves and syncs of a durable queue:
+#
+#     "push x, take | done": Row("move", "move file directory")
+#
+# Transcripts: sessions of a shell, in TRANSCRIPTS. Each begins with "# " and its claim.
+#
+#     # a task that waits can be canceled
+#     $ femtoqueue push jobs x -> <a>
+#     $ femtoqueue cancel jobs $a
+#     $ states -> none
+#
+#   A line that begins with "$ " is a command. If the line ends with "\", the command goes on in the
+#   next line. The expected output follows: after " -> " in the same line, or in lines of its own.
+#   Standard output comes first. Standard error follows, each line of it after a "! ". The exit
+#   status comes last, in brackets, unless it is 0.
+#   After " -> ", any white space counts as one space. In lines of output, a run of spaces counts as
+#   one space. "..." stands for any text; alone in a line, for any lines. <name> stands for an id,
+#   or for the path of a lease if the name begins with "lease". Where <name> occurs again in the
+#   transcript, it stands for the same value, and so does $name in a command. Two names never have
+#   the same value.
+#   Besides the commands of the shell, there are three others. `states` counts the tasks in each
+#   directory. `payloads STATE` prints the payloads of a state. `gone FILE` reads process ids from a
+#   file, and waits until these processes have ended.
+#
+# FAULTS, in .ci/broken.py: faults that the tests must catch. A row has the promise, the class of
+# test.py that catches the fault, and a change of femtoqueue.py in the form of a diff:
+#
+#     a task is delivered after the tasks that were pushed before | Ordering
+#     -        names.sort()
+#     +        names.sort(reverse=True)
+#
+# The log of the storms, in .ci/verdict.py: what many processes did with one queue. Each line has
+# the time, the process, a word, and its values. The class Events has a method for each word. Here
+# w3 was killed while it had a task, and w5 got the task in its second attempt:
+#
+#     12.501 w3 got 01795243500123456789-0a1b2c3d4e5f6071 12.500 17.500 1 p4-17
+#     13.020 main killed w3
+#     13.412 w5 got 01795243500123456789-0a1b2c3d4e5f6071 13.409 18.410 2 p4-17
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 # A hook is called for each call that touches a disk or another process. All callables of os count
@@ -124,6 +212,8 @@ FORK = unittest.skipUnless(hasattr(os, "fork"), "needs fork()")
 PATIENCE_S = 60  # a test that has waited this long gives up
 LOG = logging.getLogger("femtoqueue")
 SEED = int(os.environ.get("FEMTOQUEUE_SEED") or time.time_ns() // 1000 % 10**6)
+# the tests that interrupt an operation at each call try one call of so many
+SAMPLED = 1 if "--all" in sys.argv else 3
 # a class that has run this long hangs: the slowest class takes half a minute
 SUITE_S = 900
 # free space needed in /dev/shm: 20,000 tasks take a third of this
@@ -4248,12 +4338,9 @@ class Step:
         action: Callable[[], object] = do_nothing,
         counts: Callable[[str, tuple[Any, ...]], bool] | None = None,
     ) -> None:
-        self.number, self.left, self.action, self.counts = (
-            number,
-            number,
-            action,
-            counts,
-        )
+        self.number = self.left = number
+        self.action = action
+        self.counts = counts
         self.at = ""  # the event of the call before which action() was called
         self.args: tuple[Any, ...] = ()
 
@@ -4263,10 +4350,12 @@ class Step:
         action: Callable[[], object] = do_nothing,
         counts: Callable[[str, tuple[Any, ...]], bool] | None = None,
         at_least: int = 8,
+        numbers: Iterable[int] | None = None,
     ) -> Iterator[Step]:
-        """Yield steps, numbered from 0. The caller repeats its work, and each time sets the next
-        step as the hook. The first step that the work does not reach is the last one."""
-        for number in itertools.count():
+        """Yield steps, numbered from 0, or with these numbers. The caller repeats its work, and
+        each time sets the next step as the hook. The first step that the work does not reach is the
+        last one."""
+        for number in numbers or itertools.count():
             step = cls(number, action, counts)
             yield step
             if not step.reached:
@@ -4578,8 +4667,9 @@ def names_after(word: str, said: list[str]) -> list[str]:
 
 
 class Interrupted(QueueCase):
-    """Each scenario is interrupted at each of its system calls in turn: by death, an error, Ctrl-C
-    or another worker. Then a queue object goes on, and check() looks at what is left."""
+    """Each scenario is interrupted at each of its system calls in turn, or at a sample of them: by
+    death, an error, Ctrl-C or another worker. Then a queue object goes on, and check() looks at
+    what is left."""
 
     KILL_EVERY = 5  # a process is killed at every fifth call that changes something
     ERRORS = 4  # for each call, at most this many of its possible errors are tried
@@ -4593,12 +4683,16 @@ class Interrupted(QueueCase):
     def setUp(self) -> None:
         super().setUp()
         self.base, self.serial = self.path, itertools.count()
-        self.first_kill = itertools.cycle(range(self.KILL_EVERY))
         stack = contextlib.ExitStack()
         self.addCleanup(stack.close)
         stack.enter_context(warnings.catch_warnings())
         # Ctrl-C at the start of a listing leaves the iterator of scandir() open.
         warnings.simplefilter("ignore", ResourceWarning)
+
+    def sampled(self, every: int = 1) -> Iterator[int]:
+        """Return the numbers of the calls to try: every SAMPLED-th of each `every`-th number. The
+        seed chooses the first one."""
+        return itertools.count(self.chance.randrange(every * SAMPLED), every * SAMPLED)
 
     def new_path(self, number: int) -> None:
         """Set `path` to that of a new queue."""
@@ -4632,8 +4726,8 @@ class Interrupted(QueueCase):
         """Yield the endings by death, before each system call.
 
         First, a real process is killed by SIGKILL at every fifth call that changes something. The
-        first of these calls differs from scenario to scenario. (The program .ci/faults.py kills a
-        process at each call.) Then the directory is copied before each call of another run. The
+        seed chooses the first of these calls. (The program .ci/faults.py kills a process at each
+        call.) Then the directory is copied before each call of another run. The
         copy has the files that a process leaves if it dies before that call, and no locks.
         Successive calls that change nothing share a copy."""
 
@@ -4659,7 +4753,7 @@ class Interrupted(QueueCase):
         """Run a scenario in one process after another. Kill each process five changes later than
         the process before, until a process reaches its end. Yield the kind of death and the lines
         of each process."""
-        for number in itertools.count(next(self.first_kill), self.KILL_EVERY):
+        for number in self.sampled(self.KILL_EVERY):
             self.new_path(number)
             step = Step(
                 number, lambda: os.kill(os.getpid(), signal.SIGKILL), may_change
@@ -4683,10 +4777,12 @@ class Interrupted(QueueCase):
         original, said = self.path, list[str]()
         said_before: list[list[str]] = []
         changed = [True]  # since the last copy
+        first = self.chance.randrange(SAMPLED)
 
         def copy(name: str, args: tuple[Any, ...]) -> None:
             if changed[0] or said != said_before[-1]:
-                if os.path.exists(original):
+                is_sampled = len(said_before) % SAMPLED == first
+                if is_sampled and os.path.exists(original):
                     copy_tree(original, f"{original}.{len(said_before)}")
                 said_before.append([*said])
             changed[0] = may_change(name, args)
@@ -4694,9 +4790,9 @@ class Interrupted(QueueCase):
         run(copy, said.append)
         copy("", ())
         self.assertGreater(len(said_before), 2)
-        for number, lines in enumerate(said_before):
+        for number in range(first, len(said_before), SAMPLED):
             self.path = f"{original}.{number}"
-            yield f"copied before change {number}", lines
+            yield f"copied before change {number}", said_before[number]
 
     def failing_steps(self, turn: int) -> Iterator[Step]:
         """Yield a step for each call that has more than `turn` possible errors. The call fails with
@@ -4711,7 +4807,9 @@ class Interrupted(QueueCase):
                 turn < len(self.PUSHES) or turn < len(possible_errors(name, args))
             )
 
-        for step in Step.each(counts=counts, at_least=1 - bool(turn)):
+        for step in Step.each(
+            counts=counts, at_least=1 - bool(turn), numbers=self.sampled()
+        ):
             step.action = lambda step=step: raise_errno(self.errno_of(step, turn))  # type: ignore[misc]
             yield step
 
@@ -4795,7 +4893,7 @@ class Interrupted(QueueCase):
         def counts(name: str, args: tuple[Any, ...]) -> bool:
             return sees_or_changes_names(name, args) and self.is_free("k")
 
-        for step in Meanwhile.each(counts=counts, at_least=1):
+        for step in Meanwhile.each(counts=counts, at_least=1, numbers=self.sampled()):
             q, said = self.new_life(step.number, settings)
             other, finished = FemtoQueue(self.path, "intruder", **settings), list[str]()
             self.assertIsNone(other.pop())
@@ -4837,7 +4935,7 @@ class Interrupted(QueueCase):
                 name != "lstat" or "/inflight-" not in args[0]
             )
 
-        for step in Meanwhile.each(counts=counts, at_least=1):
+        for step in Meanwhile.each(counts=counts, at_least=1, numbers=self.sampled()):
             q, said = self.new_life(step.number, settings)
             step.action = functools.partial(
                 self.move_by_hand, is_bare=step.number % 2 == 1
@@ -4867,7 +4965,7 @@ class Interrupted(QueueCase):
             (Step, self.counts),
             (Meanwhile, self.counts or takes_effect),
         ):
-            for step in kind.each(interrupt, counts, at_least=1):
+            for step in kind.each(interrupt, counts, 1, self.sampled()):
                 q, said = self.new_life(
                     step.number, {"timeout_stale_ms": None, **settings}
                 )
@@ -9874,22 +9972,6 @@ class Checking(QueueCase):
         self.assertEqual(self.found(self.queue()), [])
 
 
-# Transcripts of shell sessions. Each begins with "# " and the claim that the transcript shows.
-#
-# A line that begins with "$ " is a command. If the line ends with "\", the command goes on in the
-# next line. The expected output follows: after " -> " in the same line, or in lines of its own.
-# Standard output comes first. Standard error follows, each line of it after a "! ". The exit status
-# comes last, in brackets, unless it is 0.
-#
-# After " -> ", any white space counts as one space. In lines of output, a run of spaces counts as
-# one space. "..." stands for any text; alone in a line, for any lines. <name> stands for an id, or
-# for the path of a lease if the name begins with "lease". Where <name> occurs again in the
-# transcript, it stands for the same value, and so does $name in a command. Two names never have the
-# same value.
-#
-# Besides the commands of the shell, there are three others. `states` counts the tasks in each
-# directory. `payloads STATE` prints the payloads of a state. `gone FILE` reads process ids from a
-# file, and waits until these processes have ended.
 LEASE = rf"inflight-\w+/[0-9]{{20}}~[0-9]+~0{{8}}~{ID}"
 TRANSCRIPTS = r"""
 # push takes payloads from arguments, standard input, its lines or its pieces, and prints the ids
@@ -10437,9 +10519,9 @@ def run_guarded(
     return process.returncode, out, err
 
 
-class CommandLine(QueueCase):
-    """The commands of the command line. Most of them run in this process, through main(). Those
-    that start processes run femtoqueue.pyc, the compiled femtoqueue.py, without its source."""
+class CommandCase(QueueCase):
+    """A test of the command line. Most commands run in this process, through main(). Those that
+    start processes run femtoqueue.pyc, the compiled femtoqueue.py, without its source."""
 
     # a directory that holds femtoqueue.pyc, and a script `femtoqueue` that runs it
     bin: str
@@ -10518,18 +10600,10 @@ class CommandLine(QueueCase):
         self.assertEqual((status, err), (0, ""), words)
         return out
 
-    def test_transcripts(self) -> None:
-        """Each command in TRANSCRIPTS prints what stands there."""
-        # Each transcript begins in an empty directory of its own.
-        for transcript in TRANSCRIPTS.split("\n# ")[1:]:
-            claim, *steps = transcript.rstrip().split("\n$ ")
-            with self.subTest(claim):
-                os.chdir(self.new_dir(self.memory))
-                self.path, names = os.path.abspath("jobs"), dict[str, str]()
-                # otherwise the first push says that it makes a queue
-                FemtoQueue("jobs").close()
-                for step in steps:
-                    self.check_step(step, names)
+
+class Transcripts(CommandCase):
+    """Each command in TRANSCRIPTS prints what stands there. A test for each transcript is made from
+    its claim, so that one runs alone: `python test.py Transcripts -k canceled`."""
 
     def check_step(self, step: str, names: dict[str, str]) -> None:
         """Run the command of a step, and fail unless it prints the expected output. `names` has the
@@ -10596,6 +10670,33 @@ class CommandLine(QueueCase):
         lines += [f"! {line}" for line in err.splitlines()]
         lines += [f"[{status}]"] if status else []
         return "".join(f"{line}\n" for line in lines)
+
+    def check_transcript(self, steps: list[str]) -> None:
+        # otherwise the first push says that it makes a queue
+        FemtoQueue("jobs").close()
+        names: dict[str, str] = {}
+        for step in steps:
+            self.check_step(step, names)
+
+
+def make_tests_of_transcripts() -> None:
+    for transcript in TRANSCRIPTS.split("\n# ")[1:]:
+        claim, *steps = transcript.rstrip().split("\n$ ")
+
+        def test(self: Transcripts, steps: list[str] = steps) -> None:
+            self.check_transcript(steps)
+
+        test.__doc__ = claim
+        words = re.sub(r"[^a-z0-9]+", "_", claim.lower()).strip("_")
+        demand(not hasattr(Transcripts, f"test_{words}"), f"a second {claim!r}")
+        setattr(Transcripts, f"test_{words}", test)
+
+
+make_tests_of_transcripts()
+
+
+class CommandLine(CommandCase):
+    """The commands of the command line, in what a transcript can't show."""
 
     def test_push_with_sync_syncs(self) -> None:
         self.queue()
@@ -12507,8 +12608,8 @@ class Reported(QueueCase):
 
 # The classes that take longest. They start first, so that none of them runs alone at the end.
 LONGEST = (
-    *("CommandLine", "KeyedInterrupted", "KeyedInterruptedOnSharedFileSystem"),
-    *("KeyedInterruptedByRename", "Faults"),
+    *("CommandLine", "Transcripts", "KeyedInterrupted"),
+    *("KeyedInterruptedOnSharedFileSystem", "Faults"),
 )
 
 
@@ -12603,8 +12704,9 @@ def main() -> int:
     """Run the classes of tests side by side. A single class, or a run with other switches of
     unittest than -v and -f, runs in this process. Return the exit status."""
     print(f"seed {SEED}", file=sys.stderr, flush=True)
-    switches = [it for it in sys.argv[1:] if it in ("-v", "-f")]
-    names = [it for it in sys.argv[1:] if it not in switches]
+    words = [it for it in sys.argv[1:] if it != "--all"]
+    switches = [it for it in words if it in ("-v", "-f")]
+    names = [it for it in words if it not in switches]
     tests_of = unittest.defaultTestLoader.getTestCaseNames
     cases = {name: it for name, it in globals().items() if isinstance(it, type)}
     classes = names or [
@@ -12617,7 +12719,7 @@ def main() -> int:
         or any(it.startswith("-") for it in names)
         or not hasattr(os, "fork")
     ):
-        return run_here(sys.argv[1:])
+        return run_here(words)
     affinity = getattr(os, "sched_getaffinity", None)
     processes = 1 + (len(affinity(0)) if affinity else os.cpu_count() or 1)
     began_s = time.monotonic()
