@@ -1238,7 +1238,9 @@ def first_failure(project: str, limit_s: float, *tests: str) -> str:
     Returns the name of the test that failed, HANG if test.py did not end in time, "" if no test
     failed.
     """
-    status, output = run_copy(project, "test.py", "-f", *tests, limit_s=limit_s)
+    status, output = run_copy(
+        project, "test.py", "-f", "--all", *tests, limit_s=limit_s
+    )
     if status is None:
         return HANG
     if found := re.search(r"^(?:FAIL|ERROR): (\w+) \(\w+\.(\w+)", output, re.MULTILINE):

@@ -19,6 +19,7 @@ import glob
 import inspect
 import io
 import itertools
+import keyword
 import os
 import re
 import sys
@@ -71,6 +72,11 @@ HELPERS = {  # functions that rename or unlink, but are not a step in the table 
 MOVES = re.compile(
     r"\b(?:os|files|_files|self)\.(?:rename|rename_onto|replace|move|unlink|unlink_if_\w+)\("
     r"|files\.remove\("
+)
+# Names in prose that are not of femtoqueue.py: programs, system calls, words of an output.
+OTHER_NAMES = (
+    *("exec", "ls", "make", "syncfs", "tee", "top", "touch"),
+    *("mended", "odd", "_NAME_command"),
 )
 SECTIONS = [
     *(
@@ -376,14 +382,58 @@ def readme_words() -> tuple[int, str]:
 def unknown_proofs() -> list[str]:
     """Return the names in the README's table of guarantees that are neither a class of test.py nor
     a program in .ci/."""
+    named = ", ".join(column(2, section("Guarantees"))).split(", ")
+    return [it for it in named if it.strip("`") not in proofs()]
+
+
+def proofs() -> set[str]:
+    """Return the names of the classes of test.py that have tests, and of the programs in .ci/."""
     types = [it for it in vars(test).values() if isinstance(it, type)]
     cases = [it for it in types if issubclass(it, unittest.TestCase)]
-    known = {
-        it.__name__ for it in cases if unittest.defaultTestLoader.getTestCaseNames(it)
-    }
-    known |= {os.path.basename(path) for path in glob.glob(f"{PROJECT}/.ci/*.py")}
-    named = ", ".join(column(2, section("Guarantees"))).split(", ")
-    return [it for it in named if it.strip("`") not in known]
+    tests_of = unittest.defaultTestLoader.getTestCaseNames
+    programs = {os.path.basename(path) for path in glob.glob(f"{PROJECT}/.ci/*.py")}
+    return {it.__name__ for it in cases if tests_of(it)} | programs
+
+
+# Names in the prose of femtoqueue.py
+
+
+def prose() -> Iterator[tuple[int, str]]:
+    """Yield the comments and docstrings, each with its line."""
+    for token in tokenize.generate_tokens(io.StringIO(SOURCE).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], token.string
+    for it in docstrings():
+        yield it.lineno, ast.literal_eval(ast.get_source_segment(SOURCE, it) or "''")
+
+
+def names_that_do_not_exist() -> list[str]:
+    """Return the names in backticks, with () or with _ in front that prose mentions, and that the
+    code does not have."""
+    known = {*OTHER_NAMES}
+    for it in ast.walk(TREE):
+        parts = (getattr(it, field, None) for field in ("id", "attr", "arg", "name"))
+        known |= {part for part in parts if isinstance(part, str)}
+    known |= {*dir(os), *dir(femtoqueue), *sys.stdlib_module_names, *keyword.kwlist}
+    lost = []
+    for line, text in prose():
+        quoted = re.findall(r"`([A-Za-z_][\w.]*)(?:\(\))?`", text)
+        called = re.findall(r"([A-Za-z_][\w.]*)\(\)|\b(_[A-Za-z]\w*(?:\.\w+)*)", text)
+        for name in (*quoted, *map("".join, called)):
+            if not {*filter(None, name.split("."))} <= known:
+                lost.append(f"{line}: {name}")
+    return lost
+
+
+def races_without_a_test() -> list[str]:
+    """Return the comments RACE and CRASH that do not name their test, as in "RACE (Crash): ..."."""
+    known = proofs()
+    lost = []
+    for line, text in prose():
+        for it in re.finditer(r"\b(?:RACE|CRASH)(?: \(([^)]*)\))?:", text):
+            if not it[1] or not {*it[1].split(", ")} <= known:
+                lost.append(f"{line}: {it[0]}")
+    return lost
 
 
 # Weights
@@ -452,6 +502,8 @@ CHECKS: list[tuple[str, int, Measure]] = [
         0,
         moves_without_a_step,
     ),
+    ("names in prose that do not exist", 0, names_that_do_not_exist),
+    ("RACE and CRASH without the name of a test", 0, races_without_a_test),
     ("README: sections out of order", 0, sections_out_of_order),
     ("README: links and anchors that do not exist", 0, links_that_lead_nowhere),
     ("README: wrong or missing names in the diagram", 0, wrong_names_in_the_diagram),
