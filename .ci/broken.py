@@ -941,7 +941,7 @@ a wait lists a replaced pending/ once more before it sleeps | WaitingWithInotify
 -        return self._watches != before
 +        return False
 a `pop` that can't print the payload does not print the path of the lease | CommandLine
--                _put(sys.stdout, task.data)
+-                _put(1, task.data)
 +                sys.stdout.buffer.write(task.data)
 a cancelled pop_async() loses no task | Coroutines hangs
 -        except InvalidStateError:  # RACE: the coroutine was cancelled
