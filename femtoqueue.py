@@ -7649,7 +7649,7 @@ class _CommandPool(_WorkerPool):
 
 
 def _try_text(task: FemtoTask) -> str:
-    """Return what ends the first line of a reason, for _tries_of()."""
+    """Return what ends the first line of a reason, for _task_row()."""
     return f" (try {task.attempts})"
 
 
@@ -7704,18 +7704,16 @@ def _end_of_file(fd: int, begin: int) -> bytes:
 def main(argv: list[str] | None = None) -> Any:
     """Run a command, and return the exit status: see _NOTES. An error is written to standard error,
     as one line. Raises SystemExit for --help and --version."""
-    directory = None
     try:
         _open_closed_streams()
         options = _parse_arguments(sys.argv[1:] if argv is None else argv)
-        directory = options.dir
         return options.run(options) or 0
     except BrokenPipeError:  # the reader of the output, such as `head`, has ended
         return 0
     except KeyboardInterrupt:
         return 130  # 128 + SIGINT
     except (FemtoQueueError, OSError, ValueError, MemoryError) as error:
-        text = _text_of(error, directory)
+        text = _text_of(error)
         _write_error(
             re.sub("^[a-z_]+(?= must )", lambda it: _OPTIONS.get(it[0], it[0]), text)
         )
@@ -7746,7 +7744,7 @@ def _open_closed_streams() -> None:
 def _write_error(text: str) -> None:
     """Write an error to standard error, as one line."""
     with suppress(OSError):  # there is no other place to report it
-        _put(2, " ".join(["femtoqueue:", *text.splitlines()]) + "\n")
+        _put(2, f"femtoqueue: {' '.join(text.splitlines())}\n")
 
 
 def _put(fd: int, data: str | bytes) -> None:
@@ -7769,9 +7767,10 @@ def _print(*texts: object) -> None:
 # Command line: how commands are declared, and parsed
 
 _COMMANDS: dict[str, Any] = {}
+_Add = Callable[[Any], None]  # adds an argument to the groups of a parser
 
 
-def _command(*arguments: Callable[[Any], None]) -> Callable[[Any], Any]:
+def _command(*arguments: _Add) -> Callable[[Any], Any]:
     """Declare a function _NAME_command as the command NAME, with its arguments after DIR. The
     function takes options, and returns the exit status; None: 0."""
 
@@ -7783,20 +7782,21 @@ def _command(*arguments: Callable[[Any], None]) -> Callable[[Any], Any]:
     return declare
 
 
-def _argument(
-    words: str, text: str, group: str = "", **settings: Any
-) -> Callable[[Any], None]:
-    """Declare an argument of a command: return a function that adds it to the groups of a parser.
-    words: the names, then the value in capitals; a flag has none. group: only one argument of a
-    group may be given. settings: for add_argument()."""
+def _argument(words: str, text: str, group: str = "", **settings: Any) -> _Add:
+    """Declare an argument of a command. words: the names, then the value in capitals and its
+    default; a flag has none. group: only one argument of a group may be given. settings: for
+    add_argument()."""
     *names, value = words.split()
+    value, _, default = value.partition("=")
     if value.startswith("-"):
         names.append(value)
         settings["action"] = "store_true"
     else:
-        of_value = {"type": _TYPES.get(value), "metavar": value}
         # nargs="*" counts as required if it has no default
-        settings = {"default": None, **of_value, **settings}
+        settings.setdefault("default", default or None)
+        settings = {"type": _TYPES.get(value), "metavar": value, **settings}
+    if default:
+        text += " (default: %(default)s)"
 
     def add(groups: Any) -> None:
         groups[group].add_argument(*names, help=text, **settings)
@@ -7810,14 +7810,12 @@ def _parse_arguments(argv: list[str]) -> Any:
     import argparse
 
     name, *words = argv or [""]
-    if name == "--version":
-        _print(f"femtoqueue {__version__}")
-        sys.exit(0)
-    if name in ("-h", "--help"):
+    if name in ("--version", "-h", "--help"):
         titles = [
             f"    {it:9} {run.__doc__.splitlines()[0]}" for it, run in _COMMANDS.items()
         ]
-        _print(_SUMMARY, *titles, _NOTES)
+        version = f"femtoqueue {__version__}"
+        _print(*[version] if name == "--version" else [_SUMMARY, *titles, _NOTES])
         sys.exit(0)
     if name not in _COMMANDS:
         import difflib
@@ -7930,9 +7928,7 @@ _TYPES: dict[str, Callable[[str], Any]] = {
 _ID_HELP = "id of a task, or the path that `pop` printed"
 _IDS = _argument("ids ID", _ID_HELP, nargs="+")
 _SOME_IDS = _argument("ids ID", _ID_HELP, nargs="*")
-_LEASE = _argument(
-    "--timeout TIME", "length of the lease (default: %(default)s)", default="30s"
-)
+_LEASE = _argument("--timeout TIME=30s", "length of the lease")
 _SYNC = _argument("--sync", "survive power loss, not only the death of processes")
 
 
@@ -7940,7 +7936,7 @@ _SYNC = _argument("--sync", "survive power loss, not only the death of processes
 
 
 def _has_queue(directory: str) -> bool:
-    with suppress(FileNotFoundError, NotADirectoryError):
+    with _ignore_missing():
         os.stat(f"{directory}/pending/")
         return True
     return False
@@ -7980,30 +7976,26 @@ def _time_text(seconds: float) -> str:
     return f"{seconds:.0f}s"
 
 
-def _since_s(at: datetime | None, sign: int = 1) -> float | None:
-    return None if at is None else round(sign * (time.time() - at.timestamp()), 3)
+def _since_s(at: Any) -> Any:
+    return round(time.time() - at.timestamp(), 3)
 
 
 def _task_row(q: FemtoQueue, task: FemtoTask) -> dict[str, Any]:
     """Return the fields of a task that `ls` and `show` print, in the order of the table."""
+    # the attempts of a dead letter of `work`: see _try_text()
+    told = re.match(r"(?m).*\(try (\d+)\)$", task.error or "")
     return {
         "state": task.state,
         "id": task.id,
         "age_s": _since_s(task.created),
         "since_s": _since_s(task.since),
-        "attempts": _tries_of(task),
+        "attempts": int(told[1]) if told else task.attempts,
         "size_bytes": task.size_bytes,
-        "left_s": _since_s(task.until, -1),
+        "left_s": task.until and -_since_s(task.until),
         "key": task.key,
         "node": task.node,
         "data_preview": _beginning(q, task),
     }
-
-
-def _tries_of(task: FemtoTask) -> int | None:
-    """Return the attempts. For a dead letter of `work`, the reason tells them: see _try_text()."""
-    match = re.match(r"(?m).*\(try (\d+)\)$", task.error or "")
-    return int(match[1]) if match else task.attempts
 
 
 def _beginning(q: FemtoQueue, task: FemtoTask) -> str:
@@ -8045,11 +8037,11 @@ def _fitting(lines: Iterable[str]) -> Iterator[str]:
     """Yield lines as printable text. On a terminal, cut off what does not fit."""
     import unicodedata
 
-    columns = _terminal_size(1)[0] if os.isatty(1) else 0
+    columns = _terminal_size(1)[0] or _FOREVER_S
     for line in map(_printable, lines):
         # Letters of China and Japan take two columns.
         widths = [1 + (unicodedata.east_asian_width(it) in "WF") for it in line]
-        yield line[: bisect.bisect([*itertools.accumulate(widths)], columns or 1 << 31)]
+        yield line[: bisect.bisect([*itertools.accumulate(widths)], columns)]
 
 
 # Command line: push
@@ -8059,13 +8051,12 @@ def _fitting(lines: Iterable[str]) -> Iterator[str]:
     _argument("payloads PAYLOAD", "a task", nargs="*"),
     _argument("--lines", "push each line of standard input"),
     _argument("-0 --null", "push each piece of standard input, split at zero bytes"),
-    _argument("--delay TIME", "the task is due after TIME", "when", default="0s"),
+    _argument("--delay TIME=0s", "the task is due after TIME", "when"),
     _argument("--at WHEN", f"due at {_TIMES}", "when"),
     _argument("--key KEY", "replace the payload of this key's task, if one waits"),
     _argument(
-        "--if-in-flight HOW",
-        "if leased: buffer, update or reject (default: %(default)s)",
-        default="buffer",
+        "--if-in-flight HOW=buffer",
+        "if leased: buffer, update or reject",
     ),
     _SYNC,
 )
@@ -8154,7 +8145,7 @@ def _pieces(end: bytes) -> Iterator[bytes]:
 
 @_command(
     _argument("words CMD", "what to run for each task", nargs="*", metavar="-- CMD"),
-    _argument("-j --jobs N", "run N at a time (default: %(default)s)", default="1"),
+    _argument("-j --jobs N=1", "run N at a time"),
     _LEASE,
     _argument("--node NODE", "name of this worker (default: a fresh one)"),
     _argument(
@@ -8167,14 +8158,12 @@ def _pieces(end: bytes) -> Iterator[bytes]:
     _argument("--idle-timeout TIME", "exit when this worker got nothing for TIME"),
     _argument("--time-limit TIME", "take nothing more after TIME, and exit"),
     _argument(
-        "--max-attempts N",
-        "give up after N tries; 0: never (default: %(default)s)",
-        default="3",
+        "--max-attempts N=3",
+        "give up after N tries; 0: never",
     ),
     _argument(
-        "--retry-delay TIME",
-        "wait up to TIME before try 2; then double (default: %(default)s)",
-        default="1s",
+        "--retry-delay TIME=1s",
+        "wait up to TIME before try 2; then double",
     ),
     _argument("--task-timeout TIME", "end CMD after TIME; 0: never (default: 0)"),
     _argument("--output-dir DIR", "write output to DIR/ID.out and .err"),
@@ -8288,13 +8277,10 @@ _SCRIPT_WITH_PAYLOAD = re.compile(
 @_command(
     _LEASE,
     _argument(
-        "--wait TIME",
-        "wait for TIME if there is no task (default: %(default)s)",
-        default="0s",
+        "--wait TIME=0s",
+        "wait for TIME if there is no task",
     ),
-    _argument(
-        "--node NODE", "name of the worker (default: %(default)s)", default="cli"
-    ),
+    _argument("--node NODE=cli", "name of the worker"),
     _argument("--payload", "print the payload, not the path"),
     _argument("--key KEY", "lease the task of this key, out of turn", "which"),
     _argument("--id ID", "lease this task, due or not", "which"),
@@ -8309,9 +8295,11 @@ def _pop_command(options: Any) -> int:
     Example: task=$(femtoqueue pop jobs) && tail -n +2 "jobs/$task"
              femtoqueue done jobs "$task"
     """
-    lease_ms = options.timeout * 1000
     with _open_queue(
-        options, node_id=options.node, timeout_stale_ms=lease_ms, detached=True
+        options,
+        node_id=options.node,
+        timeout_stale_ms=options.timeout * 1000,
+        detached=True,
     ) as q:
         if options.key is None and options.id is None:
             task = q.pop(options.wait)
@@ -8377,10 +8365,9 @@ def _fail_command(options: Any) -> int:
     _argument("--node NODE", "all that the worker of that name has in flight", "which"),
     _argument("--front", "to the front of the queue", "where"),
     _argument(
-        "--delay TIME",
-        "to the back, after TIME (default: %(default)s)",
+        "--delay TIME=0s",
+        "to the back, after TIME",
         "where",
-        default="0s",
     ),
 )
 def _release_command(options: Any) -> int:
@@ -8534,7 +8521,8 @@ def _figures(q: FemtoQueue, stats: Stats) -> dict[str, Any]:
     figures = stats._asdict()
     live = Counter(node.liveness for node in figures.pop("nodes"))
     figures |= {f"workers_{it}": live[it] for it in ("alive", "dead", "unknown")}
-    return {**figures, "paused": q.paused}
+    figures["paused"] = q.paused
+    return figures
 
 
 @_command(
@@ -8553,9 +8541,8 @@ def _join_command(options: Any) -> int:
 
 @_command(
     _argument(
-        "--interval TIME",
-        "pause between two looks (default: %(default)s)",
-        default="2s",
+        "--interval TIME=2s",
+        "pause between two looks",
     )
 )
 def _top_command(options: Any) -> None:
