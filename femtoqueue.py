@@ -7707,16 +7707,14 @@ def main(argv: list[str] | None = None) -> Any:
     try:
         _open_closed_streams()
         options = _parse_arguments(sys.argv[1:] if argv is None else argv)
-        return options.run(options) or 0
+        return int(options.run(options) or 0)
     except BrokenPipeError:  # the reader of the output, such as `head`, has ended
         return 0
     except KeyboardInterrupt:
         return 130  # 128 + SIGINT
     except (FemtoQueueError, OSError, ValueError, MemoryError) as error:
-        text = _text_of(error)
-        _write_error(
-            re.sub("^[a-z_]+(?= must )", lambda it: _OPTIONS.get(it[0], it[0]), text)
-        )
+        name, must, wanted = _text_of(error).partition(" must ")
+        _write_error(_OPTIONS.get(name, name) + must + wanted)
         return 1 if isinstance(error, FemtoQueueError) else 2
 
 
@@ -8054,10 +8052,7 @@ def _fitting(lines: Iterable[str]) -> Iterator[str]:
     _argument("--delay TIME=0s", "the task is due after TIME", "when"),
     _argument("--at WHEN", f"due at {_TIMES}", "when"),
     _argument("--key KEY", "replace the payload of this key's task, if one waits"),
-    _argument(
-        "--if-in-flight HOW=buffer",
-        "if leased: buffer, update or reject",
-    ),
+    _argument("--if-in-flight HOW=buffer", "if leased: buffer, update or reject"),
     _SYNC,
 )
 def _push_command(options: Any) -> None:
@@ -8103,8 +8098,8 @@ def _push_all(push: Callable[[bytes], str], payloads: Iterable[bytes]) -> None:
     otherwise the caller would push all tasks again."""
     count = 0
     trouble: OSError | None = None
-    progress = _Output().reporting(lambda: f"{count} pushed")
-    with nullcontext() if os.isatty(1) else progress:
+    # On a terminal, the ids show the progress.
+    with _Output().reporting(lambda: "" if os.isatty(1) else f"{count} pushed"):
         for payload in payloads:
             try:
                 ident = push(payload)
@@ -8157,14 +8152,8 @@ def _pieces(end: bytes) -> Iterator[bytes]:
     _argument("--drain", "exit when no task is in flight or waits, due or not"),
     _argument("--idle-timeout TIME", "exit when this worker got nothing for TIME"),
     _argument("--time-limit TIME", "take nothing more after TIME, and exit"),
-    _argument(
-        "--max-attempts N=3",
-        "give up after N tries; 0: never",
-    ),
-    _argument(
-        "--retry-delay TIME=1s",
-        "wait up to TIME before try 2; then double",
-    ),
+    _argument("--max-attempts N=3", "give up after N tries; 0: never"),
+    _argument("--retry-delay TIME=1s", "wait up to TIME before try 2; then double"),
     _argument("--task-timeout TIME", "end CMD after TIME; 0: never (default: 0)"),
     _argument("--output-dir DIR", "write output to DIR/ID.out and .err"),
     _argument("-q --quiet", "report no progress"),
@@ -8276,10 +8265,7 @@ _SCRIPT_WITH_PAYLOAD = re.compile(
 
 @_command(
     _LEASE,
-    _argument(
-        "--wait TIME=0s",
-        "wait for TIME if there is no task",
-    ),
+    _argument("--wait TIME=0s", "wait for TIME if there is no task"),
     _argument("--node NODE=cli", "name of the worker"),
     _argument("--payload", "print the payload, not the path"),
     _argument("--key KEY", "lease the task of this key, out of turn", "which"),
@@ -8329,7 +8315,7 @@ def _cancel_command(options: Any) -> int:
 
     A task in another state stays as it is. Status 1: one of the tasks did not wait.
 
-    Example: femtoqueue cancel jobs 01795243500123456789-0a1b2c3d
+    Example: femtoqueue cancel jobs 01795243500123456789-0a1b2c3d4e5f6071
     """
 
     def cancel(q: FemtoQueue, name: str) -> None:
@@ -8364,11 +8350,7 @@ def _fail_command(options: Any) -> int:
     _argument("--all", "all that are in flight", "which"),
     _argument("--node NODE", "all that the worker of that name has in flight", "which"),
     _argument("--front", "to the front of the queue", "where"),
-    _argument(
-        "--delay TIME=0s",
-        "to the back, after TIME",
-        "where",
-    ),
+    _argument("--delay TIME=0s", "to the back, after TIME", "where"),
 )
 def _release_command(options: Any) -> int:
     """Give back tasks that are in flight.
@@ -8395,8 +8377,8 @@ def _release_command(options: Any) -> int:
 
 def _release(q: FemtoQueue, task: FemtoTask, to: dict[str, Any]) -> bool:
     """Release a task that was listed in flight. Return False if its delivery has ended."""
-    # RACE: the worker renews the lease after our attach(), and release() raises LeaseLost. So try
-    # again with the new path.
+    # RACE (CommandLine): the worker renews the lease after our attach(), and release() raises
+    # LeaseLost. So try again with the new path.
     for _ in range(3):
         with suppress(LeaseLost):
             held = q.attach(task.id)
@@ -8463,7 +8445,7 @@ def _ls_command(options: Any) -> None:
 def _show_command(options: Any) -> None:
     """Print the fields of a task, and its payload.
 
-    Example: femtoqueue show jobs 01795243500123456789-0a1b2c3d
+    Example: femtoqueue show jobs 01795243500123456789-0a1b2c3d4e5f6071
     """
     ident = _id_of(options.id)
     q = _open_queue(options)
@@ -8473,13 +8455,12 @@ def _show_command(options: Any) -> None:
     if not options.payload:
         row = _task_row(q, task)
         del row["data_preview"]
-        if task.error is not None:  # no line of the reason may look like a field
+        if task.error:  # no line of the reason may look like a field
             row["reason"] = _escaped(task.error).replace("\n", f"\n{'':21}")
         _print(*_field_lines(row), "")
-    if os.isatty(1):
-        _put(1, _escaped(task.data.decode("utf-8", "replace")))
-    else:
-        _put(1, task.data)
+    _put(
+        1, _escaped(task.data.decode("utf-8", "replace")) if os.isatty(1) else task.data
+    )
 
 
 def _escaped(text: str) -> str:
@@ -8497,7 +8478,7 @@ def _escaped(text: str) -> str:
         "--max-pending N", "status 1 if more tasks are pending", default=_FOREVER_S
     ),
 )
-def _stat_command(options: Any) -> int:
+def _stat_command(options: Any) -> bool:
     """Count the tasks in each state, for people and for monitors.
 
     A task that moves from one state to another meanwhile may be missed, or counted
@@ -8514,7 +8495,7 @@ def _stat_command(options: Any) -> int:
     ages_s = [_since_s(it.until) for it in q.tasks("inflight", data=False)]
     ages_s.append(stats.oldest_pending_age_s)
     is_late = any(it > options.max_age for it in ages_s if it)
-    return int(is_late or stats.pending > options.max_pending)
+    return is_late or stats.pending > options.max_pending
 
 
 def _figures(q: FemtoQueue, stats: Stats) -> dict[str, Any]:
@@ -8528,7 +8509,7 @@ def _figures(q: FemtoQueue, stats: Stats) -> dict[str, Any]:
 @_command(
     _argument("--timeout TIME", "wait for TIME at most (default: as long as it takes)")
 )
-def _join_command(options: Any) -> int:
+def _join_command(options: Any) -> bool:
     """Wait until no task is left. The command itself runs no task.
 
     A task is left if it waits, due or not, or is in flight. Status 1: the TIME
@@ -8536,15 +8517,10 @@ def _join_command(options: Any) -> int:
 
     Example: femtoqueue join jobs --timeout 1h && echo all done
     """
-    return int(not _open_queue(options).join(options.timeout))
+    return not _open_queue(options).join(options.timeout)
 
 
-@_command(
-    _argument(
-        "--interval TIME=2s",
-        "pause between two looks",
-    )
-)
+@_command(_argument("--interval TIME=2s", "pause between two looks"))
 def _top_command(options: Any) -> None:
     """Show the queue live: rate, workers, what runs, dead letters.
 
@@ -8572,10 +8548,9 @@ def _top_command(options: Any) -> None:
 def _top_lines(q: FemtoQueue, progress: _Progress) -> Iterator[str]:
     """Yield the lines that `top` shows, the most important lines first."""
     stats = q.stats()
-    figures = _figures(q, stats)
     progress.count_left(0)
     yield f"{q.data_dir} {time.strftime('%H:%M:%S')}  {progress.pace_text()}".rstrip()
-    yield from _field_lines(figures)
+    yield from _field_lines(_figures(q, stats))
     yield from ("", "LEASED EXPIRED WORKER   NODE")
     for it in stats.nodes:
         yield f"{it.inflight:6} {it.expired:7} {it.liveness:8} {it.node}"
@@ -8615,7 +8590,7 @@ def _resume_command(options: Any) -> None:
 
 
 @_command(_argument("--repair", "repair what is safe to repair"))
-def _check_command(options: Any) -> int:
+def _check_command(options: Any) -> bool:
     """Look for problems in DIR, and print a line for each.
 
     The command reads every task. A line ends with `mended` if the problem was
@@ -8633,13 +8608,10 @@ def _check_command(options: Any) -> int:
     for it in findings:
         state = "mended" if it.repaired else "odd"
         _print(f"{it.kind}\t{_printable(it.path)}\t{it.text}\t{state}")
-    return int(not all(it.repaired for it in findings))
+    return not all(it.repaired for it in findings)
 
 
-@_command(
-    _SOME_IDS,
-    _argument("--all", "retry all that failed"),
-)
+@_command(_SOME_IDS, _argument("--all", "retry all that failed"))
 def _retry_command(options: Any) -> int:
     """Put failed tasks at the back of the queue, as if they were new.
 
@@ -8650,7 +8622,7 @@ def _retry_command(options: Any) -> int:
     if options.ids:
         return _for_each_id(options, lambda q, name: q.retry(_id_of(name)))
     q = _open_queue(options)
-    with _Output().reporting(lambda: f"{q.stats().failed} failed are left"):
+    with _Output().reporting(lambda: f"{q.stats().failed} dead letters are left"):
         count = q.retry_failed()
     _print(count)
     return 0
@@ -8668,7 +8640,7 @@ def _purge_command(options: Any) -> None:
     Example: femtoqueue purge jobs --older-than 7d
     """
     q = _open_queue(options)
-    with _Output().reporting(lambda: f"{q.stats().done} done are left"):
+    with _Output().reporting(lambda: f"{q.stats().done} finished tasks are left"):
         count = q.purge(options.older_than, _ENDED if options.failed else "done")
     _print(count)
 
