@@ -7649,7 +7649,7 @@ class _CommandPool(_WorkerPool):
 
 
 def _try_text(task: FemtoTask) -> str:
-    """Return what ends the first line of a reason, for _tries_of()."""
+    """Return what ends the first line of a reason, for _task_row()."""
     return f" (try {task.attempts})"
 
 
@@ -7703,20 +7703,18 @@ def _end_of_file(fd: int, begin: int) -> bytes:
 
 def main(argv: list[str] | None = None) -> Any:
     """Run a command, and return the exit status: see _NOTES. An error is written to standard error,
-    as one line. Raises SystemExit for --help and --version, and for a wrong command line."""
-    directory = None
+    as one line. Raises SystemExit for --help and --version."""
     try:
         _open_closed_streams()
         options = _parse_arguments(sys.argv[1:] if argv is None else argv)
-        directory = options.dir
-        return options.run(options) or 0
+        return int(options.run(options) or 0)
     except BrokenPipeError:  # the reader of the output, such as `head`, has ended
         return 0
     except KeyboardInterrupt:
         return 130  # 128 + SIGINT
     except (FemtoQueueError, OSError, ValueError, MemoryError) as error:
-        text = _text_of(error, directory)
-        _write_error(_PARAMETER.sub(lambda it: _OPTIONS[it[0]], text))
+        name, must, wanted = _text_of(error).partition(" must ")
+        _write_error(_OPTIONS.get(name, name) + must + wanted)
         return 1 if isinstance(error, FemtoQueueError) else 2
 
 
@@ -7726,43 +7724,33 @@ _OPTIONS = {
     "node_id": "--node",
     "key": "--key",
     "if_in_flight": "--if-in-flight",
-    "time_us": "--at or --delay",
+    "time_us": "--at",
+    "timeout_stale_ms": "--timeout",
+    "lease_ms": "--timeout",
 }
-_PARAMETER = re.compile(rf"^({'|'.join(_OPTIONS)})\b(?= must )")
 
 
 def _open_closed_streams() -> None:
-    """If a standard stream is closed (`>&-`), open /dev/null, so that no task's file gets its
-    descriptor."""
-    for name in ("stdin", "stdout", "stderr"):
-        if getattr(sys, name) is None:
-            # then the descriptor of the stream is the lowest free one
-            setattr(
-                sys,
-                name,
-                os.fdopen(os.open(os.devnull, os.O_RDWR), "r+", closefd=False),
-            )
+    """Open /dev/null for each standard stream that is closed (`>&-`), so that no task's file gets
+    its descriptor."""
+    fd = 0
+    while fd <= 2:
+        fd = os.open(os.devnull, os.O_RDWR)  # the lowest descriptor that is free
+    os.close(fd)
 
 
 def _write_error(text: str) -> None:
     """Write an error to standard error, as one line."""
     with suppress(OSError):  # there is no other place to report it
-        _put(sys.stderr, " ".join(["femtoqueue:", *text.splitlines()]) + "\n")
+        _put(2, f"femtoqueue: {' '.join(text.splitlines())}\n")
 
 
-def _put(stream: Any, data: str | bytes) -> None:
-    """Write all of a text or of bytes to a standard stream. A character that the encoding lacks is
-    escaped. Raises OSError."""
-    stream.flush()
-    try:
-        fd = stream.fileno()
-    except (OSError, ValueError):
-        # the calling program has replaced the stream by an object
-        (stream if isinstance(data, str) else stream.buffer).write(data)
-        stream.flush()
-        return
+def _put(fd: int, data: str | bytes) -> None:
+    """Write all of a text or of bytes to standard output (1) or standard error (2). A character
+    that the encoding lacks is escaped. Raises OSError."""
     if isinstance(data, str):
-        data = data.encode(stream.encoding or "ascii", "backslashreplace")
+        encoding = getattr(sys.stdout, "encoding", "utf-8")
+        data = data.encode(encoding, "backslashreplace")
     try:
         _write_all(fd, data)
     except OSError as error:
@@ -7771,129 +7759,111 @@ def _put(stream: Any, data: str | bytes) -> None:
 
 def _print(*texts: object) -> None:
     """Print each text as a line."""
-    _put(sys.stdout, "".join(f"{it}\n" for it in texts))
-
-
-def _input() -> Iterator[bytes]:
-    """Yield the bytes of standard input, in pieces, as they come."""
-    try:
-        fd = sys.stdin.fileno()
-    except (OSError, ValueError):
-        # the calling program has replaced the stream by an object
-        yield sys.stdin.buffer.read()
-        return
-    data = b"-"
-    while data:
-        try:
-            data = os.read(fd, 1 << 16)
-            yield data
-        except BlockingIOError:  # another process has set O_NONBLOCK
-            os.set_blocking(fd, True)
+    _put(1, "".join(f"{it}\n" for it in texts))
 
 
 # Command line: how commands are declared, and parsed
 
-# An argument of a command: the name of the group, and the names and settings for add_argument().
-_Argument = tuple[str, list[str], dict[str, Any]]
-_COMMANDS: dict[str, tuple[Any, tuple[_Argument, ...]]] = {}
+_COMMANDS: dict[str, Any] = {}
+_Add = Callable[[Any], None]  # adds an argument to the groups of a parser
 
 
-def _command(*arguments: _Argument) -> Callable[[Any], Any]:
+def _command(*arguments: _Add) -> Callable[[Any], Any]:
     """Declare a function _NAME_command as the command NAME, with its arguments after DIR. The
     function takes options, and returns the exit status; None: 0."""
 
     def declare(run: Any) -> Any:
-        _COMMANDS[run.__name__[1:].removesuffix("_command")] = run, arguments
+        run.arguments = arguments
+        _COMMANDS[run.__name__.split("_")[1]] = run
         return run
 
     return declare
 
 
-def _argument(
-    words: str, text: str = "", group: str = "", **settings: Any
-) -> _Argument:
-    """Declare an argument of a command. words: the names, then the value in capitals; a flag has
-    none. group: only one argument of a group may be given."""
+def _argument(words: str, text: str, group: str = "", **settings: Any) -> _Add:
+    """Declare an argument of a command. words: the names, then the value in capitals and its
+    default; a flag has none. group: only one argument of a group may be given. settings: for
+    add_argument()."""
     *names, value = words.split()
-    if isinstance(settings.get("default"), str):
-        text += " (default: %(default)s)"
+    value, _, default = value.partition("=")
     if value.startswith("-"):
-        return group, [*names, value], {"action": "store_true", "help": text}
-    return (
-        group,
-        names,
-        {"type": _TYPES.get(value), "metavar": value, "help": text, **settings},
-    )
+        names.append(value)
+        settings["action"] = "store_true"
+    else:
+        # nargs="*" counts as required if it has no default
+        settings.setdefault("default", default or None)
+        settings = {"type": _TYPES.get(value), "metavar": value, **settings}
+    if default:
+        text += " (default: %(default)s)"
+
+    def add(groups: Any) -> None:
+        groups[group].add_argument(*names, help=text, **settings)
+
+    return add
 
 
 def _parse_arguments(argv: list[str]) -> Any:
     """Return the options of a command line. `run`: the function of the command. `after_dashes`: the
-    words after `--` of push and work."""
+    words after `--` of push and work. Raises ValueError for a wrong command line."""
     import argparse
 
-    name = argv[0] if argv else ""
+    name, *words = argv or [""]
     if name in ("--version", "-h", "--help"):
-        titles = [f"    {it:9} {_help_of(it)[0]}" for it in _COMMANDS]
+        titles = [
+            f"    {it:9} {run.__doc__.splitlines()[0]}" for it, run in _COMMANDS.items()
+        ]
         version = f"femtoqueue {__version__}"
         _print(*[version] if name == "--version" else [_SUMMARY, *titles, _NOTES])
         sys.exit(0)
     if name not in _COMMANDS:
-        _refuse_command(name)
-    dashes = (
-        argv.index("--") if name in ("push", "work") and "--" in argv else len(argv)
-    )
-    options = argparse.Namespace(after_dashes=argv[dashes + 1 :])
-    return _parser_of(name).parse_intermixed_args(argv[1:dashes], options)
+        import difflib
 
-
-def _help_of(name: str) -> tuple[str, str]:
-    """Return the title of a command, and the other text of its help."""
-    title, _, text = (_COMMANDS[name][0].__doc__ or "").partition("\n\n")
-    return title, re.sub("(?m)^    ", "", text)
+        hint = "the command comes first, as in: push DIR PAYLOAD"
+        for meant in difflib.get_close_matches(name, _COMMANDS, 1):
+            hint = f"did you mean {meant}?"
+        raise ValueError(f"there is no command {name!r}; {hint}; see femtoqueue --help")
+    dashes = len(words)
+    if name in ("push", "work") and "--" in words:
+        dashes = words.index("--")
+    options = argparse.Namespace(after_dashes=words[dashes + 1 :])
+    return _parser_of(name).parse_intermixed_args(words[:dashes], options)
 
 
 def _parser_of(name: str) -> Any:
     """Return the parser of a command."""
     import argparse
 
+    run = _COMMANDS[name]
+    default_dir = os.environ.get("FEMTOQUEUE_DIR")
+
     class Parser(argparse.ArgumentParser):
         def error(self, message: str) -> NoReturn:
-            where = (
-                f" (DIR is {default_dir}, from FEMTOQUEUE_DIR)" if default_dir else ""
-            )
+            if default_dir:
+                message += f" (DIR is {default_dir}, from FEMTOQUEUE_DIR)"
             if "unrecognized" in message and name == "push":
-                where += "; put a PAYLOAD that begins with - after --"
-            # one line, without the usage
-            _write_error(f"{message}{where}; see {self.prog} --help")
-            sys.exit(2)
+                message += "; put a PAYLOAD that begins with - after --"
+            raise ValueError(f"{message}; see {self.prog} --help")
 
         def print_help(self, file: Any = None) -> None:
-            # argparse itself ignores an error of the write
-            _put(sys.stdout, self.format_help())
+            import inspect
 
-    default_dir, (run, arguments) = os.environ.get("FEMTOQUEUE_DIR"), _COMMANDS[name]
-    title, text = _help_of(name)
-    parser = Parser(f"femtoqueue {name}", description=title, epilog=text)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+            text = inspect.cleandoc(run.__doc__)
+            self.description, _, self.epilog = text.partition("\n\n")
+            # argparse itself ignores an error of the write
+            _put(1, self.format_help())
+
+    parser = Parser(
+        f"femtoqueue {name}", formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.set_defaults(run=run, error=parser.error, dir=default_dir)
     if not default_dir:
         parser.add_argument(
             "dir", metavar="DIR", help="the queue; or set FEMTOQUEUE_DIR"
         )
     groups = defaultdict[str, Any](parser.add_mutually_exclusive_group, {"": parser})
-    for group, names, settings in arguments:
-        groups[group].add_argument(*names, **settings)
+    for add in run.arguments:
+        add(groups)
     return parser
-
-
-def _refuse_command(word: str) -> NoReturn:
-    import difflib
-
-    hint = "the command comes first, as in: push DIR PAYLOAD"
-    for meant in difflib.get_close_matches(word, _COMMANDS, 1):
-        hint = f"did you mean {meant}?"
-    _write_error(f"there is no command {word!r}; {hint}; see femtoqueue --help")
-    sys.exit(2)
 
 
 def _invalid(text: str, wanted: str) -> Exception:
@@ -7911,12 +7881,6 @@ def _seconds(text: str) -> float:
     )
 
 
-def _lease_seconds(text: str) -> float:
-    if seconds := _seconds(text):
-        return seconds
-    raise _invalid(text, "a lease must be greater than 0")
-
-
 def _timestamp(text: str) -> float:
     """Return the seconds since the epoch. A text without an offset from UTC is in local time."""
     with suppress(ValueError):
@@ -7926,9 +7890,7 @@ def _timestamp(text: str) -> float:
 
 def _utf8_argument(text: str) -> str:
     """Decode an argument as UTF-8: a key must be the same in every locale."""
-    with suppress(UnicodeError):
-        return os.fsencode(text).decode()
-    return text
+    return os.fsencode(text).decode(errors="surrogateescape")
 
 
 def _id_argument(text: str) -> str:
@@ -7936,7 +7898,7 @@ def _id_argument(text: str) -> str:
         return text
     raise _invalid(
         text,
-        "an ID is the last 29 characters of a task's name, or the path that `pop` printed",
+        "an ID is the last 37 characters of a task's name, or the path that `pop` printed",
     )
 
 
@@ -7963,9 +7925,8 @@ _TYPES: dict[str, Callable[[str], Any]] = {
 }
 _ID_HELP = "id of a task, or the path that `pop` printed"
 _IDS = _argument("ids ID", _ID_HELP, nargs="+")
-_LEASE = _argument(
-    "--timeout TIME", "length of the lease", default="30s", type=_lease_seconds
-)
+_SOME_IDS = _argument("ids ID", _ID_HELP, nargs="*")
+_LEASE = _argument("--timeout TIME=30s", "length of the lease")
 _SYNC = _argument("--sync", "survive power loss, not only the death of processes")
 
 
@@ -7973,17 +7934,21 @@ _SYNC = _argument("--sync", "survive power loss, not only the death of processes
 
 
 def _has_queue(directory: str) -> bool:
-    with suppress(FileNotFoundError, NotADirectoryError):
-        os.stat(os.path.join(directory, "pending", ""))
+    with _ignore_missing():
+        os.stat(f"{directory}/pending/")
         return True
     return False
 
 
-def _open_queue(options: Any, **settings: Any) -> FemtoQueue:
-    """Open the queue in DIR. Raises ValueError if there is none."""
-    if not _has_queue(options.dir):
+def _open_queue(options: Any, makes: bool = False, **settings: Any) -> FemtoQueue:
+    """Open the queue in DIR. If there is none, make it and say so, or raise ValueError."""
+    is_new = not _has_queue(options.dir)
+    if is_new and not makes:
         raise ValueError(f"{options.dir}: there is no queue; push makes one")
-    return FemtoQueue(options.dir, **settings)
+    q = FemtoQueue(options.dir, **settings)
+    if is_new:
+        _write_error(f"{options.dir}: a new queue is made")
+    return q
 
 
 def _for_each_id(
@@ -8001,60 +7966,50 @@ def _for_each_id(
     return status
 
 
-def _time_text(seconds: float | None) -> str:
-    """Return a span of time as text: 7s, 3.1m, 2.1h, 4.1d, or "-" for None."""
-    if seconds is None:
-        return "-"
+def _time_text(seconds: float) -> str:
+    """Return a span of time as text: 7s, 3.1m, 2.1h, 4.1d."""
     for unit, size in _UNITS[:3]:
         if abs(seconds) >= size:
             return f"{seconds / size:.1f}{unit[0]}"
     return f"{seconds:.0f}s"
 
 
-def _since_s(at: datetime | None, sign: int = 1) -> float | None:
-    return None if at is None else round(sign * (time.time() - at.timestamp()), 3)
+def _since_s(at: Any) -> Any:
+    return round(time.time() - at.timestamp(), 3)
 
 
 def _task_row(q: FemtoQueue, task: FemtoTask) -> dict[str, Any]:
     """Return the fields of a task that `ls` and `show` print, in the order of the table."""
+    # the attempts of a dead letter of `work`: see _try_text()
+    told = re.match(r"(?m).*\(try (\d+)\)$", task.error or "")
     return {
         "state": task.state,
         "id": task.id,
         "age_s": _since_s(task.created),
         "since_s": _since_s(task.since),
-        "attempts": _tries_of(task),
+        "attempts": int(told[1]) if told else task.attempts,
         "size_bytes": task.size_bytes,
-        "left_s": _since_s(task.until, -1),
+        "left_s": task.until and -_since_s(task.until),
         "key": task.key,
         "node": task.node,
-        "data_preview": _preview(task.data or _beginning(q, task)),
+        "data_preview": _beginning(q, task),
     }
 
 
-def _tries_of(task: FemtoTask) -> int | None:
-    """Return the attempts. For a dead letter of `work`, the reason tells them: see _try_text()."""
-    match = re.match(r".*\(try (\d+)\)$", task.error or "", re.MULTILINE)
-    return int(match[1]) if match and task.attempts is None else task.attempts
-
-
-def _beginning(q: FemtoQueue, task: FemtoTask) -> bytes:
-    """Return the first bytes of a payload; b"" if they can't be read."""
-    with suppress(OSError):
-        fd = os.open(os.path.join(q.data_dir, task.path), _READ_FLAGS)
-        with open(fd, "rb") as file:
-            return file.read(_HEAD_BYTES).partition(b"\n")[2]
-    return b""
-
-
-_HEAD_BYTES = 1024  # the header line of a record has up to 650 bytes
+def _beginning(q: FemtoQueue, task: FemtoTask) -> str:
+    """Return the beginning of a payload as text; "" if it can't be read."""
+    if task.size_bytes:  # otherwise the file may be a FIFO
+        with suppress(OSError), open(f"{q.data_dir}/{task.path}", "rb") as file:
+            return _preview(file.read(_READ_BYTES).partition(b"\n")[2])
+    return ""
 
 
 def _cell(name: str, value: Any) -> str:
     """Return a field of a row as text. A key is percent-encoded, so that it is one word."""
+    if value in (None, ""):
+        return "-"
     if name.endswith("_s"):
         return _time_text(value)
-    if value is None or value == "":
-        return "-"
     return _quote_key(value) if name == "key" else str(value)
 
 
@@ -8080,26 +8035,24 @@ def _fitting(lines: Iterable[str]) -> Iterator[str]:
     """Yield lines as printable text. On a terminal, cut off what does not fit."""
     import unicodedata
 
-    columns = _terminal_size(1)[0] if sys.stdout.isatty() else 0
+    columns = _terminal_size(1)[0] or _FOREVER_S
     for line in map(_printable, lines):
         # Letters of China and Japan take two columns.
         widths = [1 + (unicodedata.east_asian_width(it) in "WF") for it in line]
-        yield line[: bisect.bisect([*itertools.accumulate(widths)], columns or 1 << 31)]
+        yield line[: bisect.bisect([*itertools.accumulate(widths)], columns)]
 
 
 # Command line: push
 
 
 @_command(
-    _argument("payloads PAYLOAD", "a task", nargs="*", default=()),
+    _argument("payloads PAYLOAD", "a task", nargs="*"),
     _argument("--lines", "push each line of standard input"),
     _argument("-0 --null", "push each piece of standard input, split at zero bytes"),
-    _argument("--delay TIME", "the task is due after TIME, not at once", "when"),
+    _argument("--delay TIME=0s", "the task is due after TIME", "when"),
     _argument("--at WHEN", f"due at {_TIMES}", "when"),
     _argument("--key KEY", "replace the payload of this key's task, if one waits"),
-    _argument(
-        "--if-in-flight HOW", "if leased: buffer, update or reject", default="buffer"
-    ),
+    _argument("--if-in-flight HOW=buffer", "if leased: buffer, update or reject"),
     _SYNC,
 )
 def _push_command(options: Any) -> None:
@@ -8113,18 +8066,13 @@ def _push_command(options: Any) -> None:
     if options.key is None and options.if_in_flight != "buffer":
         options.error("--if-in-flight goes with --key")
     payloads = _payloads(options)
-    due_s = options.at if options.delay is None else time.time() + options.delay
-    is_new = not _has_queue(options.dir)
-    with FemtoQueue(options.dir, sync_after_write=options.sync) as q:
-        if is_new:
-            _write_error(f"{options.dir}: a new queue is made")
-        push = (
-            q.push
-            if due_s is None
-            else functools.partial(q.schedule, time_us=due_s * 1e6)
-        )
+    with _open_queue(options, makes=True, sync_after_write=options.sync) as q:
         of_key = {"key": options.key, "if_in_flight": options.if_in_flight}
-        _push_all(functools.partial(push, **of_key), payloads)
+        if options.at is None:
+            push = functools.partial(q.push, delay_s=options.delay, **of_key)
+        else:
+            push = functools.partial(q.schedule, time_us=options.at * 1e6, **of_key)
+        _push_all(push, payloads)
 
 
 def _payloads(options: Any) -> Iterable[bytes]:
@@ -8137,23 +8085,21 @@ def _payloads(options: Any) -> Iterable[bytes]:
         options.error("--key goes with one PAYLOAD: each would replace the one before")
     if words:
         return map(os.fsencode, words)
+    pieces = _pieces(end)
     if end:
-        return _pieces(_input(), end)
-    whole = b"".join(_input())
-    if not whole:
-        options.error("standard input is empty; for an empty task, give '' as PAYLOAD")
-    return [whole]
+        return pieces
+    return [*pieces] or options.error(
+        "standard input is empty; for an empty task, give '' as PAYLOAD"
+    )
 
 
 def _push_all(push: Callable[[bytes], str], payloads: Iterable[bytes]) -> None:
     """Push payloads, and print an id for each. After an error of the print, the status stays 0:
     otherwise the caller would push all tasks again."""
-    count, show = 0, _print
-    with (
-        nullcontext()
-        if sys.stdout.isatty()
-        else _Output().reporting(lambda: f"{count} pushed")
-    ):
+    count = 0
+    trouble: OSError | None = None
+    # On a terminal, the ids show the progress.
+    with _Output().reporting(lambda: "" if os.isatty(1) else f"{count} pushed"):
         for payload in payloads:
             try:
                 ident = push(payload)
@@ -8165,21 +8111,24 @@ def _push_all(push: Callable[[bytes], str], payloads: Iterable[bytes]) -> None:
                 raise
             count += 1
             try:
-                show(ident)
+                _print(ident)
+            except BrokenPipeError:
+                pass
             except OSError as error:
-                show = _no_op
-                if not isinstance(error, BrokenPipeError):
-                    _write_error(
-                        f"tasks are pushed, but their ids can't be printed: {error}"
-                    )
+                trouble = error
+    if trouble:
+        _write_error(f"tasks are pushed, but their ids can't be printed: {trouble}")
 
 
-def _pieces(chunks: Iterable[bytes], end: bytes) -> Iterator[bytes]:
-    """Yield the pieces of a stream, each as soon as its `end` has come. The last needs none."""
+def _pieces(end: bytes) -> Iterator[bytes]:
+    """Yield the pieces of standard input, each as soon as its `end` has come. The last needs none.
+    end=b"": yield the whole, unless it is empty."""
     rest = bytearray()
-    for chunk in chunks:
+    with suppress(AttributeError, OSError):  # not on Windows
+        os.set_blocking(0, True)  # another process may have set O_NONBLOCK
+    while chunk := os.read(0, 1 << 16):
         rest += chunk
-        if end in chunk:
+        if end and end in chunk:
             *pieces, rest = rest.split(end)
             yield from map(bytes, pieces)
     if rest:
@@ -8190,14 +8139,8 @@ def _pieces(chunks: Iterable[bytes], end: bytes) -> Iterator[bytes]:
 
 
 @_command(
-    _argument(
-        "words CMD",
-        "what to run for each task",
-        nargs="*",
-        default=(),
-        metavar="-- CMD",
-    ),
-    _argument("-j --jobs N", "run N at a time", default="1"),
+    _argument("words CMD", "what to run for each task", nargs="*", metavar="-- CMD"),
+    _argument("-j --jobs N=1", "run N at a time"),
     _LEASE,
     _argument("--node NODE", "name of this worker (default: a fresh one)"),
     _argument(
@@ -8209,10 +8152,8 @@ def _pieces(chunks: Iterable[bytes], end: bytes) -> Iterator[bytes]:
     _argument("--drain", "exit when no task is in flight or waits, due or not"),
     _argument("--idle-timeout TIME", "exit when this worker got nothing for TIME"),
     _argument("--time-limit TIME", "take nothing more after TIME, and exit"),
-    _argument("--max-attempts N", "give up after N tries; 0: never", default="3"),
-    _argument(
-        "--retry-delay TIME", "wait up to TIME before try 2; then double", default="1s"
-    ),
+    _argument("--max-attempts N=3", "give up after N tries; 0: never"),
+    _argument("--retry-delay TIME=1s", "wait up to TIME before try 2; then double"),
     _argument("--task-timeout TIME", "end CMD after TIME; 0: never (default: 0)"),
     _argument("--output-dir DIR", "write output to DIR/ID.out and .err"),
     _argument("-q --quiet", "report no progress"),
@@ -8254,10 +8195,14 @@ def _work_command(options: Any) -> int:
     import logging
 
     _prepare_work(options)
-    launcher = _Launcher(options.after_dashes, options.task_timeout or float("inf"))
+    launcher = _Launcher(options.after_dashes, options.task_timeout or _FOREVER_S)
     try:
-        with FemtoQueue(
-            *(options.dir, options.node, options.timeout * 1000, options.sync),
+        with _open_queue(
+            options,
+            makes=True,
+            node_id=options.node,
+            timeout_stale_ms=options.timeout * 1000,
+            sync_after_write=options.sync,
             keep_done=options.keep_done,
             max_attempts=options.max_attempts or None,
             retry_delay_s=options.retry_delay,
@@ -8276,14 +8221,14 @@ def _work_command(options: Any) -> int:
 
 
 def _prepare_work(options: Any) -> None:
-    """Check the options of `work`, CMD, --output-dir and TMPDIR before a task is taken."""
+    """Check the options of `work` and CMD before a task is taken."""
     # Import all that a job needs: Python may be replaced or removed while the worker runs.
     import select  # noqa: F401
     import shutil
     import signal  # noqa: F401
     import socket  # noqa: F401
     import subprocess  # noqa: F401
-    import tempfile
+    import tempfile  # noqa: F401
     import traceback  # noqa: F401
 
     command = options.after_dashes
@@ -8303,11 +8248,6 @@ def _prepare_work(options: Any) -> None:
         )
     if not hasattr(os, "fork"):
         options.error("no fork() here; use FemtoQueue.work() in a program of your own")
-    if options.output_dir is not None:
-        os.makedirs(options.output_dir, 0o700, exist_ok=True)
-    tempfile.TemporaryFile().close()  # finds TMPDIR, or raises an error
-    if options.drain and not os.path.isdir(options.dir):
-        _write_error(f"{options.dir}: there was no queue; an empty one is made")
 
 
 _SHELL_OPTION = (
@@ -8325,8 +8265,8 @@ _SCRIPT_WITH_PAYLOAD = re.compile(
 
 @_command(
     _LEASE,
-    _argument("--wait TIME", "wait for TIME if there is no task", default="0s"),
-    _argument("--node NODE", "name of the worker", default="cli"),
+    _argument("--wait TIME=0s", "wait for TIME if there is no task"),
+    _argument("--node NODE=cli", "name of the worker"),
     _argument("--payload", "print the payload, not the path"),
     _argument("--key KEY", "lease the task of this key, out of turn", "which"),
     _argument("--id ID", "lease this task, due or not", "which"),
@@ -8341,9 +8281,11 @@ def _pop_command(options: Any) -> int:
     Example: task=$(femtoqueue pop jobs) && tail -n +2 "jobs/$task"
              femtoqueue done jobs "$task"
     """
-    lease_ms = options.timeout * 1000
     with _open_queue(
-        options, node_id=options.node, timeout_stale_ms=lease_ms, detached=True
+        options,
+        node_id=options.node,
+        timeout_stale_ms=options.timeout * 1000,
+        detached=True,
     ) as q:
         if options.key is None and options.id is None:
             task = q.pop(options.wait)
@@ -8353,8 +8295,8 @@ def _pop_command(options: Any) -> int:
             return 1
         try:
             if options.payload:
-                _put(sys.stdout, task.data)
-            _put(sys.stderr if options.payload else sys.stdout, f"{task.path}\n")
+                _put(1, task.data)
+            _put(2 if options.payload else 1, f"{task.path}\n")
         except BaseException as error:
             # without the path, the caller can't settle the task
             q.release(task, front=True, counted=False)
@@ -8373,7 +8315,7 @@ def _cancel_command(options: Any) -> int:
 
     A task in another state stays as it is. Status 1: one of the tasks did not wait.
 
-    Example: femtoqueue cancel jobs 01795243500123456789-0a1b2c3d
+    Example: femtoqueue cancel jobs 01795243500123456789-0a1b2c3d4e5f6071
     """
 
     def cancel(q: FemtoQueue, name: str) -> None:
@@ -8404,11 +8346,11 @@ def _fail_command(options: Any) -> int:
 
 
 @_command(
-    _argument("ids ID", _ID_HELP, nargs="*"),
+    _SOME_IDS,
     _argument("--all", "all that are in flight", "which"),
     _argument("--node NODE", "all that the worker of that name has in flight", "which"),
     _argument("--front", "to the front of the queue", "where"),
-    _argument("--delay TIME", "to the back, after TIME", "where", default="0s"),
+    _argument("--delay TIME=0s", "to the back, after TIME", "where"),
 )
 def _release_command(options: Any) -> int:
     """Give back tasks that are in flight.
@@ -8435,8 +8377,8 @@ def _release_command(options: Any) -> int:
 
 def _release(q: FemtoQueue, task: FemtoTask, to: dict[str, Any]) -> bool:
     """Release a task that was listed in flight. Return False if its delivery has ended."""
-    # RACE: the worker renews the lease after our attach(), and release() raises LeaseLost. So try
-    # again with the new path.
+    # RACE (CommandLine): the worker renews the lease after our attach(), and release() raises
+    # LeaseLost. So try again with the new path.
     for _ in range(3):
         with suppress(LeaseLost):
             held = q.attach(task.id)
@@ -8473,7 +8415,7 @@ def _extend_command(options: Any) -> int:
 
 
 @_command(
-    _argument("states STATE", "list only these states", nargs="*", default=()),
+    _argument("states STATE", "list only these states", nargs="*"),
     _argument("--all", "list every state, done too"),
     _argument("--json", "print a JSON object on each line"),
 )
@@ -8503,25 +8445,26 @@ def _ls_command(options: Any) -> None:
 def _show_command(options: Any) -> None:
     """Print the fields of a task, and its payload.
 
-    Example: femtoqueue show jobs 01795243500123456789-0a1b2c3d
+    Example: femtoqueue show jobs 01795243500123456789-0a1b2c3d4e5f6071
     """
-    ident, q = _id_of(options.id), _open_queue(options)
+    ident = _id_of(options.id)
+    q = _open_queue(options)
     task = q.peek(ident)
     if task is None:
         raise TaskNotFound(f"no task {ident}")
-    head = ""
     if not options.payload:
         row = _task_row(q, task)
         del row["data_preview"]
-        if task.error is not None:  # no line of the reason may look like a field
-            row["reason"] = task.error.replace("\n", f"\n{'':21}")
-        head = "\n".join([*_field_lines(row), "", ""])
-    if sys.stdout.isatty():
-        lines = (head + task.data.decode("utf-8", "replace")).split("\n")
-        _put(sys.stdout, "\n".join(map(_printable, lines)))
-    else:
-        _put(sys.stdout, head)
-        _put(sys.stdout, task.data)
+        if task.error:  # no line of the reason may look like a field
+            row["reason"] = _escaped(task.error).replace("\n", f"\n{'':21}")
+        _print(*_field_lines(row), "")
+    _put(
+        1, _escaped(task.data.decode("utf-8", "replace")) if os.isatty(1) else task.data
+    )
+
+
+def _escaped(text: str) -> str:
+    return "\n".join(map(_printable, text.split("\n")))
 
 
 @_command(
@@ -8529,13 +8472,13 @@ def _show_command(options: Any) -> None:
     _argument(
         "--max-age TIME",
         "status 1 if a task has been due for longer",
-        default=float("inf"),
+        default=_FOREVER_S,
     ),
     _argument(
-        "--max-pending N", "status 1 if more tasks are pending", default=float("inf")
+        "--max-pending N", "status 1 if more tasks are pending", default=_FOREVER_S
     ),
 )
-def _stat_command(options: Any) -> int:
+def _stat_command(options: Any) -> bool:
     """Count the tasks in each state, for people and for monitors.
 
     A task that moves from one state to another meanwhile may be missed, or counted
@@ -8549,26 +8492,24 @@ def _stat_command(options: Any) -> int:
     stats = q.stats()
     figures = _figures(q, stats)
     _print(*[json.dumps(figures)] if options.json else _field_lines(figures))
-    leases = q.tasks("inflight", data=False) if stats.expired else ()
-    ages_s = [
-        stats.oldest_pending_age_s or 0.0,
-        *(_since_s(it.until) or 0.0 for it in leases),
-    ]
-    return int(stats.pending > options.max_pending or max(ages_s) > options.max_age)
+    ages_s = [_since_s(it.until) for it in q.tasks("inflight", data=False)]
+    ages_s.append(stats.oldest_pending_age_s)
+    is_late = any(it > options.max_age for it in ages_s if it)
+    return is_late or stats.pending > options.max_pending
 
 
 def _figures(q: FemtoQueue, stats: Stats) -> dict[str, Any]:
-    live = Counter(node.liveness for node in stats.nodes)
-    names = (*STATES, "expired", "buffered", "oldest_pending_age_s")
-    figures = {name: getattr(stats, name) for name in names}
+    figures = stats._asdict()
+    live = Counter(node.liveness for node in figures.pop("nodes"))
     figures |= {f"workers_{it}": live[it] for it in ("alive", "dead", "unknown")}
-    return {**figures, "paused": q.paused}
+    figures["paused"] = q.paused
+    return figures
 
 
 @_command(
     _argument("--timeout TIME", "wait for TIME at most (default: as long as it takes)")
 )
-def _join_command(options: Any) -> int:
+def _join_command(options: Any) -> bool:
     """Wait until no task is left. The command itself runs no task.
 
     A task is left if it waits, due or not, or is in flight. Status 1: the TIME
@@ -8576,10 +8517,10 @@ def _join_command(options: Any) -> int:
 
     Example: femtoqueue join jobs --timeout 1h && echo all done
     """
-    return int(not _open_queue(options).join(options.timeout))
+    return not _open_queue(options).join(options.timeout)
 
 
-@_command(_argument("--interval TIME", "pause between two looks", default="2s"))
+@_command(_argument("--interval TIME=2s", "pause between two looks"))
 def _top_command(options: Any) -> None:
     """Show the queue live: rate, workers, what runs, dead letters.
 
@@ -8588,9 +8529,6 @@ def _top_command(options: Any) -> None:
 
     Example: femtoqueue top jobs
     """
-    begins, ends, ends_all = (
-        ("\x1b[H", "\x1b[K", "\x1b[J") if sys.stdout.isatty() else ("",) * 3
-    )
     if not _has_queue(options.dir):
         _print(f"{options.dir}: waiting for a queue")
     while not _has_queue(options.dir):
@@ -8599,40 +8537,35 @@ def _top_command(options: Any) -> None:
     progress = _Progress(_open_files(options.dir, False))
     while True:
         rows = _terminal_size(1)[1] or 999
-        lines = itertools.islice(
-            _fitting(_top_lines(options.dir, q, progress)), rows - 1
-        )
-        _put(sys.stdout, begins + "".join(f"{it}{ends}\n" for it in lines) + ends_all)
+        lines = itertools.islice(_fitting(_top_lines(q, progress)), rows - 1)
+        text = "".join(f"{it}\n" for it in lines)
+        if os.isatty(1):
+            text = "\x1b[H" + text.replace("\n", "\x1b[K\n") + "\x1b[J"
+        _put(1, text)
         time.sleep(options.interval)
 
 
-def _top_lines(name: str, q: FemtoQueue, progress: _Progress) -> Iterator[str]:
+def _top_lines(q: FemtoQueue, progress: _Progress) -> Iterator[str]:
     """Yield the lines that `top` shows, the most important lines first."""
     stats = q.stats()
-    figures = _figures(q, stats)
-    progress.is_paused = figures["paused"]
-    progress.count_scheduled()
-    progress.add_sample(
-        time.monotonic(), stats.pending + stats.scheduled + stats.inflight
-    )
-    yield f"{name} {time.strftime('%H:%M:%S')}  {progress.pace_text()}".rstrip()
-    yield from _field_lines(figures)
-    if stats.nodes:
-        yield from ("", "LEASED EXPIRED WORKER   NODE")
+    progress.count_left(0)
+    yield f"{q.data_dir} {time.strftime('%H:%M:%S')}  {progress.pace_text()}".rstrip()
+    yield from _field_lines(_figures(q, stats))
+    yield from ("", "LEASED EXPIRED WORKER   NODE")
     for it in stats.nodes:
         yield f"{it.inflight:6} {it.expired:7} {it.liveness:8} {it.node}"
     yield ""
     yield from _task_table(q, q.tasks("inflight", data=False))
-    if failed := progress.latest_dead_letters():
-        yield from ("", "LATEST DEAD LETTERS")
-    for ident in failed:
+    yield from ("", "LATEST DEAD LETTERS")
+    for ident in progress.latest_dead_letters():
+        task = None
         with suppress(CorruptTask):
             task = q.peek(ident)
-            if task is None:  # a person moved the task there, under another name
-                yield ident
-                continue
-            reason = (task.error or "-").partition("\n")[0]
-            yield f"{ident} {_cell('key', task.key)} {_cell('data', _preview(task.data))} {reason}"
+        if task is None:  # or a person moved the task there, under another name
+            yield ident
+            continue
+        reason = (task.error or "-").partition("\n")[0]
+        yield f"{ident} {_cell('key', task.key)} {_cell('data', _preview(task.data))} {reason}"
 
 
 # Command line: maintenance
@@ -8657,7 +8590,7 @@ def _resume_command(options: Any) -> None:
 
 
 @_command(_argument("--repair", "repair what is safe to repair"))
-def _check_command(options: Any) -> int:
+def _check_command(options: Any) -> bool:
     """Look for problems in DIR, and print a line for each.
 
     The command reads every task. A line ends with `mended` if the problem was
@@ -8666,22 +8599,19 @@ def _check_command(options: Any) -> int:
 
     Example: femtoqueue check jobs --repair
     """
-    q, began_s = _open_queue(options), time.monotonic()
+    q = _open_queue(options)
+    began_s = time.monotonic()
     with _Output().reporting(
         lambda: f"checking for {time.monotonic() - began_s:.0f} s"
     ):
         findings = q.check(options.repair)
-    for kind, path, text, repaired in findings:
-        _print(
-            "\t".join([kind, ascii(path)[1:-1], text, "mended" if repaired else "odd"])
-        )
-    return int(not all(it.repaired for it in findings))
+    for it in findings:
+        state = "mended" if it.repaired else "odd"
+        _print(f"{it.kind}\t{_printable(it.path)}\t{it.text}\t{state}")
+    return not all(it.repaired for it in findings)
 
 
-@_command(
-    _argument("ids ID", _ID_HELP, nargs="*"),
-    _argument("--all", "retry all that failed"),
-)
+@_command(_SOME_IDS, _argument("--all", "retry all that failed"))
 def _retry_command(options: Any) -> int:
     """Put failed tasks at the back of the queue, as if they were new.
 
@@ -8692,10 +8622,7 @@ def _retry_command(options: Any) -> int:
     if options.ids:
         return _for_each_id(options, lambda q, name: q.retry(_id_of(name)))
     q = _open_queue(options)
-    before = q.stats().failed
-    with _Output().reporting(
-        lambda: f"{before - q.stats().failed} of {before} put back"
-    ):
+    with _Output().reporting(lambda: f"{q.stats().failed} dead letters are left"):
         count = q.retry_failed()
     _print(count)
     return 0
@@ -8713,19 +8640,13 @@ def _purge_command(options: Any) -> None:
     Example: femtoqueue purge jobs --older-than 7d
     """
     q = _open_queue(options)
-
-    def ended() -> int:
-        stats = q.stats()
-        return stats.done + stats.failed
-
-    before = ended()
-    with _Output().reporting(lambda: f"{before - ended()} deleted"):
+    with _Output().reporting(lambda: f"{q.stats().done} finished tasks are left"):
         count = q.purge(options.older_than, _ENDED if options.failed else "done")
     _print(count)
 
 
 if __name__ == "__main__":
-    if not (sys.flags.isolated or getattr(sys.flags, "safe_path", False)):
+    if not getattr(sys.flags, "safe_path", sys.flags.isolated):
         # A user's random.py beside this file, or with `python -m` in the current directory, must
         # not hide Python's own.
         del sys.path[0]

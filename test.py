@@ -282,6 +282,7 @@ SEAMS = {
     "open files": "_open_files",
     "progress": "_Progress",
     "lines of top": "_top_lines",
+    "write to a stream": "_put",
 }
 CONSTANTS = {
     "one signal": "_ONE_SIGNAL_S",
@@ -5074,7 +5075,7 @@ class Faults(PlainInterrupted):
         environment = mock.patch.dict(
             os.environ, FEMTOQUEUE_DIR=self.file("link", "..", "q")
         )
-        with environment, contextlib.redirect_stdout(io.StringIO()):
+        with environment, captured():
             self.assertEqual(femtoqueue.main(["ls"]), 0)
 
     def test_error_of_any_system_call_is_raised_and_loses_no_task(self) -> None:
@@ -10410,7 +10411,7 @@ $ femtoqueue join jobs --timeout 10ms -> [1]
 $ { sleep 0.3; femtoqueue work jobs -q --drain -- true; } & femtoqueue join jobs --timeout 60s
 $ femtoqueue joni jobs -> ! femtoqueue: there is no command 'joni'; did you mean join?... [2]
 $ femtoqueue work new --drain -- true
-! femtoqueue: new: there was no queue; an empty one is made
+! femtoqueue: new: a new queue is made
 ! femtoqueue 0 done | 0 running 0 waiting
 # a line that is too long to be kept is mixed neither with another job's nor with standard error
 $ femtoqueue push jobs a b -> ...
@@ -10519,6 +10520,32 @@ def run_guarded(
     return process.returncode, out, err
 
 
+@contextlib.contextmanager
+def captured() -> Iterator[list[str]]:
+    """While the block runs, standard input is empty. After the block, the list has the text of
+    standard output, and that of standard error."""
+    texts: list[str] = []
+    kept = [os.dup(fd) for fd in range(3)]
+    with contextlib.ExitStack() as files:
+        null = files.enter_context(open(os.devnull, encoding="utf-8"))
+        out, err = (
+            files.enter_context(tempfile.TemporaryFile("w+", encoding="utf-8"))
+            for _ in range(2)
+        )
+        try:
+            for fd, file in enumerate((null, out, err)):
+                os.dup2(file.fileno(), fd)
+            with mock.patch.multiple(sys, stdout=out, stderr=err):
+                yield texts
+        finally:
+            for fd, it in enumerate(kept):
+                os.dup2(it, fd)
+                os.close(it)
+            for file in (out, err):
+                file.flush()
+                texts.append(os.pread(file.fileno(), 1 << 24, 0).decode())
+
+
 class CommandCase(QueueCase):
     """A test of the command line. Most commands run in this process, through main(). Those that
     start processes run femtoqueue.pyc, the compiled femtoqueue.py, without its source."""
@@ -10577,13 +10604,9 @@ class CommandCase(QueueCase):
             and hasattr(vars(femtoqueue)["os"], "fork")
         ):
             return run_guarded(*self.program(), *words, env=self.env)
-        outputs = io.BytesIO(), io.BytesIO()
-        out, err = (io.TextIOWrapper(it, "utf-8", write_through=True) for it in outputs)
         with (
             mock.patch.dict(os.environ, self.env, clear=True),
-            mock.patch.multiple(
-                sys, stdin=io.TextIOWrapper(io.BytesIO()), stdout=out, stderr=err
-            ),
+            captured() as outputs,
             mock.patch.object(LOG, "disabled", False),
             warnings.catch_warnings(),
         ):
@@ -10592,7 +10615,8 @@ class CommandCase(QueueCase):
                 status = femtoqueue.main([*words])
             except SystemExit as end:
                 status = int(end.code or 0)
-        return status, outputs[0].getvalue().decode(), outputs[1].getvalue().decode()
+        out, err = outputs
+        return status, out, err
 
     def output_of(self, *words: str) -> str:
         """Run a command, which must succeed without a message, and return its output."""
@@ -10751,11 +10775,11 @@ class CommandLine(CommandCase):
         ),
         ("argument ID: invalid 'why'", "fail jobs TASK why", "cancel jobs why"),
         (
-            "argument --id: invalid '7'; an ID is the last 29 characters of a",
+            "argument --id: invalid '7'; an ID is the last 37 characters of a",
             "pop jobs --id 7",
         ),
         (
-            "last 29 characters of a task's name, or the path that `pop`",
+            "last 37 characters of a task's name, or the path that `pop`",
             "cancel jobs TASK~1",
         ),
         ("a TIME is 500ms, 30s", "push jobs --delay 3weeks x"),
@@ -10792,12 +10816,8 @@ class CommandLine(CommandCase):
         ),
         ("must be 1 or more", "work jobs -j 0 -- true", "work jobs -j -1 -- true"),
         (
-            "--timeout: invalid '0'; a lease must be greater than 0",
+            "--timeout must be greater than 0",
             "work jobs --timeout 0 -- true",
-        ),
-        (
-            "--timeout: invalid '0s'; a lease must be greater than 0",
-            "pop jobs --timeout 0s",
         ),
         ("A-Z a-z 0-9 . _ -", "work jobs --node a/b -- true"),
         ("give IDs, --all or --node; see", "release jobs", "release jobs TASK --all"),
@@ -10812,6 +10832,7 @@ class CommandLine(CommandCase):
         ),
         ("state must be one of pending, scheduled", "ls jobs pendng"),
         ("jobs/file: there is no queue", "ls jobs/file"),
+        ("--timeout must be greater than 0", "pop jobs --timeout 0s"),
         ("jobs/file", "push jobs/file x"),
     )
 
@@ -10873,8 +10894,7 @@ class CommandLine(CommandCase):
         self,
     ) -> None:
         self.queue().push(b"x")
-        interrupted_once = itertools.chain([KeyboardInterrupt], itertools.repeat(None))
-        with mock.patch.object(sys.stdout, "flush", side_effect=interrupted_once):
+        with seam("write to a stream", lambda *_: interrupt()):
             self.assertEqual(femtoqueue.main(["pop", self.path]), 128 + signal.SIGINT)
         self.assertEqual(self.pop(self.queue()).attempts, 1)
 
@@ -10884,20 +10904,17 @@ class CommandLine(CommandCase):
         """Run `top` until Ctrl-C. Call after() each time a look has been drawn. The terminal always
         has the size sizes[0]: after() may change it, and imitates Ctrl-C at the end. Return the
         lines of each look."""
-        terminal = io.BytesIO()
         with (
+            captured() as outputs,
             # an old size, to be ignored
             mock.patch.dict(os.environ, COLUMNS="80", LINES="24"),
             mock.patch("os.get_terminal_size", side_effect=lambda _: sizes[0]),
             mock.patch("time.sleep", side_effect=lambda _: after()),
             mock.patch.dict(sys.modules, termios=None),  # as on Windows
-            mock.patch.object(
-                sys, "stdout", io.TextIOWrapper(terminal, "utf-8")
-            ) as out,
-            mock.patch.object(out, "isatty", return_value=True),
+            mock.patch("os.isatty", return_value=True),
         ):
             self.assertEqual(femtoqueue.main(["top", "jobs"]), 128 + signal.SIGINT)
-        drawn = re.sub(r"\x1b\[([KJ]|\?7[lh])", "", terminal.getvalue().decode())
+        drawn = re.sub(r"\x1b\[[KJ]", "", outputs[0])
         _, *looks = drawn.split("\x1b[H")
         return [look.splitlines() for look in looks]
 
@@ -10994,12 +11011,11 @@ class CommandLine(CommandCase):
 
     def test_error_of_the_worker_is_no_failed_try_of_its_task(self) -> None:
         """If the worker itself meets an error, the attempt of its task is not counted."""
-        # In the first worker, TemporaryFile() works in the check at the start, and raises later, as
-        # it may if the worker's Python is removed. The second worker is started in a directory with
+        # In the first worker, TemporaryFile() raises an error, as it may if the worker's Python is
+        # removed. The second worker is started in a directory with
         # a user's random.py, which raises an error when it is imported. The worker must import
         # Python's own random.py instead.
-        code = "import tempfile; make = tempfile.TemporaryFile; calls = iter([make])\n"
-        code += "tempfile.TemporaryFile = lambda **how: next(calls)(**how)\n"
+        code = "import tempfile; tempfile.TemporaryFile = None\n"
         *words, main = self.program()
         self.queue(None).push(b"x")
         command = "work", "jobs", "-q", "--max-attempts", "1", "--drain", "--", "true"
@@ -11320,7 +11336,7 @@ class CommandLine(CommandCase):
         self.assertTrue(said.endswith("\r\npay\\x1b[Hload \u65e5"), said)
         said = self.run_on_terminal(120, "ls", "jobs")
         self.assertRegex(said, r"- - pay\\x1b\[Hload \u65e5\r\n")
-        lines = [*through_seam("lines of top")("jobs", q, self.progress())]
+        lines = [*through_seam("lines of top")(q, self.progress())]
         self.assertRegex(lines[-1], rf"^{task.id} - pay\\x1b\[Hload \u65e5 no such")
 
     @unittest.skipUnless(sys.platform == "linux", "needs a terminal of Linux")
@@ -11349,7 +11365,7 @@ class CommandLine(CommandCase):
             self.file(task.path), self.file("failed", os.path.basename(task.path))
         )
         progress = self.progress()
-        lines = [*through_seam("lines of top")("jobs", q, progress)]
+        lines = [*through_seam("lines of top")(q, progress)]
         self.assertEqual(lines[-2:], ["LATEST DEAD LETTERS", task.id])
         self.put(f"failed/{task.id}", b"", "")
         self.assertEqual(progress.latest_dead_letters(), [task.id])

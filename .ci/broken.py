@@ -941,7 +941,7 @@ a wait lists a replaced pending/ once more before it sleeps | WaitingWithInotify
 -        return self._watches != before
 +        return False
 a `pop` that can't print the payload does not print the path of the lease | CommandLine
--                _put(sys.stdout, task.data)
+-                _put(1, task.data)
 +                sys.stdout.buffer.write(task.data)
 a cancelled pop_async() loses no task | Coroutines hangs
 -        except InvalidStateError:  # RACE: the coroutine was cancelled
@@ -1185,8 +1185,8 @@ the exit status of `work --drain` is 1 if a task failed | CommandLine
 -        return int(self._drain and (
 +        return int(bool(self.signals) and (
 the exit status of `check` is 1 if it finds something that is not repaired | CommandLine
--    return int(not all(it.repaired for it in findings))
-+    return int(not all(it.text for it in findings))
+-    return not all(it.repaired for it in findings)
++    return not all(it.text for it in findings)
 the last piece of --null needs no zero byte | CommandLine
 -        yield bytes(rest)
 """

@@ -164,7 +164,9 @@ def used_from_below() -> list[str]:
             is_foreign = False
             if isinstance(part, ast.Name) and part.id not in DOORS:
                 is_foreign = homes.get(part.id, 0) > here
-            elif isinstance(part, ast.Attribute) and re.match("_[^_]", part.attr):
+            elif isinstance(part, ast.Attribute) and re.match(
+                "_(?!_|asdict$)", part.attr
+            ):
                 owner = ast.unparse(part.value)
                 is_foreign = part.attr not in private[here] and owner not in (
                     "cls",
