@@ -4223,7 +4223,6 @@ class FemtoQueue:
             return
         try:
             worker.lease_dir.close_count += 1
-            worker.renewer.stop()
             worker.waits.end_all()
             worker.maintenance.end_scan()
             worker.lease_dir.give_up()
@@ -5177,9 +5176,9 @@ class _Waits:
 
 # ==================================================================================================
 # 16. Processing: the block of processing(), which keeps a lease and ends the delivery; checkpoints.
-#    A lease is renewed about every third of its length, and ten times as often after a failure.
-#    Invariant: one thread per queue object renews the leases of all blocks that run. A thread that
-#    was replaced or stopped may still finish its round.
+#    A lease is renewed about every third of its length. The thread that renews leases makes ten
+#    rounds or more in that time, so a renewal that failed is soon tried again.
+#    Invariant: one thread per queue object renews the leases of all blocks that run.
 # ==================================================================================================
 
 _RENEWAL = 1 / 3  # the time between two renewals of a lease, as a part of its length
@@ -5213,14 +5212,13 @@ def _read_checkpoint(worker: _Worker, ident: str, data: bytes) -> bytes | None:
 def _save_checkpoint(worker: _Worker, task: FemtoTask, payload: bytes) -> None:
     """Save the checkpoint of a leased task, in place of an older one, and renew the lease. Raises
     LeaseLost, and saves nothing, if the lease is lost."""
-    lease, files, data = _lease_of(task), worker.files, task.data
+    lease = _lease_of(task)
+    files = worker.files
+    data = task.data
     ident = _id_of(lease.path)
     if task.size_bytes is None:  # attach() made the task, and did not read the payload
-        try:
-            data, _ = files.read_path(lease.path)
-        except FileNotFoundError:
-            files.lstat("pending")  # raises if data_dir is gone, which is disk trouble
-            raise worker.lease_lost(lease) from None
+        worker.renew(task)  # raises LeaseLost
+        data, _ = files.read_path(lease.path)
     record = _header(data) + payload
     # The worker of the next delivery may run under another user, so the file can be read by those
     # who may read data_dir.
@@ -5243,140 +5241,112 @@ def _save_checkpoint(worker: _Worker, task: FemtoTask, payload: bytes) -> None:
 
 
 class _LeaseRenewer:
-    """Renews the leases of all tasks in blocks of processing(), in one thread. It does not refer to
-    the queue object: an object that the program drops is finalized at once."""
+    """Renews the leases of all blocks of processing(), in one thread. Between two rounds, it does
+    not refer to the queue object: an object that the program drops is finalized at once."""
 
     def __init__(self, worker: _Worker) -> None:
-        self._worker, self._lock = worker, worker.lock
-        # The blocks, by the id() of the task. The references are weak: a block lives as long as its
-        # `with` statement holds it.
-        self.blocks: weakref.WeakValueDictionary[int, _Processing] = (
-            weakref.WeakValueDictionary()
-        )
-        # The lock of the thread that was started last. Each thread has its own lock, which stop()
-        # releases to end the thread. None: no thread was started, or stop() was called.
-        self._run_lock: threading.Lock | None = None
-        # seconds between two rounds of the thread, unless a renewal failed
-        self._pause_s = 0.0
+        self._lock = worker.lock
+        # weak: a block lives as long as its `with` statement holds it
+        self._blocks: weakref.WeakSet[_Processing] = weakref.WeakSet()
+        # The thread that was started last, and the shortest lease when it last looked.
+        self._thread: threading.Thread | None = None
+        self._shortest_ns = 0
 
-    def add(self, block: _Processing) -> None:
+    def begin(self, block: _Processing) -> None:
         """Renew the lease of a block from now on. Start a thread if none runs, or in place of one
         whose pauses are too long for this lease."""
-        lease = _lease_of(block.task)
-        pause_s = lease.length_ns / 1e9 * _RENEWAL
-        with self._lock:
-            has_thread = self._run_lock is not None and pause_s >= self._pause_s
-            if lease.length_ns < _FOREVER_NS and not has_thread:
-                runs = threading.Lock()
-                runs.acquire()
-                threading.Thread(
-                    target=self._run, args=(runs, pause_s), daemon=True
-                ).start()
-                self.stop()
-                self._run_lock, self._pause_s = runs, pause_s
-            self.blocks[id(block.task)] = block
-
-    def remove(self, task: FemtoTask) -> None:
-        with self._lock:
-            self.blocks.pop(id(task), None)
-
-    def stop(self) -> None:
-        """Tell the thread to end, without waiting. The caller holds the worker's lock."""
-        runs, self._run_lock = self._run_lock, None
-        if runs is not None:
-            runs.release()
-
-    def _run(self, runs: threading.Lock, pause_s: float) -> None:
-        longest_s = threading.TIMEOUT_MAX
-        while not runs.acquire(timeout=min(pause_s, longest_s)) and (
-            tasks := self._tasks(runs)
-        ):
-            pause_s = self._pause_s
-            for task in tasks:
-                try:
-                    self._renew(task)
-                # The other leases must be renewed after any exception. Even a log handler that
-                # _renew() calls may raise one.
-                except BaseException:
-                    pause_s = self._pause_s / 10
-
-    def _tasks(self, runs: threading.Lock) -> list[FemtoTask]:
-        """Return the tasks of all blocks that run, and set the pause before the next round. An
-        empty list ends the thread, whose lock is `runs`."""
-        with self._lock:
-            tasks = [block.task for block in self.blocks.values()]
-            length_ns = min(
-                (_lease_of(it).length_ns for it in tasks), default=_FOREVER_NS
-            )
-            # stop() was called, add() has started another thread, or Ctrl-C has interrupted add()
-            # just after the start of this thread.
-            if self._run_lock is not runs:
-                return []
-            # Without a lease that has a deadline, this pause is a third of _FOREVER_NS. So add()
-            # starts another thread for such a lease.
-            self._pause_s = length_ns / 1e9 * _RENEWAL
-            return tasks
-
-    def _renew(self, task: FemtoTask) -> None:
-        """Renew the lease of a task if less than two thirds of its length would be left at the next
-        round. Raises OSError if the renewal failed."""
-        lease = _lease_of(task)
-        next_left_ns = self._worker.left_ns(task.path) - self._pause_s * 1e9
-        if id(task) not in self.blocks or next_left_ns >= lease.length_ns * (
-            1 - _RENEWAL
-        ):
+        length_ns = block.lease.length_ns
+        if length_ns == _FOREVER_NS:
             return
-        end_s = time.monotonic() + self._pause_s / 10
-        if not lease.outcome:
-            try:
-                # Do not wait long for the lock of the key: the process that holds it may be
-                # stopped, and the other leases must be renewed.
-                self._worker.renew(task, until_s=end_s)
-                return
-            except LeaseLost:
-                # The end of the block raises LeaseLost, so do not log this. RACE: the block itself
-                # has just ended the delivery, and nothing is wrong.
-                self.remove(task)
-                return
-            except OSError as error:
-                _log().warning("task %s: its lease is not renewed: %s", task.id, error)
-                raise
+        with self._lock:
+            self._blocks.add(block)
+            if self._thread is None or length_ns < self._shortest_ns:
+                thread = threading.Thread(target=self._run, daemon=True)
+                thread.start()
+                self._thread = thread
+                self._shortest_ns = length_ns
+
+    def end(self, block: _Processing) -> None:
+        with self._lock:
+            self._blocks.discard(block)
+
+    def _run(self) -> None:
+        while pause_s := self._pause_s():
+            time.sleep(pause_s)
+            self._renew_all(pause_s)
+
+    def _pause_s(self) -> float:
+        """Return the seconds until the next round, or 0 to end this thread."""
+        with self._lock:
+            # begin() has started another thread, or Ctrl-C has interrupted begin() just after the
+            # start of this thread.
+            if self._thread is not threading.current_thread():
+                return 0
+            lengths_ns = [it.lease.length_ns for it in self._blocks]
+            if not lengths_ns:
+                self._thread = None
+                return 0
+            self._shortest_ns = min(lengths_ns)
+            return min(self._shortest_ns / 1e9 * _RENEWAL / 10, 1)
+
+    def _renew_all(self, wait_s: float) -> None:
+        with self._lock:
+            blocks = [*self._blocks]
+        for block in blocks:
+            block.try_to_keep_lease(wait_s)
 
 
 class _Processing:
     """The context manager that FemtoQueue.processing() returns."""
 
     def __init__(self, queue: Any, task: FemtoTask, worker: _Worker) -> None:
-        self._queue, self.task = queue, task
-        self._worker, self._lease, self._pid = worker, _lease_of(task), os.getpid()
+        self._queue = queue
+        self._task = task
+        self._worker = worker
+        self.lease = _lease_of(task)
+        self._pid = os.getpid()
 
     def __enter__(self) -> FemtoTask:
         """Hand the lease to the renewer, and return the task. Raises LeaseLost."""
-        task = self.task
-        if self._worker.left_ns(task.path) < self._lease.length_ns * 2 / 3:
-            self._worker.renew(task)
-        elif not self._worker.files.exists(task.path):
-            raise self._worker.lease_lost(self._lease)
-        self._worker.renewer.add(self)
-        return task
+        self._keep_lease(_FOREVER_S)
+        if not self._worker.files.exists(self.lease.path):
+            raise self._worker.lease_lost(self.lease)
+        self._worker.renewer.begin(self)
+        return self._task
+
+    def _keep_lease(self, until_s: float) -> None:
+        """Renew the lease, unless two thirds of its length are left. until_s: as in
+        _Keys.lock()."""
+        left_ns = self._worker.left_ns(self.lease.path)
+        if left_ns < self.lease.length_ns * (1 - _RENEWAL):
+            self._worker.renew(self._task, until_s=until_s)
+
+    def try_to_keep_lease(self, wait_s: float) -> None:
+        """Do what _keep_lease() does, but raise nothing: the other leases must be renewed after any
+        exception. wait_s: how long to wait for the lock of the key. The process that holds it may
+        be stopped."""
+        try:
+            self._keep_lease(time.monotonic() + wait_s)
+        except LeaseLost:
+            # The end of the block raises LeaseLost, so do not log this. RACE (Processing): the
+            # block itself has just ended the delivery, and nothing is wrong.
+            self._worker.renewer.end(self)
+        except BaseException as error:
+            with suppress(BaseException):  # a log handler may raise any exception
+                _log().warning(
+                    "task %s: its lease is not renewed: %s", self._task.id, error
+                )
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: object,
+        self, kind: object, error: BaseException | None, traceback: object
     ) -> None:
-        """End the delivery, unless the block has ended it, or has raised LeaseLost for this task.
-        Raises LeaseLost. After another exception, a task that is still leased is reclaimed soon."""
-        task = self.task
+        """End the delivery, unless the block has ended it. Raises LeaseLost. After another
+        exception, a task that is still leased is reclaimed soon."""
         # Do nothing in a child that was forked in the block: the child does not own the task.
         if os.getpid() != self._pid:
             return
         try:
-            is_lost = isinstance(error, LeaseLost) and error.id == _id_of(
-                self._lease.path
-            )
-            if not (self._lease.outcome or is_lost):
+            if not self.lease.outcome:
                 self._end(error)
         except LeaseLost as lost:
             # KeyboardInterrupt, SystemExit and the like propagate unchanged: they are to end more
@@ -5387,18 +5357,13 @@ class _Processing:
             self.leave_to_reclaim()
             raise
         finally:
-            self._worker.renewer.remove(task)
+            self._worker.renewer.end(self)
 
     async def __aenter__(self) -> FemtoTask:
         # Nothing is awaited here: a cancellation would leave the task leased, without a block.
         return self.__enter__()
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: object,
-    ) -> None:
+    async def __aexit__(self, *exc_info: Any) -> None:
         """Do what __exit__() does, in a thread, so that syncs and locks do not block the loop."""
         import asyncio
 
@@ -5406,12 +5371,12 @@ class _Processing:
 
         def end() -> None:
             if once.acquire(blocking=False):
-                self.__exit__(kind, error, traceback)
+                self.__exit__(*exc_info)
 
-        # A coroutine that is closed can't await. RACE: the coroutine is cancelled before the thread
-        # has begun. Then the thread never begins, and the delivery is ended here.
+        # A coroutine that is closed can't await. RACE (AsyncProcessing): the coroutine is cancelled
+        # before the thread has begun. Then the thread never begins, and the delivery is ended here.
         try:
-            if not isinstance(error, GeneratorExit):
+            if exc_info[0] is not GeneratorExit:
                 await asyncio.to_thread(end)
         finally:
             end()
@@ -5419,7 +5384,9 @@ class _Processing:
     def _end(self, error: BaseException | None) -> None:
         """Finish the task. After an Exception, give it another attempt, or fail it after
         max_attempts. After any other exception, return it to the place of its push, uncounted."""
-        queue, task, attempts = self._queue, self.task, _attempts_of(self.task.path)
+        queue = self._queue
+        task = self._task
+        attempts = _attempts_of(self.lease.path)
         if error is None:
             queue.done(task)
         elif not isinstance(error, Exception):  # KeyboardInterrupt, SystemExit
@@ -5432,11 +5399,11 @@ class _Processing:
             )
             # Subtract a random part, up to half, to spread out tasks that failed together.
             queue.release(task, delay_s=delay_s * (1 - os.urandom(1)[0] / 512))
-            self._lease.outcome = "retried"
+            self.lease.outcome = "retried"
 
     def leave_to_reclaim(self) -> None:
         """Let the next reclaim take the task back, because the delivery could not be ended."""
-        self._worker.lease_dir.orphans[self.task.path] = None
+        self._worker.lease_dir.orphans[self.lease.path] = None
         self._worker.maintenance.sooner("reclaim", 0)
 
 
@@ -5755,8 +5722,7 @@ def _node_stats(worker: _Worker, directory: str) -> NodeStats:
     leases = worker.files.entries(directory)
     now_ns = worker.clock.now_ns()
     is_free = None
-    lock = worker.files.open_dir(directory)
-    if lock is not None:
+    if lock := worker.files.open_dir(directory):
         with closing(lock):
             is_free = lock.try_exclusive()
     liveness = "alive" if is_free is False else "unknown"
@@ -5771,107 +5737,94 @@ class _Inspector:
     """Looks for the findings of check(), and repairs some of them if `repair` is set."""
 
     def __init__(self, worker: _Worker, repair: bool) -> None:
-        self._worker, self._files, self._repair = worker, worker.files, repair
+        self._worker = worker
+        self._files = worker.files
+        self._repair = repair
 
     def findings(self) -> Iterator[Finding]:
-        """Yield the findings. With `repair`, the maintenance runs first. If a part raises OSError,
-        the error is a finding, and the other parts still run."""
-        maintenance = self._worker.maintenance
+        """Yield the findings. With `repair`, the maintenance runs first. If a step raises OSError,
+        the error is a finding, and the other steps still run."""
+        steps: list[Callable[[], Iterator[Finding] | None]]
+        steps = [self._names, self._records, self._left]
         if self._repair:
-            for mend in (
+            maintenance = self._worker.maintenance
+            steps = [
                 maintenance.reclaim_ended,
                 self._worker.keys.repair,
                 maintenance.remove_stale_files,
-            ):
-                yield from self._errors_of(self._mended(mend))
-        for look in (self._trust(), self._names(), self._records(), self._left()):
-            yield from self._errors_of(look)
-
-    def _errors_of(self, look: Iterator[Finding]) -> Iterator[Finding]:
-        try:
-            yield from look
-        except OSError as error:
-            _raise_if_no_errno(error)
-            path = os.path.relpath(error.filename or self._files.path, self._files.path)
-            yield Finding("unreadable", path, str(error))
-
-    def _mended(self, mend: Callable[[], None]) -> Iterator[Finding]:
-        mend()
-        return iter(())
-
-    def _trust(self) -> Iterator[Finding]:
-        if text := _trust_problem(self._files):
-            yield Finding("trust", ".", text)
-
-    def _left(self) -> Iterator[Finding]:
-        for directory in self._files.node_dirs():
-            stats = _node_stats(self._worker, directory)
-            if stats.liveness == "dead":
-                yield Finding(
-                    "dead worker", directory, f"{stats.inflight} tasks leased"
-                )
-            elif stats.expired:
-                yield Finding(
-                    "expired", directory, f"{stats.expired} leases have ended"
-                )
-        for path in self._worker.keys.paths_without_task():
-            yield Finding("key without a task", path, "no task of the key is left")
-        for path in self._worker.maintenance.stale_files():
-            yield Finding(
-                "leftover", path, "of a killed process, or of a task ended by hand"
-            )
+                *steps,
+            ]
+        for step in steps:
+            try:
+                yield from step() or ()
+            except OSError as error:
+                _raise_if_no_errno(error)
+                root = self._files.path
+                path = os.path.relpath(error.filename or root, root)
+                yield Finding("unreadable", path, str(error))
 
     def _names(self) -> Iterator[Finding]:
-        """Yield a finding for each foreign name, but not for the lost+found of a mount point."""
-        files = self._files
-        directories = [it for it in sorted(_FORMS) if it not in (".", "inflight")]
-        directories += files.node_dirs()
-        directories = [it for it in directories if stat.S_ISDIR(files.mode_of(it))]
-
-        # RACE: a worker makes its lease directory after `directories` was listed, and may remove it
-        # again. So a name of the form inflight-<node> is foreign only if it is a file or a link.
-        def is_dir(name: str) -> bool:
-            if _parse_node_dir(name):
-                mode = files.mode_of(name)
-                return not mode or stat.S_ISDIR(mode)
-            return name in (*directories, "lost+found")
-
-        others: dict[str, Callable[[str], object]]
-        others = {"": is_dir, "failed": _parse_reason, "keys": _parse_tag}
-        for directory in ("", *directories):
-            is_known = _FORMS[_state_of(directory or ".")]
+        """Yield a finding for each foreign name, and for the owner of data_dir."""
+        if text := _trust_problem(self._files):
+            yield Finding("trust", ".", text)
+        directories = []
+        for name in sorted(self._files.names("")):
+            mode = self._files.mode_of(name)
+            if stat.S_ISDIR(mode) and (name in _FORMS or _parse_node_dir(name)):
+                directories.append(name)
+            # RACE (Checking): a worker ends, and its lease directory is removed after it was
+            # listed. Then the mode is 0. A mount point has a lost+found.
+            elif mode and name != "lost+found" and not _FORMS["."](name):
+                yield Finding("foreign", name, "does not belong to the queue")
+        others = {"failed": _parse_reason, "keys": _parse_tag}
+        for directory in directories:
+            is_known = _FORMS[_state_of(directory)]
             is_other = others.get(directory, _no_op)
-            for name in sorted(files.names(directory)):
+            for name in sorted(self._files.names(directory)):
                 if not (is_known(name) or is_other(name)):
-                    path = f"{directory}/{name}" if directory else name
+                    path = f"{directory}/{name}"
                     yield Finding("foreign", path, "does not belong to the queue")
 
     def _records(self) -> Iterator[Finding]:
         """Read each record. With `repair`, move a corrupt task that waits to failed/."""
         seen: dict[str, str] = {}
         for entry in self._files.find(*STATES, "keys"):
-            other, seen[entry.id] = seen.get(entry.id, ""), entry.path
-            if other and all(map(self._files.exists, (other, entry.path))):
-                yield Finding("twice", entry.path, f"there is {other} too")
+            record = entry.path
+            other = seen.setdefault(entry.id, record)
+            if other != record and all(map(self._files.exists, (other, record))):
+                yield Finding("twice", record, f"there is {other} too")
             try:
-                self._files.read_path(entry.path)
+                self._files.read_path(record)
             except FileNotFoundError:
-                # RACE: another process moved or removed the task after it was listed
+                # RACE (Checking): another process moves or removes the task after it was listed
                 continue
             except OSError as error:
                 _raise_if_no_errno(error)
-                yield Finding("unreadable", entry.path, str(error))
+                yield Finding("unreadable", record, str(error))
             except CorruptTask as error:
-                if entry.directory == "failed" and self._files.exists(
-                    f"{entry.path}.error"
-                ):
+                if self._files.exists(f"{record}.error"):
                     continue  # a dead letter, whose reason tells why it failed
                 is_mended = False
                 if self._repair and entry.directory in _WAITING_DIRS:
                     with suppress(OSError):
-                        self._worker.quarantine(entry.path, error.reason)
+                        self._worker.quarantine(record, error.reason)
                         is_mended = True
-                yield Finding("corrupt", entry.path, error.reason, is_mended)
+                yield Finding("corrupt", record, error.reason, is_mended)
+
+    def _left(self) -> Iterator[Finding]:
+        for directory in self._files.node_dirs():
+            stats = _node_stats(self._worker, directory)
+            if stats.liveness == "dead":
+                text = f"{stats.inflight} tasks leased"
+                yield Finding("dead worker", directory, text)
+            elif stats.expired:
+                text = f"{stats.expired} leases have ended"
+                yield Finding("expired", directory, text)
+        for path in self._worker.keys.paths_without_task():
+            yield Finding("key without a task", path, "no task of the key is left")
+        for path in self._worker.maintenance.stale_files():
+            text = "of a killed process, or of a task ended by hand"
+            yield Finding("leftover", path, text)
 
 
 # ==================================================================================================

@@ -686,8 +686,8 @@ if a listing shows only tasks pushed meanwhile, a second one gives their order |
 +        for _ in range(1):
 +            self._list(now_s)
 the lost+found of a mount point is no foreign name | Checking
--        return name in (*directories, "lost+found")
-+        return name in (*directories,)
+-            elif mode and name != "lost+found" and not
++            elif mode and not
 maybe_cleanup() returns False for a mount point | Tickets
 -        with suppress(OSError):
 -            os.rmdir(self._files.path)
@@ -958,8 +958,8 @@ only a leased task can be attached | Lifecycle
 -        is_path = _parse_node_dir(directory) and
 +        is_path =
 processing() renews the lease | Processing
--next_left_ns >= lease.length_ns * (
-+next_left_ns != (
+-        if left_ns < self.lease.length_ns * (
++        if left_ns > self.lease.length_ns * (
 a child forked in processing() does not end the task | Processing
 -        if os.getpid() != self._pid:
 +        if not self._pid:
@@ -1065,8 +1065,8 @@ a TimeoutError from a signal handler does not count as a disk error of a job | F
 -    if error.errno is None:
 +    if error is None:
 a renewal gets a key's lock even if the key is pushed all the time | Races
--        end_s = time.monotonic() + self._pause_s / 10
-+        end_s = 0.0
+-            self._keep_lease(time.monotonic() + wait_s)
++            self._keep_lease(0.0)
 a push whose payload can't be put in place gives the task back at once | Keyed
 -                    self._files.move(aside, path)
 repair() retries soon if a key's lock is held | Races
