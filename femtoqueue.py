@@ -788,11 +788,11 @@ class FemtoTask:
     data:  the payload. b"": empty, or not read: attach(), and tasks(data=False).
     attempts:  the deliveries so far, with the current one, without those given back uncounted.
         None: unknown, as in done/ and failed/.
-    key:  the key. None: the task has none, or comes from attach().
+    key:  the key, or None.
     checkpoint:  the bytes that checkpoint() saved last. Only calls that lease a task read them.
     error:  the reason of a task in failed/, or None.
-    size_bytes:  the length of the payload. None after attach(), and if the header is invalid.
-    since:  when the file came to its state (st_ctime), in UTC. Only peek() and tasks() set it.
+    size_bytes:  the length of the payload. None: unknown, because the header is invalid.
+    since:  when the file came to its state (st_ctime), in UTC. None after pop() and take().
 
     Two tasks are equal if `id`, `data`, `attempts` and `key` are equal.
     """
@@ -2025,20 +2025,19 @@ class _Files:
             except OSError as error:
                 raise self.named(error, directory) from None
 
-    def has_syncfs(self) -> bool:
-        """Say whether one syncfs(2) writes all tasks of a batch to the disk."""
-        return _fs_type(self.root) in _SYNCFS_TYPES
-
     @contextmanager
-    def synced_batch(self) -> Iterator[None]:
-        """Make durable what is renamed into pending/ in the block. The directory is opened before
-        the block, because syncfs() reports the write errors since the opening (Linux 5.8)."""
+    def batch(self) -> Iterator[bool]:
+        """Make durable what is published into pending/ in the block, if the queue is durable. Yield
+        True if each task must be synced for this: one syncfs(2) does not write them all."""
+        if not self.is_durable or _fs_type(self.root) not in _SYNCFS_TYPES:
+            yield self.is_durable
+            return
+        # opened before the block: syncfs() reports the write errors since then (Linux 5.8)
         opened = _OpenFile(self.root, "pending")
-        with closing(opened):
-            try:
-                yield
-            finally:
-                _call_libc("syncfs", opened.path, opened.fd)
+        try:
+            yield False
+        finally:
+            _call_libc("syncfs", opened.path, opened.fd)
 
 
 # ==================================================================================================
@@ -2884,7 +2883,7 @@ class _Delivery:
         tag: str,
         ident: str,
         length_ns: int,
-        until_s: float,
+        until_s: float = 0,
         even_paused: bool = False,
     ) -> FemtoTask | None:
         """Run the maintenance that is due, lease the waiting task of a key or of an id, and return
@@ -3450,7 +3449,6 @@ class FemtoQueue:
             only where inotify(7) is missing, or where other hosts write.
         detached:  True: leases outlive this process, until their deadlines, for attach().
         """
-        path = _check_dir("data_dir", data_dir)
         self._given_node_id = _check_node_id(node_id)
         self._length_ns = _lease_length_ns(
             "timeout_stale_ms", timeout_stale_ms, _FOREVER_NS
@@ -3462,13 +3460,14 @@ class FemtoQueue:
         _check_max_attempts(max_attempts)
         self.data_dir = data_dir
         self.timeout_stale_ms = timeout_stale_ms
-        self.sync_after_write = bool(sync_after_write)
+        self.sync_after_write = sync_after_write
         self.max_attempts = max_attempts
         self.keep_done = keep_done
         self.retry_delay_s = retry_delay_s
         self.poll_interval_s = poll_interval_s
-        self.detached = bool(detached)
-        self._files = _open_files(path, self.sync_after_write)
+        self.detached = detached
+        path = _check_dir("data_dir", data_dir)
+        self._files = _open_files(path, sync_after_write)
         self._files.make_dirs()
         if text := _trust_problem(self._files):
             _warn_once(f"{self._files.path}: {text}")
@@ -3514,10 +3513,9 @@ class FemtoQueue:
         After an OSError, `data` may be in the queue only if a worker took it before the sync
         failed, if it had replaced a payload, or if the disk refused to undo the push.
         """
-        if delay_s != 0:
-            return self._push_at(_due_after_ns(delay_s), data, key, if_in_flight)
-        if key is not None or if_in_flight != "buffer":
-            return self._push_keyed(data, key, if_in_flight, None)
+        if delay_s != 0 or key is not None or if_in_flight != "buffer":
+            due_ns = _due_after_ns(delay_s) if delay_s != 0 else None
+            return self._push_at(due_ns, data, key, if_in_flight)
         ident = self._clock.new_id()
         self._files.publish(ident, data, "pending", ident, self.sync_after_write)
         return ident
@@ -3535,15 +3533,13 @@ class FemtoQueue:
         `pushed_ids` of the exception has their ids. If the sync at the end failed, power loss may
         still undo them.
         """
-        if isinstance(iterable, (_BytesLike, str)):
+        if isinstance(iterable, _BytesLike | str):
             raise TypeError(
                 "push_many takes an iterable of payloads; for one payload use push"
             )
         ids: list[str] = []
-        syncs_once = self.sync_after_write and self._files.has_syncfs()
-        syncs_each = self.sync_after_write and not syncs_once
         try:
-            with self._files.synced_batch() if syncs_once else nullcontext():
+            with self._files.batch() as syncs_each:
                 for data in iterable:
                     ident = self._clock.new_id()
                     self._files.publish(ident, data, "pending", ident, syncs_each)
@@ -3579,32 +3575,27 @@ class FemtoQueue:
         return self._push_at(_due_time_ns(time_us), data, key, if_in_flight)
 
     def _push_at(
-        self, due_ns: int, data: _BytesLike, key: str | None, if_in_flight: str
+        self, due_ns: int | None, data: _BytesLike, key: str | None, if_in_flight: str
     ) -> str:
-        if key is not None or if_in_flight != "buffer":
-            return self._push_keyed(data, key, if_in_flight, due_ns)
-        ident = self._clock.new_id()
-        name = _task_name(due_ns, 0, ident)
-        self._files.publish(ident, data, "scheduled", name, self.sync_after_write)
-        self._worker.note_arrival(f"scheduled/{name}")
-        return ident
-
-    def _push_keyed(
-        self, data: _BytesLike, key: str | None, if_in_flight: str, due_ns: int | None
-    ) -> str:
-        """Check the arguments, and call put() until it returns the id of the payload's task."""
+        """Push a task that has a due time or a key, or both."""
         if if_in_flight not in _IF_IN_FLIGHT:
             wanted = " or ".join(_IF_IN_FLIGHT)
             raise ValueError(f"if_in_flight must be {wanted}, not {if_in_flight!r}")
         if key is None:
-            raise TypeError(f"if_in_flight={if_in_flight!r} needs a key")
-        name, payload = _encode_key(key), _as_bytes(data)
+            if due_ns is None or if_in_flight != "buffer":
+                raise TypeError(f"if_in_flight={if_in_flight!r} needs a key")
+            ident = self._clock.new_id()
+            name = _task_name(due_ns, 0, ident)
+            self._files.publish(ident, data, "scheduled", name, self.sync_after_write)
+            self._worker.note_arrival(f"scheduled/{name}")
+            return ident
         _notice_fork()
-        # RACE: another worker's pop() claims the waiting task before put() replaces the payload, or
-        # a person moves the file. Then put() returns "", and the next round finds the task where it
-        # is now: in flight, for example.
+        # RACE (Keyed): another worker's pop() claims the waiting task before put() replaces the
+        # payload, or a person moves the file. Then put() returns "", and the next round finds the
+        # task where it is now: in flight, for example.
+        put = self._worker.keys.put
         while True:
-            if ident := self._worker.keys.put(name, payload, if_in_flight, due_ns):
+            if ident := put(_encode_key(key), _as_bytes(data), if_in_flight, due_ns):
                 return ident
 
     # Consuming
@@ -3674,11 +3665,12 @@ class FemtoQueue:
         TypeError unless exactly one of `key` and `id` is given, ValueError if the key or the id is
         invalid, and any error that pop() raises. A task with a key needs flock(2).
         """
-        end_s = _end_s(timeout)
         # Without a timeout, a lock that is held for a moment must not hide the task.
-        until_s = end_s if timeout != 0 else time.monotonic() + _LONG_WAIT_S
-        look = self._finder_of(key, id, lease_ms, until_s, even_paused)
-        return self._worker.waits.wait_for(look, end_s)
+        until_s = _end_s(timeout if timeout != 0 else _LONG_WAIT_S)
+        look = self._finder_of(key, id, lease_ms)
+        return self._worker.waits.wait_for(
+            lambda: look(until_s, even_paused), _end_s(timeout)
+        )
 
     async def take_async(
         self,
@@ -3694,21 +3686,16 @@ class FemtoQueue:
         Cancelling works as in pop_async(). While another process holds the lock of the key, the
         call tries again and again, until the timeout.
         """
-        look = self._finder_of(key, id, lease_ms, 0)
+        look = self._finder_of(key, id, lease_ms)
         return await self._worker.waits.wait_for_async(
             look, _end_s(timeout), f"{key} {id}"
         )
 
     def _finder_of(
-        self,
-        key: str | None,
-        id: str | None,
-        lease_ms: float | None,
-        until_s: float,
-        even_paused: bool = False,
-    ) -> _Look[FemtoTask]:
-        """Check the arguments of take(), and return the function that looks for the task once.
-        until_s: as in _Keys.lock()."""
+        self, key: str | None, id: str | None, lease_ms: float | None
+    ) -> Callable[..., FemtoTask | None]:
+        """Check the arguments of take(), and return the function that looks for the task once. It
+        is take_named(), and takes the rest of its arguments."""
         length_ns = _lease_length_ns("lease_ms", lease_ms, self._length_ns)
         if (key is None) == (id is None):
             raise TypeError("take needs either a key or an id")
@@ -3716,7 +3703,7 @@ class FemtoQueue:
         tag = "" if key is None else _key_tag(_encode_key(key))
         _notice_fork()
         look = self._delivery.take_named
-        return functools.partial(look, tag, ident, length_ns, until_s, even_paused)
+        return functools.partial(look, tag, ident, length_ns)
 
     def drain(self, timeout: float | None = None) -> Iterator[FemtoTask]:
         """Iterate over tasks until no task is pending, scheduled or in flight.
@@ -3733,8 +3720,7 @@ class FemtoQueue:
         _end_s(timeout)  # raise for an invalid timeout now, not at the first task
 
         def look() -> Any:  # returns False if no work is left, which ends the wait
-            task = self._delivery.take_oldest(self._length_ns)
-            return task if task or self._files.has_work() else False
+            return self.pop() or (None if self._files.has_work() else False)
 
         def wait() -> FemtoTask | None:
             _notice_fork()
@@ -3781,7 +3767,7 @@ class FemtoQueue:
         The checkpoint and a payload behind the task are treated as in done(). Raises LeaseLost,
         TypeError and OSError as done() does. Also raises TypeError if `error` is of another type.
         """
-        if not isinstance(error, (str, BaseException, type(None))):
+        if not isinstance(error, str | BaseException | None):
             raise TypeError(f"error must be a text or an exception, not {error!r}")
         self._worker.end_failed(task, error)
 
@@ -3808,13 +3794,13 @@ class FemtoQueue:
         Raises LeaseLost, TypeError and OSError as done() does.
         """
         path = _lease_of(task).path
-        ident, attempts = _id_of(path), _attempts_of(path) - (not counted)
-        if _finite("delay_s", delay_s) < 0 or (front and delay_s):
-            raise ValueError(
-                f"delay_s must be 0 or more, and 0 with front, not {delay_s!r}"
-            )
+        ident = _id_of(path)
+        attempts = _attempts_of(path) - (not counted)
+        due_ns = _due_after_ns(delay_s)
+        if front and delay_s:
+            raise ValueError(f"delay_s must be 0 with front, not {delay_s!r}")
         if delay_s:
-            target = f"scheduled/{_task_name(_due_after_ns(delay_s), attempts, ident)}"
+            target = f"scheduled/{_task_name(due_ns, attempts, ident)}"
         elif front:
             target = _push_place(ident, attempts)
         else:
@@ -3831,52 +3817,36 @@ class FemtoQueue:
         Raises ValueError if `ms` is not greater than 0. Raises LeaseLost, TypeError and OSError as
         done() does.
         """
-        lease = _lease_of(task)
-        self._worker.renew(task, _lease_length_ns("ms", ms, lease.length_ns))
+        length_ns = _lease_length_ns("ms", ms, _lease_of(task).length_ns)
+        self._worker.renew(task, length_ns)
 
     def attach(self, lease: str) -> FemtoTask:
         """Return the task of a lease that another process took, to end or extend the lease here.
 
         lease:  `task.path` in the other process, the last part of that path, or the id of the task.
 
-        The payload is not read: `data` is b"". `size_bytes`, `key` and `checkpoint` are None. The
-        method checkpoint() reads the payload, and raises CorruptTask if it is not whole.
+        The payload and the checkpoint are not read: `data` is b"", `checkpoint` is None. The method
+        checkpoint() reads the payload, and raises CorruptTask if it is not whole.
 
         A lease that is not detached still ends with the worker that took it. Without `ms`, extend()
-        renews the lease for timeout_stale_ms of this object. If timeout_stale_ms is None, a
-        detached lease is renewed for the time that was left at attach(), and for at least a second.
+        renews the lease for timeout_stale_ms of this object.
 
         Raises LeaseLost if no lease has this path or id: the lease has ended, or a renewal has
-        changed the path. Raises TypeError if `lease` is not a str.
+        changed the path. Raises TypeError if `lease` is not a str, and the OSError of the system
+        call.
         """
-        directory, _, name = _check_str("lease", lease).rpartition("/")
-        # needs no listing
-        is_path = _parse_node_dir(directory) and self._files.exists(lease)
-        entries = [_parse(directory, name)] if is_path else self._files.find("inflight")
-        entry = next((it for it in entries if it and name in (it.name, it.id)), None)
-        if entry is None:
+        name = _check_str("lease", lease).rpartition("/")[2]
+        leases = self._files.find("inflight")
+        entry = next((it for it in leases if name in (it.name, it.id)), None)
+        task = entry and self._read_entry(entry, False, self._length_ns)
+        if task is None:
+            ident = _id_of(name)
+            why = "it is not in flight by that name (any more)"
+            if now := self._files.find_id(ident, *_LIVE, *_ENDED):
+                why += f"; now it is {now.path}"
             # A name with "~" begins with the deadline, as 20 digits.
             is_over = "~" in name and name < f"{self._clock.now_ns():020d}"
-            why, ident = "it is not in flight by that name (any more)", _id_of(name)
-            now = (
-                self._files.find_id(ident, *_LIVE, *_ENDED)
-                if _parse_id(ident)
-                else None
-            )
-            raise LeaseLost(
-                ident, is_over, f"{why}; now it is {now.path}" if now else why
-            )
-        length_ns = self._length_ns
-        if entry.boot == _DETACHED and length_ns >= _FOREVER_NS:
-            length_ns = max(self._worker.left_ns(entry.path), 10**9)
-        held = _Lease()
-        held.path, held.length_ns = entry.path, length_ns
-        # not known here: done() and fail() remove a checkpoint, if any
-        held.has_checkpoint = True
-        task = FemtoTask(
-            entry.id, b"", entry.attempts, None, held, self._clock.anchor_ns
-        )
-        task.size_bytes = None
+            raise LeaseLost(ident, is_over, why)
         return task
 
     # Working
@@ -3955,18 +3925,17 @@ class FemtoQueue:
             raise ValueError(
                 f"concurrency must be an int of 1 or more, not {concurrency!r}"
             )
-        if stop is not None and not callable(getattr(stop, "is_set", None)):
+        is_set = _no_op if stop is None else getattr(stop, "is_set", None)
+        if not callable(is_set):
             raise TypeError(f"stop must be a threading.Event or None, not {stop!r}")
         lease_dir = self._worker.lease_dir
         close_count = lease_dir.close_count
-
-        def is_stopped() -> bool:
-            return lease_dir.close_count != close_count or (
-                stop is not None and stop.is_set()
-            )
-
         return _WorkerPool(
-            *(self, handler, concurrency, drain, is_stopped),
+            self,
+            handler,
+            concurrency,
+            drain,
+            lambda: lease_dir.close_count != close_count or is_set(),
             idle_timeout_s=idle_timeout_s,
             time_limit_s=time_limit_s,
         ).run()
@@ -3976,7 +3945,6 @@ class FemtoQueue:
         affected, and push() still adds tasks. Other workers notice the pause at their next
         maintenance, within about a second. Raises OSError if the file data_dir/PAUSED can't be
         made."""
-        self._files.dirs.refresh()
         with suppress(FileExistsError):  # O_EXCL: neither a link nor a FIFO is opened
             os.close(self._files.create("PAUSED"))
         self._worker.maintenance.drop_batch()
@@ -3985,7 +3953,6 @@ class FemtoQueue:
         """Hand out tasks again, no matter which process paused the queue. Calls that wait look for
         tasks at once, or after poll_interval_s. Raises OSError if data_dir/PAUSED can't be
         removed."""
-        self._files.dirs.refresh()
         self._files.unlink_if_exists("PAUSED")
 
     @property
@@ -4009,13 +3976,9 @@ class FemtoQueue:
         task. Raises ValueError or TypeError if `id` is invalid, and the OSError of the system call.
         """
         ident = _check_id(id)
-        entry = self._files.find_id(ident, "failed")
-        if entry is None:
-            # a person may have moved the task there, and kept another name
-            entry = next(
-                (it for it in self._files.find("failed") if it.id == ident), None
-            )
-        if entry is None or not self._worker.requeue_failed(entry.path):
+        # Not find_id(): a person may have moved the task there, and kept another name.
+        found = (it.path for it in self._files.find("failed") if it.id == ident)
+        if not any(map(self._worker.requeue_failed, found)):
             raise TaskNotFound(f"no task {id} in failed/")
 
     def retry_failed(self) -> int:
@@ -4050,16 +4013,14 @@ class FemtoQueue:
                 f"states must be of {' and '.join(map(repr, _ENDED))}, not {given!r}"
             )
         wanted = [state for state in _ENDED if state in given]
-        files, before_s = self._files, time.time() - older_than_s
-        count = sum(
-            files.unlink_if_older(it.path, before_s) for it in files.find(*wanted)
-        )
-        reasons = filter(
-            _parse_reason, files.names("failed") if "failed" in wanted else ()
-        )
-        for name in reasons:
-            if not files.exists(f"failed/{name[:_ID_LENGTH]}"):
-                files.unlink_if_older(f"failed/{name}", before_s)
+        files = self._files
+        before_s = time.time() - older_than_s
+        ended = (it.path for it in files.find(*wanted))
+        count = sum(files.unlink_if_older(path, before_s) for path in ended)
+        if "failed" in wanted:
+            for name in filter(_parse_reason, files.names("failed")):
+                if not files.exists(f"failed/{name[:_ID_LENGTH]}"):
+                    files.unlink_if_older(f"failed/{name}", before_s)
         return count
 
     def check(self, repair: bool = False) -> list[Finding]:
@@ -4112,7 +4073,8 @@ class FemtoQueue:
         Tasks that move meanwhile are left out. Corrupt tasks, and tasks that this user may not
         read, are left out and logged. Raises ValueError if `state` is invalid.
         """
-        return self._read_all(self._files.find(_check_state(state)), data)
+        entries = self._files.find(_check_state(state))
+        return filter(None, (self._read_or_log(entry, data) for entry in entries))
 
     def peek(
         self, id: str | None = None, *, key: str | None = None
@@ -4150,37 +4112,37 @@ class FemtoQueue:
 
         state:  one of STATES. Raises ValueError if it is invalid.
         """
-        entries = self._files.find(_check_state(state))
-        keyed = (entry for entry in entries if _is_keyed(entry.id))
-        return (
-            task.key for task in self._read_all(keyed, True) if task.key is not None
-        )
+        return (task.key for task in self.tasks(state) if task.key is not None)
 
-    def _read_entry(self, entry: _Entry, data: bool = True) -> FemtoTask | None:
+    def _read_entry(
+        self, entry: _Entry, data: bool = True, length_ns: int = 0
+    ) -> FemtoTask | None:
         """Return the task of an entry, or None if its file has moved. A task that waits is read
-        with the newest payload of its key. data=False: read only the header."""
-        newest, payload = self._worker.keys.newest_path(entry), b""
-        # RACE: another worker claims the task, and takes the newer payload out of keys/, before
-        # this read. Then the task's own path is tried, to which the task may have come back.
-        for record in dict.fromkeys((newest, entry.path)):
-            with suppress(FileNotFoundError):
-                if data:
-                    payload, key = self._files.read_path(record)
-                    size_bytes: int | None = len(payload)
-                else:
-                    key, size_bytes = self._files.head(record)
-                since_ns = self._files.lstat(entry.path).st_ctime_ns
-                break
-        else:
+        with the newest payload of its key.
+
+        data=False: read only the header. length_ns: for attach(), which makes the caller a holder
+        of the lease."""
+        record = self._worker.keys.newest_path(entry)
+        payload = b""
+        try:
+            if data:
+                payload, key = self._files.read_path(record)
+            else:
+                key, size_bytes = self._files.head(record)
+            since_ns = self._files.lstat(entry.path).st_ctime_ns
+        except FileNotFoundError:
             return None
         # A name that is only the id stands for 0 attempts if the task waits. In done/ and failed/,
         # such a name does not tell the attempts.
         attempts = entry.attempts if _ends_at(entry.path) else entry.attempts or 0
         lease = _Lease()
         lease.path = entry.path
+        lease.length_ns = length_ns
+        lease.has_checkpoint = True  # perhaps
         task = FemtoTask(entry.id, payload, attempts, key, lease, self._clock.anchor_ns)
-        task.size_bytes = size_bytes
         task.since = _utc(since_ns)
+        if not data:
+            task.size_bytes = size_bytes
         if entry.directory == "failed":
             # Show the task even if the reason is missing, or if this user may not read the reason.
             with suppress(FileNotFoundError, PermissionError):
@@ -4188,16 +4150,13 @@ class FemtoQueue:
                 task.error = text.removesuffix("\n")
         return task
 
-    def _read_all(self, entries: Iterable[_Entry], data: bool) -> Iterator[FemtoTask]:
-        """Yield the tasks of the entries, as tasks() does."""
-        for entry in entries:
-            try:
-                task = self._read_entry(entry, data)
-            except (CorruptTask, PermissionError) as error:
-                _log().warning("left out: %s", error)
-                continue
-            if task is not None:
-                yield task
+    def _read_or_log(self, entry: _Entry, data: bool) -> FemtoTask | None:
+        """Do what _read_entry() does. Leave out, and log, a task that can't be read."""
+        try:
+            return self._read_entry(entry, data)
+        except (CorruptTask, PermissionError) as error:
+            _log().warning("left out: %s", error)
+            return None
 
     # Closing
 
@@ -4244,7 +4203,8 @@ class FemtoQueue:
             self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        settings = {name: getattr(self, name) for name in _SETTINGS}
+        names = FemtoQueue.__init__.__annotations__.keys() - {"return"}
+        settings = {name: getattr(self, name) for name in names}
         settings["data_dir"] = self._files.path
         settings["node_id"] = self._given_node_id
         return functools.partial(type(self), **settings), ()
@@ -4260,10 +4220,6 @@ def _warn_of_old_tasks(files: _Files) -> None:
                 _warn_once(
                     f'{text}; the README, "Changes", has the program that moves them'
                 )
-
-
-# The names of the settings, from which an unpickled object is made anew.
-_SETTINGS = FemtoQueue.__init__.__annotations__.keys() - {"return"}
 
 
 # ==================================================================================================
@@ -5196,10 +5152,8 @@ def _read_checkpoint(worker: _Worker, ident: str, data: bytes) -> bytes | None:
         if not files.exists(path):
             return None
         saved, _ = files.read_path(path)
-    except FileNotFoundError:
-        # RACE: a push to the task's key, or a person, removed the file after exists()
-        return None
-    except (CorruptTask, PermissionError) as error:
+    # RACE (XXX): a push to the task's key, or a person, removes the file after exists().
+    except (CorruptTask, FileNotFoundError, PermissionError) as error:
         _log().warning("%s: no checkpoint: %s", path, error)
         return None
     of_data = _header(data)
@@ -5216,7 +5170,7 @@ def _save_checkpoint(worker: _Worker, task: FemtoTask, payload: bytes) -> None:
     files = worker.files
     data = task.data
     ident = _id_of(lease.path)
-    if task.size_bytes is None:  # attach() made the task, and did not read the payload
+    if not lease.source:  # attach() made the task, and did not read the payload
         worker.renew(task)  # raises LeaseLost
         data, _ = files.read_path(lease.path)
     record = _header(data) + payload
@@ -5237,7 +5191,8 @@ def _save_checkpoint(worker: _Worker, task: FemtoTask, payload: bytes) -> None:
             # CRASH: the older checkpoint, if any, is still in place.
             files.move(path, f"checkpoints/{ident}")
     files.sync_dir("checkpoints")
-    task.checkpoint, lease.has_checkpoint = payload, True
+    task.checkpoint = payload
+    lease.has_checkpoint = True
 
 
 class _LeaseRenewer:
@@ -5248,23 +5203,20 @@ class _LeaseRenewer:
         self._lock = worker.lock
         # weak: a block lives as long as its `with` statement holds it
         self._blocks: weakref.WeakSet[_Processing] = weakref.WeakSet()
-        # The thread that was started last, and the shortest lease when it last looked.
-        self._thread: threading.Thread | None = None
-        self._shortest_ns = 0
+        self._thread: threading.Thread | None = None  # that was started last
+        # the shortest lease when the thread last looked; _FOREVER_NS: none needs a thread
+        self._shortest_ns = _FOREVER_NS
 
     def begin(self, block: _Processing) -> None:
         """Renew the lease of a block from now on. Start a thread if none runs, or in place of one
         whose pauses are too long for this lease."""
-        length_ns = block.lease.length_ns
-        if length_ns == _FOREVER_NS:
-            return
         with self._lock:
             self._blocks.add(block)
-            if self._thread is None or length_ns < self._shortest_ns:
+            if block.lease.length_ns < self._shortest_ns:
                 thread = threading.Thread(target=self._run, daemon=True)
                 thread.start()
                 self._thread = thread
-                self._shortest_ns = length_ns
+                self._shortest_ns = block.lease.length_ns
 
     def end(self, block: _Processing) -> None:
         with self._lock:
@@ -5282,11 +5234,10 @@ class _LeaseRenewer:
             # start of this thread.
             if self._thread is not threading.current_thread():
                 return 0
-            lengths_ns = [it.lease.length_ns for it in self._blocks]
-            if not lengths_ns:
-                self._thread = None
+            lengths_ns = (it.lease.length_ns for it in self._blocks)
+            self._shortest_ns = min(lengths_ns, default=_FOREVER_NS)
+            if self._shortest_ns == _FOREVER_NS:
                 return 0
-            self._shortest_ns = min(lengths_ns)
             return min(self._shortest_ns / 1e9 * _RENEWAL / 10, 1)
 
     def _renew_all(self, wait_s: float) -> None:
@@ -5317,8 +5268,8 @@ class _Processing:
     def _keep_lease(self, until_s: float) -> None:
         """Renew the lease, unless two thirds of its length are left. until_s: as in
         _Keys.lock()."""
-        left_ns = self._worker.left_ns(self.lease.path)
-        if left_ns < self.lease.length_ns * (1 - _RENEWAL):
+        least_ns = self.lease.length_ns * (1 - _RENEWAL)
+        if self._worker.left_ns(self.lease.path) < least_ns:
             self._worker.renew(self._task, until_s=until_s)
 
     def try_to_keep_lease(self, wait_s: float) -> None:
@@ -5367,19 +5318,14 @@ class _Processing:
         """Do what __exit__() does, in a thread, so that syncs and locks do not block the loop."""
         import asyncio
 
-        once = threading.Lock()
-
-        def end() -> None:
-            if once.acquire(blocking=False):
-                self.__exit__(*exc_info)
-
-        # A coroutine that is closed can't await. RACE (AsyncProcessing): the coroutine is cancelled
-        # before the thread has begun. Then the thread never begins, and the delivery is ended here.
-        try:
-            if exc_info[0] is not GeneratorExit:
-                await asyncio.to_thread(end)
-        finally:
-            end()
+        if exc_info[0] is GeneratorExit:  # a coroutine that is closed can't await
+            self.__exit__(*exc_info)
+        else:
+            loop = asyncio.get_running_loop()
+            ended = loop.run_in_executor(None, self.__exit__, *exc_info)
+            # RACE (AsyncProcessing): the coroutine is cancelled before a thread has begun. The
+            # shield keeps the end of the delivery in the line for the threads.
+            await asyncio.shield(ended)
 
     def _end(self, error: BaseException | None) -> None:
         """Finish the task. After an Exception, give it another attempt, or fail it after
@@ -5720,7 +5666,6 @@ class _WorkerPool:
 def _node_stats(worker: _Worker, directory: str) -> NodeStats:
     """Count the leases of one worker, and find out whether it is alive."""
     leases = worker.files.entries(directory)
-    now_ns = worker.clock.now_ns()
     is_free = None
     if lock := worker.files.open_dir(directory):
         with closing(lock):
@@ -5728,7 +5673,7 @@ def _node_stats(worker: _Worker, directory: str) -> NodeStats:
     liveness = "alive" if is_free is False else "unknown"
     if is_free and any(entry.boot == worker.clock.boot for entry in leases):
         liveness = "dead"
-    expired = sum(entry.stamp_ns <= now_ns for entry in leases)
+    expired = sum(entry.stamp_ns <= worker.clock.now_ns() for entry in leases)
     node = directory.removeprefix("inflight-")
     return NodeStats(node, len(leases), expired, liveness)
 
@@ -5815,16 +5760,19 @@ class _Inspector:
         for directory in self._files.node_dirs():
             stats = _node_stats(self._worker, directory)
             if stats.liveness == "dead":
-                text = f"{stats.inflight} tasks leased"
-                yield Finding("dead worker", directory, text)
+                yield Finding(
+                    "dead worker", directory, f"{stats.inflight} tasks leased"
+                )
             elif stats.expired:
-                text = f"{stats.expired} leases have ended"
-                yield Finding("expired", directory, text)
+                yield Finding(
+                    "expired", directory, f"{stats.expired} leases have ended"
+                )
         for path in self._worker.keys.paths_without_task():
             yield Finding("key without a task", path, "no task of the key is left")
         for path in self._worker.maintenance.stale_files():
-            text = "of a killed process, or of a task ended by hand"
-            yield Finding("leftover", path, text)
+            yield Finding(
+                "leftover", path, "of a killed process, or of a task ended by hand"
+            )
 
 
 # ==================================================================================================

@@ -9154,9 +9154,10 @@ class AsyncProcessing(QueueCase, unittest.IsolatedAsyncioTestCase):
         worker.cancel()
         with self.assertRaises(asyncio.CancelledError):
             await worker
-        self.assertEqual(self.states(), {"done": 1})
         go.set()
         await busy
+        await asyncio.to_thread(int)  # in line behind the end of the block
+        self.assertEqual(self.states(), {"done": 1})
 
     async def test_coroutine_that_is_closed_in_its_block_gives_the_task_back(
         self,
