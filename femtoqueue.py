@@ -5152,7 +5152,7 @@ def _read_checkpoint(worker: _Worker, ident: str, data: bytes) -> bytes | None:
         if not files.exists(path):
             return None
         saved, _ = files.read_path(path)
-    # RACE (XXX): a push to the task's key, or a person, removes the file after exists().
+    # RACE (storm.py): a push to the task's key, or a person, removes the file after exists().
     except (CorruptTask, FileNotFoundError, PermissionError) as error:
         _log().warning("%s: no checkpoint: %s", path, error)
         return None
@@ -5185,10 +5185,11 @@ def _save_checkpoint(worker: _Worker, task: FemtoTask, payload: bytes) -> None:
             files.sync_dir("")
         with worker.keys.lock_of(ident), worker.lock:
             # The renewal comes first, because it tests the fence. No other thread of this queue
-            # object ends the delivery between the two renames. RACE: this process is stopped
-            # between them for longer than the renewed lease, and another worker takes the task.
+            # object ends the delivery between the two renames. RACE (storm.py): this process is
+            # stopped between them for longer than the renewed lease, and another worker takes the
+            # task.
             worker.renew(task)
-            # CRASH: the older checkpoint, if any, is still in place.
+            # CRASH (Crash): the older checkpoint, if any, is still in place.
             files.move(path, f"checkpoints/{ident}")
     files.sync_dir("checkpoints")
     task.checkpoint = payload
@@ -5208,8 +5209,8 @@ class _LeaseRenewer:
         self._shortest_ns = _FOREVER_NS
 
     def begin(self, block: _Processing) -> None:
-        """Renew the lease of a block from now on. Start a thread if none runs, or in place of one
-        whose pauses are too long for this lease."""
+        """Renew the lease of a block from now on. A thread whose pauses are too long for this lease
+        is replaced."""
         with self._lock:
             self._blocks.add(block)
             if block.lease.length_ns < self._shortest_ns:
@@ -5266,21 +5267,19 @@ class _Processing:
         return self._task
 
     def _keep_lease(self, until_s: float) -> None:
-        """Renew the lease, unless two thirds of its length are left. until_s: as in
-        _Keys.lock()."""
+        """Renew the lease, unless two thirds are left. until_s: as in _Keys.lock()."""
         least_ns = self.lease.length_ns * (1 - _RENEWAL)
         if self._worker.left_ns(self.lease.path) < least_ns:
             self._worker.renew(self._task, until_s=until_s)
 
     def try_to_keep_lease(self, wait_s: float) -> None:
-        """Do what _keep_lease() does, but raise nothing: the other leases must be renewed after any
-        exception. wait_s: how long to wait for the lock of the key. The process that holds it may
-        be stopped."""
+        """Do what _keep_lease() does, but raise nothing, so that the other leases are renewed.
+        wait_s: how long to wait for the lock of the key, whose holder may be stopped."""
         try:
             self._keep_lease(time.monotonic() + wait_s)
         except LeaseLost:
-            # The end of the block raises LeaseLost, so do not log this. RACE (Processing): the
-            # block itself has just ended the delivery, and nothing is wrong.
+            # Do not log this: the end of the block raises LeaseLost, or the block itself has just
+            # ended the delivery.
             self._worker.renewer.end(self)
         except BaseException as error:
             with suppress(BaseException):  # a log handler may raise any exception
