@@ -3953,6 +3953,7 @@ class FemtoQueue:
         """Hand out tasks again, no matter which process paused the queue. Calls that wait look for
         tasks at once, or after poll_interval_s. Raises OSError if data_dir/PAUSED can't be
         removed."""
+        self._files.dirs.refresh()
         self._files.unlink_if_exists("PAUSED")
 
     @property
@@ -3976,9 +3977,10 @@ class FemtoQueue:
         task. Raises ValueError or TypeError if `id` is invalid, and the OSError of the system call.
         """
         ident = _check_id(id)
-        # Not find_id(): a person may have moved the task there, and kept another name.
-        found = (it.path for it in self._files.find("failed") if it.id == ident)
-        if not any(map(self._worker.requeue_failed, found)):
+        # a person may have moved the task there, and kept another name
+        others = (it for it in self._files.find("failed") if it.id == ident)
+        entry = self._files.find_id(ident, "failed") or next(others, None)
+        if entry is None or not self._worker.requeue_failed(entry.path):
             raise TaskNotFound(f"no task {id} in failed/")
 
     def retry_failed(self) -> int:
@@ -4123,6 +4125,8 @@ class FemtoQueue:
         data=False: read only the header. length_ns: for attach(), which makes the caller a holder
         of the lease."""
         record = self._worker.keys.newest_path(entry)
+        if not self._files.exists(record):
+            record = entry.path  # the link of the key names a payload that is gone
         payload = b""
         try:
             if data:
@@ -5214,38 +5218,38 @@ class _LeaseRenewer:
         with self._lock:
             self._blocks.add(block)
             if block.lease.length_ns < self._shortest_ns:
-                thread = threading.Thread(target=self._run, daemon=True)
+                shortest_ns = block.lease.length_ns
+                run = functools.partial(self._run, shortest_ns)
+                thread = threading.Thread(target=run, daemon=True)
                 thread.start()
                 self._thread = thread
-                self._shortest_ns = block.lease.length_ns
+                self._shortest_ns = shortest_ns
 
     def end(self, block: _Processing) -> None:
         with self._lock:
             self._blocks.discard(block)
 
-    def _run(self) -> None:
-        while pause_s := self._pause_s():
+    def _run(self, shortest_ns: int) -> None:
+        while shortest_ns < _FOREVER_NS:
+            pause_s = min(shortest_ns / 1e9 * _RENEWAL / 10, 1)
+            # Without the worker's lock: at the end of the interpreter, close() needs the lock.
             time.sleep(pause_s)
-            self._renew_all(pause_s)
+            shortest_ns = self._renew_all(pause_s)
 
-    def _pause_s(self) -> float:
-        """Return the seconds until the next round, or 0 to end this thread."""
+    def _renew_all(self, wait_s: float) -> int:
+        """Renew the leases that need it, and return the length of the shortest one. _FOREVER_NS
+        ends this thread."""
         with self._lock:
             # begin() has started another thread, or Ctrl-C has interrupted begin() just after the
             # start of this thread.
             if self._thread is not threading.current_thread():
-                return 0
-            lengths_ns = (it.lease.length_ns for it in self._blocks)
-            self._shortest_ns = min(lengths_ns, default=_FOREVER_NS)
-            if self._shortest_ns == _FOREVER_NS:
-                return 0
-            return min(self._shortest_ns / 1e9 * _RENEWAL / 10, 1)
-
-    def _renew_all(self, wait_s: float) -> None:
-        with self._lock:
+                return _FOREVER_NS
             blocks = [*self._blocks]
+            lengths_ns = [it.lease.length_ns for it in blocks]
+            self._shortest_ns = min(lengths_ns, default=_FOREVER_NS)
         for block in blocks:
             block.try_to_keep_lease(wait_s)
+        return self._shortest_ns
 
 
 class _Processing:
