@@ -788,11 +788,11 @@ class FemtoTask:
     data:  the payload. b"": empty, or not read: attach(), and tasks(data=False).
     attempts:  the deliveries so far, with the current one, without those given back uncounted.
         None: unknown, as in done/ and failed/.
-    key:  the key. None: the task has none, or comes from attach().
+    key:  the key, or None.
     checkpoint:  the bytes that checkpoint() saved last. Only calls that lease a task read them.
     error:  the reason of a task in failed/, or None.
-    size_bytes:  the length of the payload. None after attach(), and if the header is invalid.
-    since:  when the file came to its state (st_ctime), in UTC. Only peek() and tasks() set it.
+    size_bytes:  the length of the payload. None: unknown, because the header is invalid.
+    since:  when the file came to its state (st_ctime), in UTC. None after pop() and take().
 
     Two tasks are equal if `id`, `data`, `attempts` and `key` are equal.
     """
@@ -2025,20 +2025,19 @@ class _Files:
             except OSError as error:
                 raise self.named(error, directory) from None
 
-    def has_syncfs(self) -> bool:
-        """Say whether one syncfs(2) writes all tasks of a batch to the disk."""
-        return _fs_type(self.root) in _SYNCFS_TYPES
-
     @contextmanager
-    def synced_batch(self) -> Iterator[None]:
-        """Make durable what is renamed into pending/ in the block. The directory is opened before
-        the block, because syncfs() reports the write errors since the opening (Linux 5.8)."""
+    def batch(self) -> Iterator[bool]:
+        """Make durable what is published into pending/ in the block, if the queue is durable. Yield
+        True if each task must be synced for this: one syncfs(2) does not write them all."""
+        if not self.is_durable or _fs_type(self.root) not in _SYNCFS_TYPES:
+            yield self.is_durable
+            return
+        # opened before the block: syncfs() reports the write errors since then (Linux 5.8)
         opened = _OpenFile(self.root, "pending")
-        with closing(opened):
-            try:
-                yield
-            finally:
-                _call_libc("syncfs", opened.path, opened.fd)
+        try:
+            yield False
+        finally:
+            _call_libc("syncfs", opened.path, opened.fd)
 
 
 # ==================================================================================================
@@ -2884,7 +2883,7 @@ class _Delivery:
         tag: str,
         ident: str,
         length_ns: int,
-        until_s: float,
+        until_s: float = 0,
         even_paused: bool = False,
     ) -> FemtoTask | None:
         """Run the maintenance that is due, lease the waiting task of a key or of an id, and return
@@ -3450,7 +3449,6 @@ class FemtoQueue:
             only where inotify(7) is missing, or where other hosts write.
         detached:  True: leases outlive this process, until their deadlines, for attach().
         """
-        path = _check_dir("data_dir", data_dir)
         self._given_node_id = _check_node_id(node_id)
         self._length_ns = _lease_length_ns(
             "timeout_stale_ms", timeout_stale_ms, _FOREVER_NS
@@ -3462,13 +3460,14 @@ class FemtoQueue:
         _check_max_attempts(max_attempts)
         self.data_dir = data_dir
         self.timeout_stale_ms = timeout_stale_ms
-        self.sync_after_write = bool(sync_after_write)
+        self.sync_after_write = sync_after_write
         self.max_attempts = max_attempts
         self.keep_done = keep_done
         self.retry_delay_s = retry_delay_s
         self.poll_interval_s = poll_interval_s
-        self.detached = bool(detached)
-        self._files = _open_files(path, self.sync_after_write)
+        self.detached = detached
+        path = _check_dir("data_dir", data_dir)
+        self._files = _open_files(path, sync_after_write)
         self._files.make_dirs()
         if text := _trust_problem(self._files):
             _warn_once(f"{self._files.path}: {text}")
@@ -3514,10 +3513,9 @@ class FemtoQueue:
         After an OSError, `data` may be in the queue only if a worker took it before the sync
         failed, if it had replaced a payload, or if the disk refused to undo the push.
         """
-        if delay_s != 0:
-            return self._push_at(_due_after_ns(delay_s), data, key, if_in_flight)
-        if key is not None or if_in_flight != "buffer":
-            return self._push_keyed(data, key, if_in_flight, None)
+        if delay_s != 0 or key is not None or if_in_flight != "buffer":
+            due_ns = _due_after_ns(delay_s) if delay_s != 0 else None
+            return self._push_at(due_ns, data, key, if_in_flight)
         ident = self._clock.new_id()
         self._files.publish(ident, data, "pending", ident, self.sync_after_write)
         return ident
@@ -3535,15 +3533,13 @@ class FemtoQueue:
         `pushed_ids` of the exception has their ids. If the sync at the end failed, power loss may
         still undo them.
         """
-        if isinstance(iterable, (_BytesLike, str)):
+        if isinstance(iterable, _BytesLike | str):
             raise TypeError(
                 "push_many takes an iterable of payloads; for one payload use push"
             )
         ids: list[str] = []
-        syncs_once = self.sync_after_write and self._files.has_syncfs()
-        syncs_each = self.sync_after_write and not syncs_once
         try:
-            with self._files.synced_batch() if syncs_once else nullcontext():
+            with self._files.batch() as syncs_each:
                 for data in iterable:
                     ident = self._clock.new_id()
                     self._files.publish(ident, data, "pending", ident, syncs_each)
@@ -3579,32 +3575,27 @@ class FemtoQueue:
         return self._push_at(_due_time_ns(time_us), data, key, if_in_flight)
 
     def _push_at(
-        self, due_ns: int, data: _BytesLike, key: str | None, if_in_flight: str
+        self, due_ns: int | None, data: _BytesLike, key: str | None, if_in_flight: str
     ) -> str:
-        if key is not None or if_in_flight != "buffer":
-            return self._push_keyed(data, key, if_in_flight, due_ns)
-        ident = self._clock.new_id()
-        name = _task_name(due_ns, 0, ident)
-        self._files.publish(ident, data, "scheduled", name, self.sync_after_write)
-        self._worker.note_arrival(f"scheduled/{name}")
-        return ident
-
-    def _push_keyed(
-        self, data: _BytesLike, key: str | None, if_in_flight: str, due_ns: int | None
-    ) -> str:
-        """Check the arguments, and call put() until it returns the id of the payload's task."""
+        """Push a task that has a due time or a key, or both."""
         if if_in_flight not in _IF_IN_FLIGHT:
             wanted = " or ".join(_IF_IN_FLIGHT)
             raise ValueError(f"if_in_flight must be {wanted}, not {if_in_flight!r}")
         if key is None:
-            raise TypeError(f"if_in_flight={if_in_flight!r} needs a key")
-        name, payload = _encode_key(key), _as_bytes(data)
+            if due_ns is None or if_in_flight != "buffer":
+                raise TypeError(f"if_in_flight={if_in_flight!r} needs a key")
+            ident = self._clock.new_id()
+            name = _task_name(due_ns, 0, ident)
+            self._files.publish(ident, data, "scheduled", name, self.sync_after_write)
+            self._worker.note_arrival(f"scheduled/{name}")
+            return ident
         _notice_fork()
-        # RACE: another worker's pop() claims the waiting task before put() replaces the payload, or
-        # a person moves the file. Then put() returns "", and the next round finds the task where it
-        # is now: in flight, for example.
+        # RACE (Keyed): another worker's pop() claims the waiting task before put() replaces the
+        # payload, or a person moves the file. Then put() returns "", and the next round finds the
+        # task where it is now: in flight, for example.
+        put = self._worker.keys.put
         while True:
-            if ident := self._worker.keys.put(name, payload, if_in_flight, due_ns):
+            if ident := put(_encode_key(key), _as_bytes(data), if_in_flight, due_ns):
                 return ident
 
     # Consuming
@@ -3674,11 +3665,12 @@ class FemtoQueue:
         TypeError unless exactly one of `key` and `id` is given, ValueError if the key or the id is
         invalid, and any error that pop() raises. A task with a key needs flock(2).
         """
-        end_s = _end_s(timeout)
         # Without a timeout, a lock that is held for a moment must not hide the task.
-        until_s = end_s if timeout != 0 else time.monotonic() + _LONG_WAIT_S
-        look = self._finder_of(key, id, lease_ms, until_s, even_paused)
-        return self._worker.waits.wait_for(look, end_s)
+        until_s = _end_s(timeout if timeout != 0 else _LONG_WAIT_S)
+        look = self._finder_of(key, id, lease_ms)
+        return self._worker.waits.wait_for(
+            lambda: look(until_s, even_paused), _end_s(timeout)
+        )
 
     async def take_async(
         self,
@@ -3694,21 +3686,16 @@ class FemtoQueue:
         Cancelling works as in pop_async(). While another process holds the lock of the key, the
         call tries again and again, until the timeout.
         """
-        look = self._finder_of(key, id, lease_ms, 0)
+        look = self._finder_of(key, id, lease_ms)
         return await self._worker.waits.wait_for_async(
             look, _end_s(timeout), f"{key} {id}"
         )
 
     def _finder_of(
-        self,
-        key: str | None,
-        id: str | None,
-        lease_ms: float | None,
-        until_s: float,
-        even_paused: bool = False,
-    ) -> _Look[FemtoTask]:
-        """Check the arguments of take(), and return the function that looks for the task once.
-        until_s: as in _Keys.lock()."""
+        self, key: str | None, id: str | None, lease_ms: float | None
+    ) -> Callable[..., FemtoTask | None]:
+        """Check the arguments of take(), and return the function that looks for the task once. It
+        is take_named(), and takes the rest of its arguments."""
         length_ns = _lease_length_ns("lease_ms", lease_ms, self._length_ns)
         if (key is None) == (id is None):
             raise TypeError("take needs either a key or an id")
@@ -3716,7 +3703,7 @@ class FemtoQueue:
         tag = "" if key is None else _key_tag(_encode_key(key))
         _notice_fork()
         look = self._delivery.take_named
-        return functools.partial(look, tag, ident, length_ns, until_s, even_paused)
+        return functools.partial(look, tag, ident, length_ns)
 
     def drain(self, timeout: float | None = None) -> Iterator[FemtoTask]:
         """Iterate over tasks until no task is pending, scheduled or in flight.
@@ -3733,8 +3720,7 @@ class FemtoQueue:
         _end_s(timeout)  # raise for an invalid timeout now, not at the first task
 
         def look() -> Any:  # returns False if no work is left, which ends the wait
-            task = self._delivery.take_oldest(self._length_ns)
-            return task if task or self._files.has_work() else False
+            return self.pop() or (None if self._files.has_work() else False)
 
         def wait() -> FemtoTask | None:
             _notice_fork()
@@ -3781,7 +3767,7 @@ class FemtoQueue:
         The checkpoint and a payload behind the task are treated as in done(). Raises LeaseLost,
         TypeError and OSError as done() does. Also raises TypeError if `error` is of another type.
         """
-        if not isinstance(error, (str, BaseException, type(None))):
+        if not isinstance(error, str | BaseException | None):
             raise TypeError(f"error must be a text or an exception, not {error!r}")
         self._worker.end_failed(task, error)
 
@@ -3808,13 +3794,13 @@ class FemtoQueue:
         Raises LeaseLost, TypeError and OSError as done() does.
         """
         path = _lease_of(task).path
-        ident, attempts = _id_of(path), _attempts_of(path) - (not counted)
-        if _finite("delay_s", delay_s) < 0 or (front and delay_s):
-            raise ValueError(
-                f"delay_s must be 0 or more, and 0 with front, not {delay_s!r}"
-            )
+        ident = _id_of(path)
+        attempts = _attempts_of(path) - (not counted)
+        due_ns = _due_after_ns(delay_s)
+        if front and delay_s:
+            raise ValueError(f"delay_s must be 0 with front, not {delay_s!r}")
         if delay_s:
-            target = f"scheduled/{_task_name(_due_after_ns(delay_s), attempts, ident)}"
+            target = f"scheduled/{_task_name(due_ns, attempts, ident)}"
         elif front:
             target = _push_place(ident, attempts)
         else:
@@ -3831,52 +3817,36 @@ class FemtoQueue:
         Raises ValueError if `ms` is not greater than 0. Raises LeaseLost, TypeError and OSError as
         done() does.
         """
-        lease = _lease_of(task)
-        self._worker.renew(task, _lease_length_ns("ms", ms, lease.length_ns))
+        length_ns = _lease_length_ns("ms", ms, _lease_of(task).length_ns)
+        self._worker.renew(task, length_ns)
 
     def attach(self, lease: str) -> FemtoTask:
         """Return the task of a lease that another process took, to end or extend the lease here.
 
         lease:  `task.path` in the other process, the last part of that path, or the id of the task.
 
-        The payload is not read: `data` is b"". `size_bytes`, `key` and `checkpoint` are None. The
-        method checkpoint() reads the payload, and raises CorruptTask if it is not whole.
+        The payload and the checkpoint are not read: `data` is b"", `checkpoint` is None. The method
+        checkpoint() reads the payload, and raises CorruptTask if it is not whole.
 
         A lease that is not detached still ends with the worker that took it. Without `ms`, extend()
-        renews the lease for timeout_stale_ms of this object. If timeout_stale_ms is None, a
-        detached lease is renewed for the time that was left at attach(), and for at least a second.
+        renews the lease for timeout_stale_ms of this object.
 
         Raises LeaseLost if no lease has this path or id: the lease has ended, or a renewal has
-        changed the path. Raises TypeError if `lease` is not a str.
+        changed the path. Raises TypeError if `lease` is not a str, and the OSError of the system
+        call.
         """
-        directory, _, name = _check_str("lease", lease).rpartition("/")
-        # needs no listing
-        is_path = _parse_node_dir(directory) and self._files.exists(lease)
-        entries = [_parse(directory, name)] if is_path else self._files.find("inflight")
-        entry = next((it for it in entries if it and name in (it.name, it.id)), None)
-        if entry is None:
+        name = _check_str("lease", lease).rpartition("/")[2]
+        leases = self._files.find("inflight")
+        entry = next((it for it in leases if name in (it.name, it.id)), None)
+        task = entry and self._read_entry(entry, False, self._length_ns)
+        if task is None:
+            ident = _id_of(name)
+            why = "it is not in flight by that name (any more)"
+            if now := self._files.find_id(ident, *_LIVE, *_ENDED):
+                why += f"; now it is {now.path}"
             # A name with "~" begins with the deadline, as 20 digits.
             is_over = "~" in name and name < f"{self._clock.now_ns():020d}"
-            why, ident = "it is not in flight by that name (any more)", _id_of(name)
-            now = (
-                self._files.find_id(ident, *_LIVE, *_ENDED)
-                if _parse_id(ident)
-                else None
-            )
-            raise LeaseLost(
-                ident, is_over, f"{why}; now it is {now.path}" if now else why
-            )
-        length_ns = self._length_ns
-        if entry.boot == _DETACHED and length_ns >= _FOREVER_NS:
-            length_ns = max(self._worker.left_ns(entry.path), 10**9)
-        held = _Lease()
-        held.path, held.length_ns = entry.path, length_ns
-        # not known here: done() and fail() remove a checkpoint, if any
-        held.has_checkpoint = True
-        task = FemtoTask(
-            entry.id, b"", entry.attempts, None, held, self._clock.anchor_ns
-        )
-        task.size_bytes = None
+            raise LeaseLost(ident, is_over, why)
         return task
 
     # Working
@@ -3955,18 +3925,17 @@ class FemtoQueue:
             raise ValueError(
                 f"concurrency must be an int of 1 or more, not {concurrency!r}"
             )
-        if stop is not None and not callable(getattr(stop, "is_set", None)):
+        is_set = _no_op if stop is None else getattr(stop, "is_set", None)
+        if not callable(is_set):
             raise TypeError(f"stop must be a threading.Event or None, not {stop!r}")
         lease_dir = self._worker.lease_dir
         close_count = lease_dir.close_count
-
-        def is_stopped() -> bool:
-            return lease_dir.close_count != close_count or (
-                stop is not None and stop.is_set()
-            )
-
         return _WorkerPool(
-            *(self, handler, concurrency, drain, is_stopped),
+            self,
+            handler,
+            concurrency,
+            drain,
+            lambda: lease_dir.close_count != close_count or is_set(),
             idle_timeout_s=idle_timeout_s,
             time_limit_s=time_limit_s,
         ).run()
@@ -3976,7 +3945,6 @@ class FemtoQueue:
         affected, and push() still adds tasks. Other workers notice the pause at their next
         maintenance, within about a second. Raises OSError if the file data_dir/PAUSED can't be
         made."""
-        self._files.dirs.refresh()
         with suppress(FileExistsError):  # O_EXCL: neither a link nor a FIFO is opened
             os.close(self._files.create("PAUSED"))
         self._worker.maintenance.drop_batch()
@@ -4009,12 +3977,9 @@ class FemtoQueue:
         task. Raises ValueError or TypeError if `id` is invalid, and the OSError of the system call.
         """
         ident = _check_id(id)
-        entry = self._files.find_id(ident, "failed")
-        if entry is None:
-            # a person may have moved the task there, and kept another name
-            entry = next(
-                (it for it in self._files.find("failed") if it.id == ident), None
-            )
+        # a person may have moved the task there, and kept another name
+        others = (it for it in self._files.find("failed") if it.id == ident)
+        entry = self._files.find_id(ident, "failed") or next(others, None)
         if entry is None or not self._worker.requeue_failed(entry.path):
             raise TaskNotFound(f"no task {id} in failed/")
 
@@ -4050,16 +4015,14 @@ class FemtoQueue:
                 f"states must be of {' and '.join(map(repr, _ENDED))}, not {given!r}"
             )
         wanted = [state for state in _ENDED if state in given]
-        files, before_s = self._files, time.time() - older_than_s
-        count = sum(
-            files.unlink_if_older(it.path, before_s) for it in files.find(*wanted)
-        )
-        reasons = filter(
-            _parse_reason, files.names("failed") if "failed" in wanted else ()
-        )
-        for name in reasons:
-            if not files.exists(f"failed/{name[:_ID_LENGTH]}"):
-                files.unlink_if_older(f"failed/{name}", before_s)
+        files = self._files
+        before_s = time.time() - older_than_s
+        ended = (it.path for it in files.find(*wanted))
+        count = sum(files.unlink_if_older(path, before_s) for path in ended)
+        if "failed" in wanted:
+            for name in filter(_parse_reason, files.names("failed")):
+                if not files.exists(f"failed/{name[:_ID_LENGTH]}"):
+                    files.unlink_if_older(f"failed/{name}", before_s)
         return count
 
     def check(self, repair: bool = False) -> list[Finding]:
@@ -4112,7 +4075,8 @@ class FemtoQueue:
         Tasks that move meanwhile are left out. Corrupt tasks, and tasks that this user may not
         read, are left out and logged. Raises ValueError if `state` is invalid.
         """
-        return self._read_all(self._files.find(_check_state(state)), data)
+        entries = self._files.find(_check_state(state))
+        return filter(None, (self._read_or_log(entry, data) for entry in entries))
 
     def peek(
         self, id: str | None = None, *, key: str | None = None
@@ -4150,37 +4114,39 @@ class FemtoQueue:
 
         state:  one of STATES. Raises ValueError if it is invalid.
         """
-        entries = self._files.find(_check_state(state))
-        keyed = (entry for entry in entries if _is_keyed(entry.id))
-        return (
-            task.key for task in self._read_all(keyed, True) if task.key is not None
-        )
+        return (task.key for task in self.tasks(state) if task.key is not None)
 
-    def _read_entry(self, entry: _Entry, data: bool = True) -> FemtoTask | None:
+    def _read_entry(
+        self, entry: _Entry, data: bool = True, length_ns: int = 0
+    ) -> FemtoTask | None:
         """Return the task of an entry, or None if its file has moved. A task that waits is read
-        with the newest payload of its key. data=False: read only the header."""
-        newest, payload = self._worker.keys.newest_path(entry), b""
-        # RACE: another worker claims the task, and takes the newer payload out of keys/, before
-        # this read. Then the task's own path is tried, to which the task may have come back.
-        for record in dict.fromkeys((newest, entry.path)):
-            with suppress(FileNotFoundError):
-                if data:
-                    payload, key = self._files.read_path(record)
-                    size_bytes: int | None = len(payload)
-                else:
-                    key, size_bytes = self._files.head(record)
-                since_ns = self._files.lstat(entry.path).st_ctime_ns
-                break
-        else:
+        with the newest payload of its key.
+
+        data=False: read only the header. length_ns: for attach(), which makes the caller a holder
+        of the lease."""
+        record = self._worker.keys.newest_path(entry)
+        if not self._files.exists(record):
+            record = entry.path  # the link of the key names a payload that is gone
+        payload = b""
+        try:
+            if data:
+                payload, key = self._files.read_path(record)
+            else:
+                key, size_bytes = self._files.head(record)
+            since_ns = self._files.lstat(entry.path).st_ctime_ns
+        except FileNotFoundError:
             return None
         # A name that is only the id stands for 0 attempts if the task waits. In done/ and failed/,
         # such a name does not tell the attempts.
         attempts = entry.attempts if _ends_at(entry.path) else entry.attempts or 0
         lease = _Lease()
         lease.path = entry.path
+        lease.length_ns = length_ns
+        lease.has_checkpoint = True  # perhaps
         task = FemtoTask(entry.id, payload, attempts, key, lease, self._clock.anchor_ns)
-        task.size_bytes = size_bytes
         task.since = _utc(since_ns)
+        if not data:
+            task.size_bytes = size_bytes
         if entry.directory == "failed":
             # Show the task even if the reason is missing, or if this user may not read the reason.
             with suppress(FileNotFoundError, PermissionError):
@@ -4188,16 +4154,13 @@ class FemtoQueue:
                 task.error = text.removesuffix("\n")
         return task
 
-    def _read_all(self, entries: Iterable[_Entry], data: bool) -> Iterator[FemtoTask]:
-        """Yield the tasks of the entries, as tasks() does."""
-        for entry in entries:
-            try:
-                task = self._read_entry(entry, data)
-            except (CorruptTask, PermissionError) as error:
-                _log().warning("left out: %s", error)
-                continue
-            if task is not None:
-                yield task
+    def _read_or_log(self, entry: _Entry, data: bool) -> FemtoTask | None:
+        """Do what _read_entry() does. Leave out, and log, a task that can't be read."""
+        try:
+            return self._read_entry(entry, data)
+        except (CorruptTask, PermissionError) as error:
+            _log().warning("left out: %s", error)
+            return None
 
     # Closing
 
@@ -4223,7 +4186,6 @@ class FemtoQueue:
             return
         try:
             worker.lease_dir.close_count += 1
-            worker.renewer.stop()
             worker.waits.end_all()
             worker.maintenance.end_scan()
             worker.lease_dir.give_up()
@@ -4245,7 +4207,8 @@ class FemtoQueue:
             self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        settings = {name: getattr(self, name) for name in _SETTINGS}
+        names = FemtoQueue.__init__.__annotations__.keys() - {"return"}
+        settings = {name: getattr(self, name) for name in names}
         settings["data_dir"] = self._files.path
         settings["node_id"] = self._given_node_id
         return functools.partial(type(self), **settings), ()
@@ -4261,10 +4224,6 @@ def _warn_of_old_tasks(files: _Files) -> None:
                 _warn_once(
                     f'{text}; the README, "Changes", has the program that moves them'
                 )
-
-
-# The names of the settings, from which an unpickled object is made anew.
-_SETTINGS = FemtoQueue.__init__.__annotations__.keys() - {"return"}
 
 
 # ==================================================================================================
@@ -5177,9 +5136,9 @@ class _Waits:
 
 # ==================================================================================================
 # 16. Processing: the block of processing(), which keeps a lease and ends the delivery; checkpoints.
-#    A lease is renewed about every third of its length, and ten times as often after a failure.
-#    Invariant: one thread per queue object renews the leases of all blocks that run. A thread that
-#    was replaced or stopped may still finish its round.
+#    A lease is renewed about every third of its length. The thread that renews leases makes ten
+#    rounds or more in that time, so a renewal that failed is soon tried again.
+#    Invariant: one thread per queue object renews the leases of all blocks that run.
 # ==================================================================================================
 
 _RENEWAL = 1 / 3  # the time between two renewals of a lease, as a part of its length
@@ -5197,10 +5156,8 @@ def _read_checkpoint(worker: _Worker, ident: str, data: bytes) -> bytes | None:
         if not files.exists(path):
             return None
         saved, _ = files.read_path(path)
-    except FileNotFoundError:
-        # RACE: a push to the task's key, or a person, removed the file after exists()
-        return None
-    except (CorruptTask, PermissionError) as error:
+    # RACE (storm.py): a push to the task's key, or a person, removes the file after exists().
+    except (CorruptTask, FileNotFoundError, PermissionError) as error:
         _log().warning("%s: no checkpoint: %s", path, error)
         return None
     of_data = _header(data)
@@ -5213,14 +5170,13 @@ def _read_checkpoint(worker: _Worker, ident: str, data: bytes) -> bytes | None:
 def _save_checkpoint(worker: _Worker, task: FemtoTask, payload: bytes) -> None:
     """Save the checkpoint of a leased task, in place of an older one, and renew the lease. Raises
     LeaseLost, and saves nothing, if the lease is lost."""
-    lease, files, data = _lease_of(task), worker.files, task.data
+    lease = _lease_of(task)
+    files = worker.files
+    data = task.data
     ident = _id_of(lease.path)
-    if task.size_bytes is None:  # attach() made the task, and did not read the payload
-        try:
-            data, _ = files.read_path(lease.path)
-        except FileNotFoundError:
-            files.lstat("pending")  # raises if data_dir is gone, which is disk trouble
-            raise worker.lease_lost(lease) from None
+    if not lease.source:  # attach() made the task, and did not read the payload
+        worker.renew(task)  # raises LeaseLost
+        data, _ = files.read_path(lease.path)
     record = _header(data) + payload
     # The worker of the next delivery may run under another user, so the file can be read by those
     # who may read data_dir.
@@ -5233,150 +5189,118 @@ def _save_checkpoint(worker: _Worker, task: FemtoTask, payload: bytes) -> None:
             files.sync_dir("")
         with worker.keys.lock_of(ident), worker.lock:
             # The renewal comes first, because it tests the fence. No other thread of this queue
-            # object ends the delivery between the two renames. RACE: this process is stopped
-            # between them for longer than the renewed lease, and another worker takes the task.
+            # object ends the delivery between the two renames. RACE (storm.py): this process is
+            # stopped between them for longer than the renewed lease, and another worker takes the
+            # task.
             worker.renew(task)
-            # CRASH: the older checkpoint, if any, is still in place.
+            # CRASH (Crash): the older checkpoint, if any, is still in place.
             files.move(path, f"checkpoints/{ident}")
     files.sync_dir("checkpoints")
-    task.checkpoint, lease.has_checkpoint = payload, True
+    task.checkpoint = payload
+    lease.has_checkpoint = True
 
 
 class _LeaseRenewer:
-    """Renews the leases of all tasks in blocks of processing(), in one thread. It does not refer to
-    the queue object: an object that the program drops is finalized at once."""
+    """Renews the leases of all blocks of processing(), in one thread. Between two rounds, it does
+    not refer to the queue object: an object that the program drops is finalized at once."""
 
     def __init__(self, worker: _Worker) -> None:
-        self._worker, self._lock = worker, worker.lock
-        # The blocks, by the id() of the task. The references are weak: a block lives as long as its
-        # `with` statement holds it.
-        self.blocks: weakref.WeakValueDictionary[int, _Processing] = (
-            weakref.WeakValueDictionary()
-        )
-        # The lock of the thread that was started last. Each thread has its own lock, which stop()
-        # releases to end the thread. None: no thread was started, or stop() was called.
-        self._run_lock: threading.Lock | None = None
-        # seconds between two rounds of the thread, unless a renewal failed
-        self._pause_s = 0.0
+        self._lock = worker.lock
+        # weak: a block lives as long as its `with` statement holds it
+        self._blocks: weakref.WeakSet[_Processing] = weakref.WeakSet()
+        self._thread: threading.Thread | None = None  # that was started last
+        # the shortest lease when the thread last looked; _FOREVER_NS: none needs a thread
+        self._shortest_ns = _FOREVER_NS
 
-    def add(self, block: _Processing) -> None:
-        """Renew the lease of a block from now on. Start a thread if none runs, or in place of one
-        whose pauses are too long for this lease."""
-        lease = _lease_of(block.task)
-        pause_s = lease.length_ns / 1e9 * _RENEWAL
+    def begin(self, block: _Processing) -> None:
+        """Renew the lease of a block from now on. A thread whose pauses are too long for this lease
+        is replaced."""
         with self._lock:
-            has_thread = self._run_lock is not None and pause_s >= self._pause_s
-            if lease.length_ns < _FOREVER_NS and not has_thread:
-                runs = threading.Lock()
-                runs.acquire()
-                threading.Thread(
-                    target=self._run, args=(runs, pause_s), daemon=True
-                ).start()
-                self.stop()
-                self._run_lock, self._pause_s = runs, pause_s
-            self.blocks[id(block.task)] = block
+            self._blocks.add(block)
+            if block.lease.length_ns < self._shortest_ns:
+                shortest_ns = block.lease.length_ns
+                run = functools.partial(self._run, shortest_ns)
+                thread = threading.Thread(target=run, daemon=True)
+                thread.start()
+                self._thread = thread
+                self._shortest_ns = shortest_ns
 
-    def remove(self, task: FemtoTask) -> None:
+    def end(self, block: _Processing) -> None:
         with self._lock:
-            self.blocks.pop(id(task), None)
+            self._blocks.discard(block)
 
-    def stop(self) -> None:
-        """Tell the thread to end, without waiting. The caller holds the worker's lock."""
-        runs, self._run_lock = self._run_lock, None
-        if runs is not None:
-            runs.release()
+    def _run(self, shortest_ns: int) -> None:
+        while shortest_ns < _FOREVER_NS:
+            pause_s = min(shortest_ns / 1e9 * _RENEWAL / 10, 1)
+            # Without the worker's lock: at the end of the interpreter, close() needs the lock.
+            time.sleep(pause_s)
+            shortest_ns = self._renew_all(pause_s)
 
-    def _run(self, runs: threading.Lock, pause_s: float) -> None:
-        longest_s = threading.TIMEOUT_MAX
-        while not runs.acquire(timeout=min(pause_s, longest_s)) and (
-            tasks := self._tasks(runs)
-        ):
-            pause_s = self._pause_s
-            for task in tasks:
-                try:
-                    self._renew(task)
-                # The other leases must be renewed after any exception. Even a log handler that
-                # _renew() calls may raise one.
-                except BaseException:
-                    pause_s = self._pause_s / 10
-
-    def _tasks(self, runs: threading.Lock) -> list[FemtoTask]:
-        """Return the tasks of all blocks that run, and set the pause before the next round. An
-        empty list ends the thread, whose lock is `runs`."""
+    def _renew_all(self, wait_s: float) -> int:
+        """Renew the leases that need it, and return the length of the shortest one. _FOREVER_NS
+        ends this thread."""
         with self._lock:
-            tasks = [block.task for block in self.blocks.values()]
-            length_ns = min(
-                (_lease_of(it).length_ns for it in tasks), default=_FOREVER_NS
-            )
-            # stop() was called, add() has started another thread, or Ctrl-C has interrupted add()
-            # just after the start of this thread.
-            if self._run_lock is not runs:
-                return []
-            # Without a lease that has a deadline, this pause is a third of _FOREVER_NS. So add()
-            # starts another thread for such a lease.
-            self._pause_s = length_ns / 1e9 * _RENEWAL
-            return tasks
-
-    def _renew(self, task: FemtoTask) -> None:
-        """Renew the lease of a task if less than two thirds of its length would be left at the next
-        round. Raises OSError if the renewal failed."""
-        lease = _lease_of(task)
-        next_left_ns = self._worker.left_ns(task.path) - self._pause_s * 1e9
-        if id(task) not in self.blocks or next_left_ns >= lease.length_ns * (
-            1 - _RENEWAL
-        ):
-            return
-        end_s = time.monotonic() + self._pause_s / 10
-        if not lease.outcome:
-            try:
-                # Do not wait long for the lock of the key: the process that holds it may be
-                # stopped, and the other leases must be renewed.
-                self._worker.renew(task, until_s=end_s)
-                return
-            except LeaseLost:
-                # The end of the block raises LeaseLost, so do not log this. RACE: the block itself
-                # has just ended the delivery, and nothing is wrong.
-                self.remove(task)
-                return
-            except OSError as error:
-                _log().warning("task %s: its lease is not renewed: %s", task.id, error)
-                raise
+            # begin() has started another thread, or Ctrl-C has interrupted begin() just after the
+            # start of this thread.
+            if self._thread is not threading.current_thread():
+                return _FOREVER_NS
+            blocks = [*self._blocks]
+            lengths_ns = [it.lease.length_ns for it in blocks]
+            self._shortest_ns = min(lengths_ns, default=_FOREVER_NS)
+        for block in blocks:
+            block.try_to_keep_lease(wait_s)
+        return self._shortest_ns
 
 
 class _Processing:
     """The context manager that FemtoQueue.processing() returns."""
 
     def __init__(self, queue: Any, task: FemtoTask, worker: _Worker) -> None:
-        self._queue, self.task = queue, task
-        self._worker, self._lease, self._pid = worker, _lease_of(task), os.getpid()
+        self._queue = queue
+        self._task = task
+        self._worker = worker
+        self.lease = _lease_of(task)
+        self._pid = os.getpid()
 
     def __enter__(self) -> FemtoTask:
         """Hand the lease to the renewer, and return the task. Raises LeaseLost."""
-        task = self.task
-        if self._worker.left_ns(task.path) < self._lease.length_ns * 2 / 3:
-            self._worker.renew(task)
-        elif not self._worker.files.exists(task.path):
-            raise self._worker.lease_lost(self._lease)
-        self._worker.renewer.add(self)
-        return task
+        self._keep_lease(_FOREVER_S)
+        if not self._worker.files.exists(self.lease.path):
+            raise self._worker.lease_lost(self.lease)
+        self._worker.renewer.begin(self)
+        return self._task
+
+    def _keep_lease(self, until_s: float) -> None:
+        """Renew the lease, unless two thirds are left. until_s: as in _Keys.lock()."""
+        least_ns = self.lease.length_ns * (1 - _RENEWAL)
+        if self._worker.left_ns(self.lease.path) < least_ns:
+            self._worker.renew(self._task, until_s=until_s)
+
+    def try_to_keep_lease(self, wait_s: float) -> None:
+        """Do what _keep_lease() does, but raise nothing, so that the other leases are renewed.
+        wait_s: how long to wait for the lock of the key, whose holder may be stopped."""
+        try:
+            self._keep_lease(time.monotonic() + wait_s)
+        except LeaseLost:
+            # Do not log this: the end of the block raises LeaseLost, or the block itself has just
+            # ended the delivery.
+            self._worker.renewer.end(self)
+        except BaseException as error:
+            with suppress(BaseException):  # a log handler may raise any exception
+                _log().warning(
+                    "task %s: its lease is not renewed: %s", self._task.id, error
+                )
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: object,
+        self, kind: object, error: BaseException | None, traceback: object
     ) -> None:
-        """End the delivery, unless the block has ended it, or has raised LeaseLost for this task.
-        Raises LeaseLost. After another exception, a task that is still leased is reclaimed soon."""
-        task = self.task
+        """End the delivery, unless the block has ended it. Raises LeaseLost. After another
+        exception, a task that is still leased is reclaimed soon."""
         # Do nothing in a child that was forked in the block: the child does not own the task.
         if os.getpid() != self._pid:
             return
         try:
-            is_lost = isinstance(error, LeaseLost) and error.id == _id_of(
-                self._lease.path
-            )
-            if not (self._lease.outcome or is_lost):
+            if not self.lease.outcome:
                 self._end(error)
         except LeaseLost as lost:
             # KeyboardInterrupt, SystemExit and the like propagate unchanged: they are to end more
@@ -5387,39 +5311,31 @@ class _Processing:
             self.leave_to_reclaim()
             raise
         finally:
-            self._worker.renewer.remove(task)
+            self._worker.renewer.end(self)
 
     async def __aenter__(self) -> FemtoTask:
         # Nothing is awaited here: a cancellation would leave the task leased, without a block.
         return self.__enter__()
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: object,
-    ) -> None:
+    async def __aexit__(self, *exc_info: Any) -> None:
         """Do what __exit__() does, in a thread, so that syncs and locks do not block the loop."""
         import asyncio
 
-        once = threading.Lock()
-
-        def end() -> None:
-            if once.acquire(blocking=False):
-                self.__exit__(kind, error, traceback)
-
-        # A coroutine that is closed can't await. RACE: the coroutine is cancelled before the thread
-        # has begun. Then the thread never begins, and the delivery is ended here.
-        try:
-            if not isinstance(error, GeneratorExit):
-                await asyncio.to_thread(end)
-        finally:
-            end()
+        if exc_info[0] is GeneratorExit:  # a coroutine that is closed can't await
+            self.__exit__(*exc_info)
+        else:
+            loop = asyncio.get_running_loop()
+            ended = loop.run_in_executor(None, self.__exit__, *exc_info)
+            # RACE (AsyncProcessing): the coroutine is cancelled before a thread has begun. The
+            # shield keeps the end of the delivery in the line for the threads.
+            await asyncio.shield(ended)
 
     def _end(self, error: BaseException | None) -> None:
         """Finish the task. After an Exception, give it another attempt, or fail it after
         max_attempts. After any other exception, return it to the place of its push, uncounted."""
-        queue, task, attempts = self._queue, self.task, _attempts_of(self.task.path)
+        queue = self._queue
+        task = self._task
+        attempts = _attempts_of(self.lease.path)
         if error is None:
             queue.done(task)
         elif not isinstance(error, Exception):  # KeyboardInterrupt, SystemExit
@@ -5432,11 +5348,11 @@ class _Processing:
             )
             # Subtract a random part, up to half, to spread out tasks that failed together.
             queue.release(task, delay_s=delay_s * (1 - os.urandom(1)[0] / 512))
-            self._lease.outcome = "retried"
+            self.lease.outcome = "retried"
 
     def leave_to_reclaim(self) -> None:
         """Let the next reclaim take the task back, because the delivery could not be ended."""
-        self._worker.lease_dir.orphans[self.task.path] = None
+        self._worker.lease_dir.orphans[self.lease.path] = None
         self._worker.maintenance.sooner("reclaim", 0)
 
 
@@ -5753,16 +5669,14 @@ class _WorkerPool:
 def _node_stats(worker: _Worker, directory: str) -> NodeStats:
     """Count the leases of one worker, and find out whether it is alive."""
     leases = worker.files.entries(directory)
-    now_ns = worker.clock.now_ns()
     is_free = None
-    lock = worker.files.open_dir(directory)
-    if lock is not None:
+    if lock := worker.files.open_dir(directory):
         with closing(lock):
             is_free = lock.try_exclusive()
     liveness = "alive" if is_free is False else "unknown"
     if is_free and any(entry.boot == worker.clock.boot for entry in leases):
         liveness = "dead"
-    expired = sum(entry.stamp_ns <= now_ns for entry in leases)
+    expired = sum(entry.stamp_ns <= worker.clock.now_ns() for entry in leases)
     node = directory.removeprefix("inflight-")
     return NodeStats(node, len(leases), expired, liveness)
 
@@ -5771,37 +5685,79 @@ class _Inspector:
     """Looks for the findings of check(), and repairs some of them if `repair` is set."""
 
     def __init__(self, worker: _Worker, repair: bool) -> None:
-        self._worker, self._files, self._repair = worker, worker.files, repair
+        self._worker = worker
+        self._files = worker.files
+        self._repair = repair
 
     def findings(self) -> Iterator[Finding]:
-        """Yield the findings. With `repair`, the maintenance runs first. If a part raises OSError,
-        the error is a finding, and the other parts still run."""
-        maintenance = self._worker.maintenance
+        """Yield the findings. With `repair`, the maintenance runs first. If a step raises OSError,
+        the error is a finding, and the other steps still run."""
+        steps: list[Callable[[], Iterator[Finding] | None]]
+        steps = [self._names, self._records, self._left]
         if self._repair:
-            for mend in (
+            maintenance = self._worker.maintenance
+            steps = [
                 maintenance.reclaim_ended,
                 self._worker.keys.repair,
                 maintenance.remove_stale_files,
-            ):
-                yield from self._errors_of(self._mended(mend))
-        for look in (self._trust(), self._names(), self._records(), self._left()):
-            yield from self._errors_of(look)
+                *steps,
+            ]
+        for step in steps:
+            try:
+                yield from step() or ()
+            except OSError as error:
+                _raise_if_no_errno(error)
+                root = self._files.path
+                path = os.path.relpath(error.filename or root, root)
+                yield Finding("unreadable", path, str(error))
 
-    def _errors_of(self, look: Iterator[Finding]) -> Iterator[Finding]:
-        try:
-            yield from look
-        except OSError as error:
-            _raise_if_no_errno(error)
-            path = os.path.relpath(error.filename or self._files.path, self._files.path)
-            yield Finding("unreadable", path, str(error))
-
-    def _mended(self, mend: Callable[[], None]) -> Iterator[Finding]:
-        mend()
-        return iter(())
-
-    def _trust(self) -> Iterator[Finding]:
+    def _names(self) -> Iterator[Finding]:
+        """Yield a finding for each foreign name, and for the owner of data_dir."""
         if text := _trust_problem(self._files):
             yield Finding("trust", ".", text)
+        directories = []
+        for name in sorted(self._files.names("")):
+            mode = self._files.mode_of(name)
+            if stat.S_ISDIR(mode) and (name in _FORMS or _parse_node_dir(name)):
+                directories.append(name)
+            # RACE (Checking): a worker ends, and its lease directory is removed after it was
+            # listed. Then the mode is 0. A mount point has a lost+found.
+            elif mode and name != "lost+found" and not _FORMS["."](name):
+                yield Finding("foreign", name, "does not belong to the queue")
+        others = {"failed": _parse_reason, "keys": _parse_tag}
+        for directory in directories:
+            is_known = _FORMS[_state_of(directory)]
+            is_other = others.get(directory, _no_op)
+            for name in sorted(self._files.names(directory)):
+                if not (is_known(name) or is_other(name)):
+                    path = f"{directory}/{name}"
+                    yield Finding("foreign", path, "does not belong to the queue")
+
+    def _records(self) -> Iterator[Finding]:
+        """Read each record. With `repair`, move a corrupt task that waits to failed/."""
+        seen: dict[str, str] = {}
+        for entry in self._files.find(*STATES, "keys"):
+            record = entry.path
+            other = seen.setdefault(entry.id, record)
+            if other != record and all(map(self._files.exists, (other, record))):
+                yield Finding("twice", record, f"there is {other} too")
+            try:
+                self._files.read_path(record)
+            except FileNotFoundError:
+                # RACE (Checking): another process moves or removes the task after it was listed
+                continue
+            except OSError as error:
+                _raise_if_no_errno(error)
+                yield Finding("unreadable", record, str(error))
+            except CorruptTask as error:
+                if self._files.exists(f"{record}.error"):
+                    continue  # a dead letter, whose reason tells why it failed
+                is_mended = False
+                if self._repair and entry.directory in _WAITING_DIRS:
+                    with suppress(OSError):
+                        self._worker.quarantine(record, error.reason)
+                        is_mended = True
+                yield Finding("corrupt", record, error.reason, is_mended)
 
     def _left(self) -> Iterator[Finding]:
         for directory in self._files.node_dirs():
@@ -5820,58 +5776,6 @@ class _Inspector:
             yield Finding(
                 "leftover", path, "of a killed process, or of a task ended by hand"
             )
-
-    def _names(self) -> Iterator[Finding]:
-        """Yield a finding for each foreign name, but not for the lost+found of a mount point."""
-        files = self._files
-        directories = [it for it in sorted(_FORMS) if it not in (".", "inflight")]
-        directories += files.node_dirs()
-        directories = [it for it in directories if stat.S_ISDIR(files.mode_of(it))]
-
-        # RACE: a worker makes its lease directory after `directories` was listed, and may remove it
-        # again. So a name of the form inflight-<node> is foreign only if it is a file or a link.
-        def is_dir(name: str) -> bool:
-            if _parse_node_dir(name):
-                mode = files.mode_of(name)
-                return not mode or stat.S_ISDIR(mode)
-            return name in (*directories, "lost+found")
-
-        others: dict[str, Callable[[str], object]]
-        others = {"": is_dir, "failed": _parse_reason, "keys": _parse_tag}
-        for directory in ("", *directories):
-            is_known = _FORMS[_state_of(directory or ".")]
-            is_other = others.get(directory, _no_op)
-            for name in sorted(files.names(directory)):
-                if not (is_known(name) or is_other(name)):
-                    path = f"{directory}/{name}" if directory else name
-                    yield Finding("foreign", path, "does not belong to the queue")
-
-    def _records(self) -> Iterator[Finding]:
-        """Read each record. With `repair`, move a corrupt task that waits to failed/."""
-        seen: dict[str, str] = {}
-        for entry in self._files.find(*STATES, "keys"):
-            other, seen[entry.id] = seen.get(entry.id, ""), entry.path
-            if other and all(map(self._files.exists, (other, entry.path))):
-                yield Finding("twice", entry.path, f"there is {other} too")
-            try:
-                self._files.read_path(entry.path)
-            except FileNotFoundError:
-                # RACE: another process moved or removed the task after it was listed
-                continue
-            except OSError as error:
-                _raise_if_no_errno(error)
-                yield Finding("unreadable", entry.path, str(error))
-            except CorruptTask as error:
-                if entry.directory == "failed" and self._files.exists(
-                    f"{entry.path}.error"
-                ):
-                    continue  # a dead letter, whose reason tells why it failed
-                is_mended = False
-                if self._repair and entry.directory in _WAITING_DIRS:
-                    with suppress(OSError):
-                        self._worker.quarantine(entry.path, error.reason)
-                        is_mended = True
-                yield Finding("corrupt", entry.path, error.reason, is_mended)
 
 
 # ==================================================================================================

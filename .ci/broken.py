@@ -275,10 +275,10 @@ an error of push_many() tells the ids of the tasks that were pushed | Lifecycle
 -                error.pushed_ids = ids
 +                error.pushed_ids = ids[:-1]
 sync_after_write: a batch is synced | Durability
--                _call_libc("syncfs", opened.path, opened.fd)
+-            _call_libc("syncfs", opened.path, opened.fd)
 sync_after_write: each task of a batch is synced where syncfs() does not sync all | Durability
--        syncs_each = self.sync_after_write and not syncs_once
-+        syncs_each = False
+-            yield self.is_durable
++            yield False
 keep_done=False: the lease is synced before it is removed | Durability
 -            self.files.sync_with_dir(lease.path)
 a move succeeds though the directory is replaced meanwhile | Shrinking
@@ -351,10 +351,8 @@ a payload that came to keys/ is looked at soon | Keyed
 -        return is_rested and is_settled and now != self._seen[what]
 +        return what == "enqueue" and is_rested and is_settled and now != self._seen[what]
 a checkpoint that this user may not read does not stop the delivery | ManyUsers
--    except (CorruptTask, PermissionError) as error:
--        _log().warning("%s: no
-+    except CorruptTask as error:
-+        _log().warning("%s: no
+-    except (CorruptTask, FileNotFoundError, PermissionError) as error:
++    except (CorruptTask, FileNotFoundError) as error:
 work() goes on if the end of a task fails because of the task's file | Work
 -            if not lease.outcome and getattr(error, "errno", None) in _ONE_FILE_ERRNOS:
 +            if lease is None:
@@ -568,16 +566,16 @@ turn() waits no longer than its timeout for the lock of the line | LockWaits han
 -            held = self._join_line(end_s)
 +            held = self._join_line(_FOREVER_S)
 take() without a timeout waits a little for the lock of the key | LockWaits
--        until_s = end_s if timeout != 0 else time.monotonic() + _LONG_WAIT_S
-+        until_s = end_s
+-        until_s = _end_s(timeout if timeout != 0 else _LONG_WAIT_S)
++        until_s = _end_s(timeout)
 a lease directory that is removed while it is opened is made again | Liveness
 -        except FileNotFoundError:  # a person has removed the empty directory
 +        except BlockingIOError:
 a line whose directory was made anew is read anew | Tickets
 -        self._files.dirs.refresh()  # another process may have made the directory anew
 take_async() does not wait for the lock of a key | LockWaits hangs
--        look = self._finder_of(key, id, lease_ms, 0)
-+        look = self._finder_of(key, id, lease_ms, _FOREVER_S)
+-        until_s: float = 0,
++        until_s: float = _FOREVER_S,
 the reclaim does not wait for the lock of a key | Keyed hangs
 -            self.note_arrival(self.move_task(lease, target, 0))
 +            self.note_arrival(self.move_task(lease, target))
@@ -610,7 +608,7 @@ the close() of a child forked unseen by Python does not give back its parent's t
          worker = self._worker
 a keyed push of a child forked unseen by Python does not use its parent's lock | Liveness
 -        _notice_fork()
-         # RACE: another worker's pop() claims the waiting task before put()
+         # RACE (Keyed): another worker's pop()
 a child forked unseen by Python draws tickets of its own | Tickets
 -        _notice_fork()
          redraws = 0
@@ -686,8 +684,8 @@ if a listing shows only tasks pushed meanwhile, a second one gives their order |
 +        for _ in range(1):
 +            self._list(now_s)
 the lost+found of a mount point is no foreign name | Checking
--        return name in (*directories, "lost+found")
-+        return name in (*directories,)
+-            elif mode and name != "lost+found" and not
++            elif mode and not
 maybe_cleanup() returns False for a mount point | Tickets
 -        with suppress(OSError):
 -            os.rmdir(self._files.path)
@@ -955,11 +953,11 @@ an error in processing() on the last attempt makes a dead letter | Processing
 - and attempts >= queue.max_attempts:
 + and attempts > queue.max_attempts:
 only a leased task can be attached | Lifecycle
--        is_path = _parse_node_dir(directory) and
-+        is_path =
+-        leases = self._files.find("inflight")
++        leases = self._files.find(*STATES)
 processing() renews the lease | Processing
--next_left_ns >= lease.length_ns * (
-+next_left_ns != (
+-        if self._worker.left_ns(self.lease.path) < least_ns:
++        if self._worker.left_ns(self.lease.path) > least_ns:
 a child forked in processing() does not end the task | Processing
 -        if os.getpid() != self._pid:
 +        if not self._pid:
@@ -1026,15 +1024,14 @@ a command that succeeds after the second signal finishes its task | CommandLine
 -        return status != 0 and
 +        return (status != 0 or len(self.signals) > 1) and
 a cancelled end of a block of "async with" settles its task | AsyncProcessing
-         finally:
--            end()
-+            pass
+-            await asyncio.shield(ended)
++            await ended
 the end of a block of "async with" does not block the event loop | AsyncProcessing hangs
--                await asyncio.to_thread(end)
-+                await asyncio.sleep(0)
+-            ended = loop.run_in_executor(None, self.__exit__, *exc_info)
++            ended = asyncio.sleep(0, self.__exit__(*exc_info))
 a delayed push is not due before its delay is over | Lifecycle
--        if delay_s != 0:
-+        if delay_s > 3600:
+-_due_after_ns(delay_s) if delay_s != 0
++_due_after_ns(delay_s) if delay_s > 3600
 a search for an unknown id does not list done/ | Lifecycle
 -        listed = [state for state in states if state not in _ENDED]
 +        listed = states
@@ -1042,8 +1039,8 @@ stats() parses no name of a finished task | Lifecycle
 -            **{state: files.count(state) for state in _ENDED},
 +            **{state: len(files.entries(state)) for state in _ENDED},
 the time since which a task is in its state counts from the last move | Lifecycle
--                since_ns = self._files.lstat(entry.path).st_ctime_ns
-+                since_ns = self._files.lstat(entry.path).st_mtime_ns
+-            since_ns = self._files.lstat(entry.path).st_ctime_ns
++            since_ns = self._files.lstat(entry.path).st_mtime_ns
 tasks of 0.4 are not passed over in silence | Compatibility
 -(files.scan(directory), 100)
 +(files.scan("done"), 100)
@@ -1065,8 +1062,8 @@ a TimeoutError from a signal handler does not count as a disk error of a job | F
 -    if error.errno is None:
 +    if error is None:
 a renewal gets a key's lock even if the key is pushed all the time | Races
--        end_s = time.monotonic() + self._pause_s / 10
-+        end_s = 0.0
+-            self._keep_lease(time.monotonic() + wait_s)
++            self._keep_lease(0.0)
 a push whose payload can't be put in place gives the task back at once | Keyed
 -                    self._files.move(aside, path)
 repair() retries soon if a key's lock is held | Races
@@ -1107,11 +1104,11 @@ a worker takes no task after its time limit | Work
 -or time.monotonic() >= self._end_s
 +or not self._end_s
 release() refuses a delay together with front=True | Lifecycle
-- or (front and delay_s):
-+:
+-        if front and delay_s:
++        if front and delay_s < 0:
 a queue object that is collected gives up its lease directory | Liveness
- _SETTINGS = FemtoQueue.__init__.__annotations__.keys() - {"return"}
 +del FemtoQueue.__del__
+ class _Keys:
 a dead member's ticket is passed over at once | Tickets hangs
 -is_dead = lock.try_exclusive()
 +is_dead = None
