@@ -4114,7 +4114,9 @@ class FemtoQueue:
 
         state:  one of STATES. Raises ValueError if it is invalid.
         """
-        return (task.key for task in self.tasks(state) if task.key is not None)
+        return (
+            task.key for task in self.tasks(state, data=False) if task.key is not None
+        )
 
     def _read_entry(
         self, entry: _Entry, data: bool = True, length_ns: int = 0
