@@ -6669,7 +6669,7 @@ _STREAM_NAMES = ("standard input", "standard output", "standard error")
 
 
 def _write_all(fd: int, data: bytes) -> None:
-    """Write all of the data to a descriptor. If another process has set O_NONBLOCK, clear it."""
+    """Write all of the data. If another process has set O_NONBLOCK, clear it."""
     left = memoryview(data)
     while left:
         try:
@@ -6679,7 +6679,7 @@ def _write_all(fd: int, data: bytes) -> None:
 
 
 def _named(error: Any, name: Any) -> Any:
-    """Give an OSError of the system a file name, if it has none, and return it."""
+    """Give an OSError of the system a file name, if it has none."""
     if getattr(error, "errno", None) is not None and error.filename is None:
         error.filename = name
     return error
@@ -6690,12 +6690,12 @@ def _text_of(error: BaseException, name: Any = None) -> str:
 
 
 def _printable(text: str) -> str:
-    """Escape the characters that are not printable: they may move the cursor."""
+    # other characters may move the cursor
     return "".join(it if it.isprintable() else ascii(it)[1:-1] for it in text)
 
 
 def _preview(data: bytes) -> str:
-    """Return the beginning of a payload as one line of printable text."""
+    """Return the beginning of a payload as one line."""
     return _printable(
         " ".join(data[:_PREVIEW_BYTES].decode("utf-8", "replace").split())
     )
@@ -6705,43 +6705,41 @@ class _Progress:
     """The progress of a queue. A task is left if it waits or is leased. The rate is the decrease of
     this number per second, or the tasks that this worker ends per second if these are more."""
 
-    # Without an end for the time of _STALL_TASKS tasks, and for _STALL_S, no rate is shown.
-    _STALL_S, _STALL_TASKS = 2.0, 5
+    waiting = running = 0
+    is_paused = False
 
     def __init__(self, files: _Files) -> None:
-        self._files = files
+        self.files = files
         # A sample: the time, the number of tasks left, and how many this worker has ended.
         self._last = (0.0, 0, 0)
         # The first sample, and those that saw a task end. The rate is measured over all of them.
         self._ends = deque[tuple[float, int, int]](maxlen=30)
         self._due_ns: list[int] = []  # when the tasks are due that are not due now
-        self.waiting, self.running, self.is_paused = 0, 0, False
 
     def latest_dead_letters(self) -> list[str]:
-        """Return the ids of the five tasks that came to failed/ last, the latest first, among the
-        thousand youngest."""
+        """Return the five ids that came to failed/ last, of the thousand youngest tasks."""
 
         def moved_s(entry: _Entry) -> float:
             # RACE (CommandLine): another process has retried or removed the task
             with suppress(OSError):
-                return self._files.lstat(entry.path).st_ctime
+                return self.files.lstat(entry.path).st_ctime
             return 0.0
 
-        latest = sorted(self._files.entries("failed")[-1000:], key=moved_s)[::-1]
+        latest = sorted(self.files.entries("failed")[-1000:], key=moved_s)[::-1]
         # Each id once: a person may have given a task a second name in failed/.
         return [*dict.fromkeys(it.id for it in latest)][:5]
 
     def count_left(self, ended: int) -> None:
-        """Count the tasks left, and add a sample. ended: the tasks that this worker has ended."""
-        self.waiting = self._files.count("pending") + self.count_scheduled()
-        self.running = sum(map(self._files.count, self._files.node_dirs()))
-        self.is_paused = self._files.exists("PAUSED")
+        """Add a sample. ended: how many tasks this worker has ended."""
+        self.waiting = self.files.count("pending") + self.count_scheduled()
+        self.running = sum(map(self.files.count, self.files.node_dirs()))
+        self.is_paused = self.files.exists("PAUSED")
         self.add_sample(time.monotonic(), self.waiting + self.running, ended)
 
     def count_scheduled(self) -> int:
-        """Return the number of scheduled tasks, and note those that are not due."""
+        """Return the number of scheduled tasks, and note when they are due."""
         now_ns = _wall_ns()
-        due_ns = [it.stamp_ns for it in self._files.entries("scheduled")]
+        due_ns = [it.stamp_ns for it in self.files.entries("scheduled")]
         self._due_ns = [it for it in due_ns if it > now_ns]
         return len(due_ns)
 
@@ -6756,22 +6754,23 @@ class _Progress:
         self._last = sample
 
     def _pace(self) -> tuple[float, float] | None:
-        """Return the rate, and the decrease of the tasks left, per second; 0: not known. Return
-        None while the queue is paused, or no task ends."""
+        """Return the rate, and the decrease of the tasks left, per second; 0: not known; None: the
+        queue is paused, or no task ends."""
         begin_s, before, earlier = self._ends[0]
         end_s, left, ended = self._ends[-1]
+        span_s = end_s - begin_s
         if self.is_paused:
             return None
-        if end_s - begin_s < 1:
+        if span_s < 1:
             return 0.0, 0.0
-        shrinks = (before - left) / (end_s - begin_s)
-        rate = max(shrinks, (ended - earlier) / (end_s - begin_s))
+        shrinks = (before - left) / span_s
+        rate = max(shrinks, (ended - earlier) / span_s)
         rest_s = self._last[0] - end_s
-        is_stalled = rest_s > self._STALL_S and rest_s * rate > self._STALL_TASKS
+        # Nothing has ended for the time of five tasks, and for two seconds.
+        is_stalled = rest_s > 2 and rest_s * rate > 5
         return None if is_stalled else (rate, shrinks)
 
     def pace_text(self) -> str:
-        """Return the rate, the time left, and when the scheduled tasks are due, if known."""
         due_s = (max(self._due_ns, default=0) - _wall_ns()) / 1e9
         texts = []
         if self._ends and (pace := self._pace()):
@@ -6786,8 +6785,9 @@ class _Progress:
         return "  ".join(texts)
 
     def text(self, counts: Mapping[str, int]) -> str:
-        """Return the line of progress. counts: the fields of WorkCounts."""
-        ended = [f"{counts[it]} {it}" for it in WorkCounts._fields if counts.get(it)]
+        ended = [
+            f"{counts[it]} {it}" for it in WorkCounts.__annotations__ if counts.get(it)
+        ]
         paused = "  paused" if self.is_paused else ""
         left = f"{self.running} running  {self.waiting} waiting{paused}"
         parts = ["  ".join(ended) or "0 done", left, self.pace_text()]
@@ -6795,13 +6795,13 @@ class _Progress:
 
 
 def _rough_time(seconds: float) -> str:
-    """Return a span of time as text: 40 s, 3 min, 2 h, 5 d."""
+    """Return a time such as 40 s, 3 min, 2 h, 5 d."""
     unit, size = next((it for it in _UNITS if seconds >= 1.5 * it[1]), _UNITS[-1])
     return f"{max(1, round(seconds / size))} {unit}"
 
 
 def _terminal_size(fd: int) -> tuple[int, int]:
-    """Return the columns and rows of a terminal; 0: not known."""
+    """Return columns and rows; 0: not known."""
     with suppress(OSError):
         return os.get_terminal_size(fd)
     return 0, 0
@@ -6812,9 +6812,8 @@ class _Stalled(Exception):
 
 
 class _Output:
-    """Standard output or standard error, for several threads. On a terminal, standard error has a
-    progress line at the bottom. It is cleared before other output, and drawn again after whole
-    lines, while this process group is in the terminal's foreground."""
+    """Standard output or standard error, for several threads. On a terminal, a progress line is
+    below the output while this process group is in the foreground."""
 
     def __init__(self, fd: int = 2) -> None:
         self.fd = fd
@@ -6828,9 +6827,8 @@ class _Output:
     def put(
         self, data: bytes, end_s: float = float("inf"), begins_line: bool = False
     ) -> None:
-        """Write bytes, and the progress line. begins_line: if the last line has not ended, end it
-        first. Raises OSError, and _Stalled if nobody has read for _GRACE_S, and the time end_s is
-        over."""
+        """Write bytes; begins_line: on a new line. Raises OSError, and _Stalled if nobody has read
+        for _GRACE_S, and the time end_s is over."""
         while not self._lock.acquire(timeout=0.1):
             self._check_reader(end_s)
         try:
@@ -6861,8 +6859,8 @@ class _Output:
             raise _Stalled
 
     def write(self, text: str) -> None:
-        """Write a text as lines of its own. Raise nothing: if the terminal is gone, the running
-        jobs must still finish."""
+        """Write a text as lines of its own."""
+        # Raise nothing: if the terminal is gone, the running jobs must still finish.
         with suppress(OSError):
             self.put(text.encode("utf-8", "backslashreplace"), begins_line=True)
 
@@ -6870,24 +6868,21 @@ class _Output:
     def reporting(
         self, text: Callable[[], str], plain_s: float = 0.0
     ) -> Iterator[None]:
-        """While the block runs, show what text() returns on the terminal. Without a terminal,
-        write it every plain_s seconds (0: never) if it has changed."""
-        is_over = threading.Event()
+        """While the block runs, show what text() returns. Without a terminal, write it every
+        plain_s seconds (0: never) if it has changed."""
         least_s = _REDRAW_S if self._has_terminal else plain_s
+        show = self._show if self._has_terminal else self.write
+        is_over = threading.Event()
 
         def report() -> None:
-            last, pause_s = "", least_s
+            line, pause_s = "", least_s
             while not is_over.wait(pause_s):
-                began_s = time.monotonic()
-                with suppress(OSError, _Stalled):
+                before, began_s = line, time.monotonic()
+                with suppress(OSError):
                     line = text()
-                    if is_over.is_set():
-                        return
-                    if self._has_terminal:
-                        self._show(line)
-                    elif line != last:
-                        self.write(line)
-                    last = line
+                is_new = self._has_terminal or line != before
+                if is_new and not is_over.is_set():
+                    show(line)
                 # text() may list large directories: it gets at most 1 % of the time.
                 pause_s = max(least_s, 100 * (time.monotonic() - began_s))
 
@@ -6897,16 +6892,14 @@ class _Output:
             yield
         finally:
             is_over.set()
-            with suppress(OSError, _Stalled):
-                self._show("")
+            self._show("")
 
     def _show(self, line: str) -> None:
-        """Show another line of progress; "": none."""
         self._line = line
-        self.put(b"", end_s=0.0)
+        with suppress(OSError, _Stalled):
+            self.put(b"", end_s=0.0)
 
     def _drawing(self) -> bytes:
-        """Return the bytes that draw the progress line, with failed tasks in red."""
         line = self._line.rstrip()[: _terminal_size(2)[0] or 80]
         self._is_shown = bool(line) and self._ends_line and self._is_foreground()
         if not self._is_shown:
@@ -6916,7 +6909,7 @@ class _Output:
         return line.encode("ascii", "backslashreplace")
 
     def clearing(self) -> bytes:
-        """Return the bytes that clear the progress line. A signal handler, too, calls this."""
+        """Return what clears the progress line. A signal handler calls this, too."""
         return b"\r\x1b[J" if self._is_shown and self._is_foreground() else b""
 
     def _is_foreground(self) -> bool:
@@ -6935,12 +6928,14 @@ class _Output:
 #     unless the end of the job was asked for.
 # ==================================================================================================
 
+# The system sends HUP when the terminal is gone. Schedulers send USR1 and USR2 as a warning.
+_STOPS = (*_WorkerPool.stops, "SIGHUP", "SIGUSR1", "SIGUSR2")
+_REQUEST_BYTES = 1024  # the variables of a job, then zero bytes
 _TICK_S = 0.05  # the pause between two looks at the jobs that run
-_LAUNCHER_ENDED = "the launcher of this worker has ended; its jobs are killed"
 
 
 def _processes() -> list[str]:
-    """Return the names of the processes in /proc; none if it is the /proc of another container."""
+    """List /proc; return nothing if it is the /proc of another container."""
     with suppress(OSError):
         if os.readlink("/proc/self") == str(os.getpid()):
             return [*filter(str.isdigit, os.listdir("/proc"))]
@@ -6948,7 +6943,7 @@ def _processes() -> list[str]:
 
 
 def _is_signalled(group: int, number: int) -> bool:
-    """Send a signal to a process group. Return False if no process got it, as after sudo."""
+    """Return False if no process got the signal, as after sudo."""
     with suppress(OSError):
         os.killpg(group, number)
         return True
@@ -6956,35 +6951,33 @@ def _is_signalled(group: int, number: int) -> bool:
 
 
 def _groups_of(leaders: set[int]) -> list[int]:
-    """Return the process groups with running processes in some sessions. Without a /proc, only the
-    groups of the leaders are known."""
+    """Return the process groups with running processes in some sessions. Without a /proc, these
+    are the groups of the leaders."""
     names, groups = _processes(), set[int]()
     if not names:
         return [it for it in leaders if _is_signalled(it, 0)]
     for name in names:
-        # RACE (storms of CommandLine): it has just ended
+        # RACE (CommandLine): a process of the list has just ended
         with suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
             state, _, group, session, *more = file.read().rpartition(b")")[2].split()
             # A process whose first thread has ended has the state Z, too: more[13] is num_threads.
             if int(session) in leaders and (state not in b"ZX" or int(more[13]) > 1):
                 groups.add(int(group))
-    # RACE: if the child of a shell, in a group of its own, got a signal first, the shell could go
-    # on, and end with status 0. So the groups of the leaders come first.
-    return sorted(groups, key=lambda it: it not in leaders)
+    return sorted(groups)
 
 
 def _signal(leaders: set[int], *numbers: int) -> bool:
-    """Send signals to all processes of some sessions. Return whether a process got one."""
+    """Signal all processes of some sessions. Return whether a process got one."""
     groups = _groups_of(leaders)
     return sum(_is_signalled(it, number) for it in groups for number in numbers) > 0
 
 
 def _kill(leaders: set[int]) -> None:
-    """Kill all processes of some sessions, and wait until they have ended."""
+    """Kill all processes of some sessions, and wait for their end."""
     import signal
 
-    while _signal(leaders, signal.SIGKILL):
-        # RACE: a process may have forked just before the signal, so look again
+    while leaders and _signal(leaders, signal.SIGKILL):
+        # RACE (CommandLine): a process may have forked just before the signal, so look again
         time.sleep(0.01)
 
 
@@ -7001,17 +6994,17 @@ class _Session:
     _number: int | None = None
 
     def __init__(self, popen: Any, link: Any, limit_s: float) -> None:
-        self._popen, self.link = popen, link
+        self.popen, self.link = popen, link
         # when the next signal is due: SIGTERM at the time limit, or SIGKILL after `_number`
         self._signal_s = time.monotonic() + limit_s
 
     def leaders(self) -> set[int]:
         """Return CMD's pid; nothing if what CMD has left lives on."""
         is_left = self._status is not None and self._number is None
-        return set() if is_left else {self._popen.pid}
+        return set() if is_left else {self.popen.pid}
 
     def is_forgotten(self) -> bool:
-        """Obey a request of the worker. Return True if the link has ended."""
+        """Obey the worker. Return True if the link has ended."""
         with suppress(ConnectionResetError):
             if request := self.link.recv(1):
                 self._end(request[0])
@@ -7030,8 +7023,7 @@ class _Session:
             _signal(self.leaders(), number, signal.SIGCONT)
 
     def is_over(self) -> bool:
-        """Report the end of CMD, and do what is due. Return True if an end was asked for, and no
-        process is left."""
+        """Do what is due. Return True if an end was asked for, and no process is left."""
         import signal
 
         # CMD that has ended before its limit is not late, so look at CMD first.
@@ -7052,17 +7044,14 @@ class _Session:
     def _ended(self) -> Any:
         """Return CMD's exit status, or -N if signal N has ended it; None while it runs."""
         if not self.keeps_zombie:
-            return self._popen.poll()
-        it = os.waitid(os.P_PID, self._popen.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+            return self.popen.poll()
+        it = os.waitid(os.P_PID, self.popen.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
         return it and (it.si_status if it.si_code == os.CLD_EXITED else -it.si_status)
-
-    def drop(self) -> None:
-        self._popen.poll()  # reap CMD
-        self.link.close()
 
 
 def _report(link: Any, name: str, value: int) -> None:
-    """Tell the worker a value of a job. There are so few reports that the call never blocks."""
+    """Tell the worker a value of a job."""
+    # There are so few reports that the call never blocks.
     with suppress(OSError):  # the worker has ended; is_forgotten() sees it, too
         link.send(f"{name:8}{value:8}".encode())
 
@@ -7070,7 +7059,7 @@ def _report(link: Any, name: str, value: int) -> None:
 def _start_session(
     requests: Any, words: list[bytes], limit_s: float, sessions: dict[int, _Session]
 ) -> None:
-    """Read a request, start CMD, and add the session. Raises EOFError if the worker has ended."""
+    """Obey a request. Raises EOFError if the worker has ended."""
     import socket
     import subprocess
 
@@ -7078,7 +7067,8 @@ def _start_session(
     if not fds:
         raise EOFError
     link = socket.socket(fileno=fds.pop())
-    variables = link.recv(1 << 10).split(b"\0")
+    # The byte of an end() may have come, too.
+    variables = link.recv(_REQUEST_BYTES, socket.MSG_WAITALL).rstrip(b"\0").split(b"\0")
     os.environb.update(dict(it.split(b"=", 1) for it in variables))
     try:
         # An argument of more than 4 MB fails in each system.
@@ -7096,13 +7086,12 @@ def _start_session(
 
 
 def _handle_signals() -> int:
-    """Let no signal of a scheduler end the launcher. Return a descriptor, readable after each
-    signal."""
+    """Let no signal of a scheduler end the launcher. Return a descriptor that gets readable."""
     import signal
 
     # CMD gets the default action, because a handler, unlike SIG_IGN, does not survive exec().
-    for name in ("INT", "TERM", "HUP", "QUIT", "USR1", "USR2"):
-        number = signal.Signals[f"SIG{name}"]
+    for name in _STOPS:
+        number = signal.Signals[name]
         if signal.getsignal(number) not in (signal.SIG_IGN, None):
             signal.signal(number, _no_op)
     signal.signal(signal.SIGCHLD, _no_op)
@@ -7113,7 +7102,7 @@ def _handle_signals() -> int:
 
 
 def _launch(requests: Any, words: list[bytes], limit_s: float) -> None:
-    """Start jobs, and end them, until the worker has ended (EOFError). Then kill all jobs."""
+    """Start jobs, and end them, until the worker has ended (EOFError)."""
     waking = _handle_signals()
     _Session.keeps_zombie = hasattr(os, "waitid") and bool(_processes())
     sessions: dict[int, _Session] = {}  # by the descriptor of the link
@@ -7131,7 +7120,9 @@ def _launch(requests: Any, words: list[bytes], limit_s: float) -> None:
                     _kill(it.leaders())
                 elif not it.is_over():
                     continue
-                sessions.pop(fd).drop()
+                it.popen.poll()  # reap CMD
+                it.link.close()
+                del sessions[fd]
     finally:
         _kill({pid for it in sessions.values() for pid in it.leaders()})
 
@@ -7139,25 +7130,66 @@ def _launch(requests: Any, words: list[bytes], limit_s: float) -> None:
 # Jobs: in the worker
 
 
+class _Launcher:
+    """The launcher, as the worker knows it. It is forked before any thread starts and the queue is
+    opened: it has no lock, and no descriptor of the queue. limit_s: how long CMD may run."""
+
+    def __init__(self, words: list[str], limit_s: float) -> None:
+        import socket
+
+        self.limit_s = limit_s
+        self.requests, requests = socket.socketpair()
+        self._pid = os.fork()
+        if self._pid == 0:
+            try:
+                self.requests.close()
+                # SIGKILL to the worker's process group must not reach the launcher
+                os.setsid()
+                _launch(requests, [*map(os.fsencode, words)], limit_s)
+            finally:
+                os._exit(0)
+        requests.close()
+
+    def stop(self) -> None:
+        """Let the launcher end, and reap it."""
+        self.requests.close()
+        with suppress(ChildProcessError):  # PID 1 may have reaped it
+            os.waitpid(self._pid, 0)
+
+
 class _CommandJob:
-    """A job, as the worker knows it. note() reads a report of the launcher into an attribute.
+    """A job, as the worker knows it. errno: why CMD could not be started. is_late: the time limit
+    was over before CMD had ended. is_stopped: see _ended_by_stop()."""
 
-    errno: why CMD could not be started, or 0.
-    status: CMD's exit status, or -N if signal N has ended it; None: not known.
-    is_late: the time limit was over before CMD had ended.
-    is_ending: the worker has asked for the end. is_stopped: see _ended_by_stop().
-    """
-
-    pid = errno = is_late = is_ending = is_over = is_stopped = 0
+    pid = errno = is_late = is_over = is_stopped = 0
+    is_ending = 0  # 1: the worker has asked for the end
+    # CMD's exit status, or -N if signal N has ended it; None: not known
     status: int | None = None
 
-    def __init__(self, task: FemtoTask, link: Any, stdin: int, limit_s: float) -> None:
-        self.task, self.link, self._stdin = task, link, stdin
-        self.end_s = time.monotonic() + limit_s
+    def __init__(
+        self, launcher: _Launcher, task: FemtoTask, streams: list[int]
+    ) -> None:
+        """Ask for a start of CMD. The first of the streams holds the payload. Raises OSError."""
+        import socket
+
+        self.task, self._stdin = task, streams[0]
+        self.end_s = time.monotonic() + launcher.limit_s
+        # The key is passed in UTF-8, whatever the locale is.
+        key = (task.key or "").replace("\0", "%00")
+        variables = (
+            f"FEMTOQUEUE_ID={task.id}\0FEMTOQUEUE_ATTEMPT={task.attempts}\0"
+            f"FEMTOQUEUE_KEY={key}"
+        )
+        self.link, theirs = socket.socketpair()
+        self.link.send(variables.encode().ljust(_REQUEST_BYTES, b"\0"))
+        # CRASH (CommandLine): the launcher may be killed after it has started CMD. So after an
+        # error there may be a job, and the first note() learns of the end.
+        with theirs, suppress(BrokenPipeError, ConnectionResetError):
+            socket.send_fds(launcher.requests, [b"x"], [*streams, theirs.fileno()])
 
     def note(self) -> Any:
-        """Wait for a report, read it, and return its name. If the launcher has ended, kill the
-        job."""
+        """Read a report into the attribute of its name, and return the name. If the launcher has
+        ended, kill the job."""
         with suppress(ConnectionResetError):
             if report := self.link.recv(16).decode():
                 name, value = report.split()
@@ -7171,65 +7203,19 @@ class _CommandJob:
         return None
 
     def end(self, number: int = 0) -> None:
-        """Let the launcher end the job by a signal (0: none), and wait until no process is left."""
+        """Have the job ended by a signal (0: none); it is over when no process is left."""
         self.is_ending = 1
         with suppress(OSError):  # the launcher has ended; note() sees it, too
             self.link.send(bytes([number]))
 
     def _sessions_of_stdin(self) -> set[int]:
-        found = set[int]()
-        payload = os.fstat(self._stdin)
+        found, payload = set[int](), os.fstat(self._stdin)
         for name in _processes():
-            # RACE (...): it has just ended; or it belongs to another user
+            # RACE (CommandLine): it has just ended; or it belongs to another user
             with suppress(OSError):
                 if os.path.samestat(os.stat(f"/proc/{name}/fd/0"), payload):
                     found.add(os.getsid(int(name)))
         return found
-
-
-class _Launcher:
-    """The launcher, as the worker knows it. It is forked before any thread starts and the queue is
-    opened: it has no lock, and no descriptor of the queue."""
-
-    def __init__(self, words: list[str], limit_s: float) -> None:
-        """words: CMD. limit_s: how long it may run."""
-        import socket
-
-        self.limit_s = limit_s
-        self._requests, requests = socket.socketpair()
-        self._pid = os.fork()
-        if self._pid == 0:
-            try:
-                self._requests.close()
-                # SIGKILL to the worker's process group must not reach the launcher
-                os.setsid()
-                _launch(requests, [*map(os.fsencode, words)], limit_s)
-            finally:
-                os._exit(0)
-        requests.close()
-
-    def start(self, task: FemtoTask, streams: list[int]) -> _CommandJob:
-        """Start CMD with these streams; the first holds the payload. Raises OSError."""
-        import socket
-
-        # The key is passed in UTF-8, whatever the locale is.
-        key = (task.key or "").replace("\0", "%00")
-        variables = (
-            f"ID={task.id}\0FEMTOQUEUE_ATTEMPT={task.attempts}\0FEMTOQUEUE_KEY={key}"
-        )
-        link, theirs = socket.socketpair()
-        link.send(b"FEMTOQUEUE_" + variables.encode())
-        # CRASH (CommandLine): the launcher may be killed after it has started CMD. So after an
-        # error there may be a job, and the first note() learns of the end.
-        with theirs, suppress(BrokenPipeError, ConnectionResetError):
-            socket.send_fds(self._requests, [b"x"], [*streams, theirs.fileno()])
-        return _CommandJob(task, link, streams[0], self.limit_s)
-
-    def stop(self) -> None:
-        """Let the launcher end, and reap it."""
-        self._requests.close()
-        with suppress(ChildProcessError):  # PID 1 may have reaped it
-            os.waitpid(self._pid, 0)
 
 
 # ==================================================================================================
@@ -7271,19 +7257,17 @@ _FULL_ERRNOS = (*_OUT_OF_SPACE_ERRNOS, errno.EFBIG)
 
 
 class _Shortage(Exception):
-    """The system is short of something, such as processes. Try again later."""
+    """The system is short of something, such as processes."""
 
 
 def _is_shortage(error: BaseException) -> bool:
-    is_no_thread = (
-        isinstance(error, RuntimeError) and str(error) == "can't start new thread"
-    )
+    is_no_thread = str(error) == "can't start new thread"
     is_memory = isinstance(error, MemoryError)
     return is_no_thread or is_memory or getattr(error, "errno", 0) in _SHORT_ERRNOS
 
 
 def _verdict(step: str, error: OSError, is_of_task: bool = False) -> BaseException:
-    """Return what an error becomes, by the table above. is_of_task: its try fails."""
+    """Return what an error becomes, by the table above. is_of_task: the try fails."""
     text = f"{step}: {error}"
     if _is_shortage(error):
         return _Shortage(text)
@@ -7291,10 +7275,10 @@ def _verdict(step: str, error: OSError, is_of_task: bool = False) -> BaseExcepti
 
 
 class _OutputFile:
-    """A file in --output-dir. Raises OSError unless it is a regular file of this user with one
-    link: others may write to the directory, too."""
+    """A file in --output-dir. tail: its last bytes, but none that stood there before."""
 
     def __init__(self, path: str, files: ExitStack) -> None:
+        # Others may write to the directory, too.
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | _NO_FOLLOW_OR_BLOCK
         self.fd = os.open(path, flags, 0o666)
         files.callback(os.close, self.fd)
@@ -7308,13 +7292,12 @@ class _OutputFile:
 
     @property
     def tail(self) -> bytes:
-        """The last bytes of the file, but none that stood there before this attempt."""
         start = max(self._begin, os.fstat(self.fd).st_size - _REASON_BYTES)
         return os.pread(self.fd, _REASON_BYTES, start)
 
 
 class _Relay:
-    """A pipe, and the stream to which its bytes are passed on. tail: the last bytes that came."""
+    """A pipe, and the stream that its bytes are for. tail: the last bytes that came."""
 
     def __init__(self, stream: _Output, is_by_lines: bool, files: ExitStack) -> None:
         self.stream, self._is_by_lines = stream, is_by_lines
@@ -7322,11 +7305,12 @@ class _Relay:
         # The writing end stays open here: the end of the pipe has no meaning, because a program
         # that the job has left may hold the pipe for ever.
         self.pipe, self.fd = os.pipe()
+        os.set_blocking(self.pipe, False)
         files.callback(os.close, self.pipe)
         files.callback(os.close, self.fd)
 
     def due(self, data: bytes) -> bytes:
-        """Return what is to be passed on when `data` has come; b"" stands for the end."""
+        """Return what is to be passed on when `data` has come; b"": the end."""
         self.tail = (self.tail + data)[-_REASON_BYTES:]
         if not self._is_by_lines:
             return data
@@ -7337,10 +7321,9 @@ class _Relay:
 
 
 class _CommandPool(_WorkerPool):
-    """The pool of the command `work`. The handler runs CMD for a task."""
+    """The pool whose handler runs CMD for a task."""
 
-    # The system sends HUP when the terminal is gone. Schedulers send USR1 and USR2 as a warning.
-    stops = (*_WorkerPool.stops, "SIGHUP", "SIGUSR1", "SIGUSR2")
+    stops = _STOPS
 
     def __init__(self, queue: FemtoQueue, launcher: _Launcher, options: Any) -> None:
         super().__init__(
@@ -7365,8 +7348,8 @@ class _CommandPool(_WorkerPool):
         self._output_dir = options.output_dir and os.path.abspath(options.output_dir)
 
     def run_reported(self) -> int:
-        """Run the pool, report what was done, and return the exit status."""
-        before = self._failed_count()
+        """Return the exit status of `work`."""
+        before = self._progress.files.count("failed")
         trouble = ""
         try:
             if os.getpid() == 1:
@@ -7382,8 +7365,9 @@ class _CommandPool(_WorkerPool):
         self.output.write(trouble + self._progress_text())
         if trouble:
             return 2
-        has_failed = self.counts["failed"] or self._failed_count() > before
-        return int(self._drain and bool(has_failed or not self._queue.join(0)))
+        failed = self._progress.files.count("failed") - before
+        has_failed = failed > 0 or self.counts["failed"] > 0
+        return int(self._drain and (has_failed or not self._queue.join(0)))
 
     def _progress_text(self) -> str:
         with suppress(OSError):  # pop() meets the same trouble, and raises the error
@@ -7391,12 +7375,6 @@ class _CommandPool(_WorkerPool):
                 self._progress.count_left(sum(self.counts[it] for it in _ENDED))
                 return self._progress.text(self.counts) + "\n"
         return ""
-
-    def _failed_count(self) -> int:
-        """With --drain, return the number of dead letters, if this user may list them."""
-        with suppress(PermissionError):
-            return self._queue.stats().failed if self._drain else 0
-        return 0
 
     def _failure_text(self, task: FemtoTask, outcome: str, error: Exception) -> str:
         text = super()._failure_text(task, outcome, error).removesuffix(_try_text(task))
@@ -7409,8 +7387,7 @@ class _CommandPool(_WorkerPool):
         _write_stop_line(self.output.clearing() or b"\n")
 
     def _abort(self) -> None:
-        """Pass the second signal to all jobs, and wait until the threads have settled the tasks.
-        Some may be left, because nobody reads the output: give them back."""
+        """Pass the second signal to all jobs, and give back the tasks of those that do not end."""
         for job in [*self._jobs]:
             job.end(self.signals[-1])
         with self._changed:
@@ -7427,8 +7404,8 @@ class _CommandPool(_WorkerPool):
     # A task
 
     def _run_command(self, task: FemtoTask) -> None:
-        """Run CMD for a task. Raises _CommandFailed if the try fails, and SystemExit for trouble of
-        this worker: the block of processing() then gives the task back, uncounted."""
+        """Raises _CommandFailed if the try fails, and SystemExit for trouble of this worker: the
+        block of processing() then gives the task back, uncounted."""
         has_logged = False
         while not (has_logged and self._is_told.wait(_BASE_INTERVAL_S)):
             try:
@@ -7450,13 +7427,13 @@ class _CommandPool(_WorkerPool):
         try:
             outputs = self._outputs(task.id, files)
             streams = [payload, outputs[0].fd, outputs[-1].fd]
-            job = self._launcher.start(task, streams)
+            job = _CommandJob(self._launcher, task, streams)
         except OSError as error:
             raise _verdict(self._cannot_run, error) from None
         files.callback(job.link.close)
         self._jobs.add(job)
         if len(self.signals) > 1:
-            # RACE: the main thread ran _abort() before it knew the job
+            # RACE (CommandLine): the main thread ran _abort() before it knew the job
             job.end(self.signals[-1])
         try:
             self._follow(job, [] if self._output_dir else outputs)
@@ -7469,12 +7446,14 @@ class _CommandPool(_WorkerPool):
         elif job.is_late or job.status:
             raise _CommandFailed(self._reason(job, outputs[-1].tail))
         elif job.errno:
-            self._refuse(task, OSError(job.errno, os.strerror(job.errno)))
+            self._refuse(job)
         elif job.status is None:
-            raise SystemExit(_LAUNCHER_ENDED)
+            raise SystemExit(
+                "the launcher of this worker has ended; its jobs are killed"
+            )
 
     def _outputs(self, ident: str, files: ExitStack) -> list[Any]:
-        """Return what standard output and standard error of CMD lead to, or one for both."""
+        """Return where CMD's standard output and standard error lead to; one may be both."""
         if self._output_dir:
             path = f"{self._output_dir}/{ident}"
             try:
@@ -7494,8 +7473,7 @@ class _CommandPool(_WorkerPool):
         return [_Relay(it, not is_alone, files) for it in streams]
 
     def _follow(self, job: _CommandJob, relays: list[_Relay]) -> None:
-        """Pass on the output of a job until the job is over. If a write raises OSError or _Stalled,
-        end the job first."""
+        """Pass on the output until the job is over. After OSError or _Stalled, end the job."""
         import signal
 
         fds, warn_s = [job.link.fileno(), *(it.pipe for it in relays)], _GRACE_S + 1
@@ -7506,7 +7484,7 @@ class _CommandPool(_WorkerPool):
                     text = "task %s: its command can't be killed; waiting"
                     _log().warning(text, job.task.id)
                     warn_s = 3600.0
-                self._relay(job, relays, ready)
+                self._relay(job, relays)
                 if fds[0] in ready and job.note() == "status" and not job.is_late:
                     # The signal may have ended only a shell, while a program of the shell still
                     # saves its state. The task must not run again meanwhile: wait for the whole
@@ -7515,7 +7493,7 @@ class _CommandPool(_WorkerPool):
                     if job.is_stopped:
                         job.end()
                     job.is_over = not job.is_ending
-            self._relay(job, relays, _readable(fds, 0.0))
+            self._relay(job, relays)
             for relay in relays:
                 self._pass_on(job, relay, b"")
         except (OSError, _Stalled):
@@ -7523,33 +7501,32 @@ class _CommandPool(_WorkerPool):
             self._follow(job, [])
             raise
 
-    def _relay(self, job: _CommandJob, relays: list[_Relay], ready: list[int]) -> None:
-        """Pass on what has come, all that a pipe holds."""
+    def _relay(self, job: _CommandJob, relays: list[_Relay]) -> None:
         for relay in relays:
-            if relay.pipe in ready:
+            with suppress(BlockingIOError):  # nothing has come
                 self._pass_on(job, relay, os.read(relay.pipe, _PIPE_BYTES))
 
     def _pass_on(self, job: _CommandJob, relay: _Relay, data: bytes) -> None:
-        """Write the output that is due. But if the reader is gone and this worker was told to stop,
-        drop it: the running jobs must still finish."""
+        """Write the output that is due. After a stop, drop it if the reader is gone: the running
+        jobs must still finish."""
         try:
             if due := relay.due(data):
                 relay.stream.put(due, job.end_s)
         except OSError as error:
-            # RACE: Ctrl-C ends `tee` in `femtoqueue work ... | tee log`, and the write fails before
-            # the signal has come to this worker. So wait for it.
+            # RACE (CommandLine): Ctrl-C ends `tee` in `femtoqueue work ... | tee log`, and the
+            # write fails before the signal has come to this worker. So wait for it.
             is_gone = error.errno in (errno.EPIPE, errno.EIO)
             if not (is_gone and self._is_told.wait(_ONE_SIGNAL_S)):
                 raise _named(error, _STREAM_NAMES[relay.stream.fd]) from None
 
-    def _refuse(self, task: FemtoTask, error: OSError) -> NoReturn:
-        """Raise what follows if CMD could not be started. If the payload can't be an argument, make
-        the task a dead letter."""
+    def _refuse(self, job: _CommandJob) -> NoReturn:
+        """Raise what follows if CMD could not be started."""
+        error = OSError(job.errno, os.strerror(job.errno))
         is_argument = any("{}" in it for it in self._options.after_dashes)
         if not (is_argument and error.errno in (errno.E2BIG, errno.EINVAL)):
             raise _verdict(self._cannot_run, error)
         text = f"the payload can't be an argument of the command, in place of {{}}: {error}"
-        self._queue.fail(task, text + _try_text(task))
+        self._queue.fail(job.task, text + _try_text(job.task))
         raise _CommandFailed(text)
 
     def _reason(self, job: _CommandJob, tail: bytes) -> str:
@@ -7563,9 +7540,9 @@ class _CommandPool(_WorkerPool):
     def _ended_by_stop(self, job: _CommandJob) -> bool:
         """Return True if CMD failed and this worker was told to stop: the signal may have come to
         CMD, too, so the attempt is not counted."""
-        # RACE: a scheduler signals both, and CMD ends before the signal has come to this worker. So
-        # if such a signal has ended CMD, wait for it. Before the last attempt fails, wait always:
-        # CMD may have caught the signal.
+        # RACE (CommandLine): a scheduler signals both, and CMD ends before the signal has come to
+        # this worker. So if such a signal has ended CMD, wait for it. Before the last attempt
+        # fails, wait always: CMD may have caught the signal.
         status = job.status or 0
         may_be = not {-status, status - 128}.isdisjoint(self.stop_numbers)
         may_be |= job.task.attempts == self._options.max_attempts
@@ -7573,19 +7550,19 @@ class _CommandPool(_WorkerPool):
 
 
 def _try_text(task: FemtoTask) -> str:
-    """Return what ends the first line of a reason, for _tries_of()."""
+    """Return the end of a reason's first line, for _tries_of()."""
     return f" (try {task.attempts})"
 
 
 def _reap_inherited() -> None:
-    """Reap the processes that PID 1 inherits, until there is no child any more."""
+    """Reap the processes that PID 1 inherits."""
     with suppress(ChildProcessError):
         while True:
             os.wait()
 
 
 def _payload_file(data: bytes, files: ExitStack) -> int:
-    """Return the descriptor of a file without a name that holds the payload."""
+    """Return the descriptor of a file without a name."""
     import tempfile
 
     try:
