@@ -6702,8 +6702,8 @@ def _preview(data: bytes) -> str:
 
 
 class _Progress:
-    """The progress of a queue. A task is left if it waits or is leased. The rate is the decrease of
-    this number per second, or the tasks that this worker ends per second if these are more."""
+    """A task is left if it waits or is leased. The rate is the decrease of the tasks left, or the
+    tasks that this worker ends if these are more, per second."""
 
     waiting = running = 0
     is_paused = False
@@ -6737,7 +6737,6 @@ class _Progress:
         self.add_sample(time.monotonic(), self.waiting + self.running, ended)
 
     def count_scheduled(self) -> int:
-        """Return the number of scheduled tasks, and note when they are due."""
         now_ns = _wall_ns()
         due_ns = [it.stamp_ns for it in self.files.entries("scheduled")]
         self._due_ns = [it for it in due_ns if it > now_ns]
@@ -6754,8 +6753,7 @@ class _Progress:
         self._last = sample
 
     def _pace(self) -> tuple[float, float] | None:
-        """Return the rate, and the decrease of the tasks left, per second; 0: not known; None: the
-        queue is paused, or no task ends."""
+        """Return the rate and the decrease; 0: not known; None: paused, or no task ends."""
         begin_s, before, earlier = self._ends[0]
         end_s, left, ended = self._ends[-1]
         span_s = end_s - begin_s
@@ -6795,7 +6793,6 @@ class _Progress:
 
 
 def _rough_time(seconds: float) -> str:
-    """Return a time such as 40 s, 3 min, 2 h, 5 d."""
     unit, size = next((it for it in _UNITS if seconds >= 1.5 * it[1]), _UNITS[-1])
     return f"{max(1, round(seconds / size))} {unit}"
 
@@ -6812,8 +6809,8 @@ class _Stalled(Exception):
 
 
 class _Output:
-    """Standard output or standard error, for several threads. On a terminal, a progress line is
-    below the output while this process group is in the foreground."""
+    """A standard stream, for several threads. On a terminal, a progress line is below the output
+    while this process group is in the foreground."""
 
     def __init__(self, fd: int = 2) -> None:
         self.fd = fd
@@ -6868,8 +6865,8 @@ class _Output:
     def reporting(
         self, text: Callable[[], str], plain_s: float = 0.0
     ) -> Iterator[None]:
-        """While the block runs, show what text() returns. Without a terminal, write it every
-        plain_s seconds (0: never) if it has changed."""
+        """Show what text() returns. Without a terminal, write it every plain_s seconds (0: never)
+        if it has changed."""
         least_s = _REDRAW_S if self._has_terminal else plain_s
         show = self._show if self._has_terminal else self.write
         is_over = threading.Event()
@@ -6909,7 +6906,7 @@ class _Output:
         return line.encode("ascii", "backslashreplace")
 
     def clearing(self) -> bytes:
-        """Return what clears the progress line. A signal handler calls this, too."""
+        # a signal handler calls this, too
         return b"\r\x1b[J" if self._is_shown and self._is_foreground() else b""
 
     def _is_foreground(self) -> bool:
@@ -6951,8 +6948,7 @@ def _is_signalled(group: int, number: int) -> bool:
 
 
 def _groups_of(leaders: set[int]) -> list[int]:
-    """Return the process groups with running processes in some sessions. Without a /proc, these
-    are the groups of the leaders."""
+    """Return the running process groups in some sessions; without a /proc, those of leaders."""
     names, groups = _processes(), set[int]()
     if not names:
         return [it for it in leaders if _is_signalled(it, 0)]
@@ -6973,7 +6969,7 @@ def _signal(leaders: set[int], *numbers: int) -> bool:
 
 
 def _kill(leaders: set[int]) -> None:
-    """Kill all processes of some sessions, and wait for their end."""
+    """Kill some sessions, and wait for the end of their processes."""
     import signal
 
     while leaders and _signal(leaders, signal.SIGKILL):
@@ -7050,7 +7046,6 @@ class _Session:
 
 
 def _report(link: Any, name: str, value: int) -> None:
-    """Tell the worker a value of a job."""
     # There are so few reports that the call never blocks.
     with suppress(OSError):  # the worker has ended; is_forgotten() sees it, too
         link.send(f"{name:8}{value:8}".encode())
@@ -7059,7 +7054,7 @@ def _report(link: Any, name: str, value: int) -> None:
 def _start_session(
     requests: Any, words: list[bytes], limit_s: float, sessions: dict[int, _Session]
 ) -> None:
-    """Obey a request. Raises EOFError if the worker has ended."""
+    """Raises EOFError if the worker has ended."""
     import socket
     import subprocess
 
@@ -7132,7 +7127,7 @@ def _launch(requests: Any, words: list[bytes], limit_s: float) -> None:
 
 class _Launcher:
     """The launcher, as the worker knows it. It is forked before any thread starts and the queue is
-    opened: it has no lock, and no descriptor of the queue. limit_s: how long CMD may run."""
+    opened: it has no lock, and no descriptor of the queue."""
 
     def __init__(self, words: list[str], limit_s: float) -> None:
         import socket
@@ -7158,10 +7153,11 @@ class _Launcher:
 
 
 class _CommandJob:
-    """A job, as the worker knows it. errno: why CMD could not be started. is_late: the time limit
-    was over before CMD had ended. is_stopped: see _ended_by_stop()."""
+    """A job, as the worker knows it."""
 
-    pid = errno = is_late = is_over = is_stopped = 0
+    pid = is_over = is_stopped = 0
+    errno = 0  # why CMD could not be started
+    is_late = 0  # 1: the time limit was over before CMD had ended
     is_ending = 0  # 1: the worker has asked for the end
     # CMD's exit status, or -N if signal N has ended it; None: not known
     status: int | None = None
@@ -7169,7 +7165,6 @@ class _CommandJob:
     def __init__(
         self, launcher: _Launcher, task: FemtoTask, streams: list[int]
     ) -> None:
-        """Ask for a start of CMD. The first of the streams holds the payload. Raises OSError."""
         import socket
 
         self.task, self._stdin = task, streams[0]
@@ -7188,8 +7183,8 @@ class _CommandJob:
             socket.send_fds(launcher.requests, [b"x"], [*streams, theirs.fileno()])
 
     def note(self) -> Any:
-        """Read a report into the attribute of its name, and return the name. If the launcher has
-        ended, kill the job."""
+        """Read a report into the attribute of its name, and return the name; None: the launcher
+        has ended."""
         with suppress(ConnectionResetError):
             if report := self.link.recv(16).decode():
                 name, value = report.split()
@@ -7247,8 +7242,7 @@ class _CommandJob:
 #   any                 all others, such as ENOENT of CMD        the worker ends; the task goes back
 
 _REPORT_S = 10.0  # the pause between two lines of progress
-# a reason gets at most this many of the last bytes of CMD's standard error
-_REASON_BYTES = 4096
+_REASON_BYTES = 4096  # the end of CMD's standard error
 # with -j 2 or more, a line is kept until its end, but not if it is longer
 _LINE_BYTES = 1 << 24
 _PIPE_BYTES = 1 << 20  # a pipe holds at most so many bytes (Linux: pipe-max-size)
@@ -7348,7 +7342,6 @@ class _CommandPool(_WorkerPool):
         self._output_dir = options.output_dir and os.path.abspath(options.output_dir)
 
     def run_reported(self) -> int:
-        """Return the exit status of `work`."""
         before = self._progress.files.count("failed")
         trouble = ""
         try:
@@ -7404,8 +7397,7 @@ class _CommandPool(_WorkerPool):
     # A task
 
     def _run_command(self, task: FemtoTask) -> None:
-        """Raises _CommandFailed if the try fails, and SystemExit for trouble of this worker: the
-        block of processing() then gives the task back, uncounted."""
+        """Raises _CommandFailed if the try fails, and SystemExit for trouble of this worker."""
         has_logged = False
         while not (has_logged and self._is_told.wait(_BASE_INTERVAL_S)):
             try:
@@ -7453,7 +7445,7 @@ class _CommandPool(_WorkerPool):
             )
 
     def _outputs(self, ident: str, files: ExitStack) -> list[Any]:
-        """Return where CMD's standard output and standard error lead to; one may be both."""
+        """Return where CMD's output leads to: one for both streams, or two."""
         if self._output_dir:
             path = f"{self._output_dir}/{ident}"
             try:
@@ -7487,8 +7479,7 @@ class _CommandPool(_WorkerPool):
                 self._relay(job, relays)
                 if fds[0] in ready and job.note() == "status" and not job.is_late:
                     # The signal may have ended only a shell, while a program of the shell still
-                    # saves its state. The task must not run again meanwhile: wait for the whole
-                    # job.
+                    # saves its state. So wait for the whole job.
                     job.is_stopped = self._ended_by_stop(job)
                     if job.is_stopped:
                         job.end()
@@ -7507,8 +7498,7 @@ class _CommandPool(_WorkerPool):
                 self._pass_on(job, relay, os.read(relay.pipe, _PIPE_BYTES))
 
     def _pass_on(self, job: _CommandJob, relay: _Relay, data: bytes) -> None:
-        """Write the output that is due. After a stop, drop it if the reader is gone: the running
-        jobs must still finish."""
+        """After a stop, drop output whose reader is gone: the running jobs must still finish."""
         try:
             if due := relay.due(data):
                 relay.stream.put(due, job.end_s)
@@ -7538,8 +7528,7 @@ class _CommandPool(_WorkerPool):
         return f"{what}{_try_text(job.task)}\n{text}".rstrip()
 
     def _ended_by_stop(self, job: _CommandJob) -> bool:
-        """Return True if CMD failed and this worker was told to stop: the signal may have come to
-        CMD, too, so the attempt is not counted."""
+        """Return True if CMD failed, perhaps by the signal that stops this worker."""
         # RACE (CommandLine): a scheduler signals both, and CMD ends before the signal has come to
         # this worker. So if such a signal has ended CMD, wait for it. Before the last attempt
         # fails, wait always: CMD may have caught the signal.
@@ -7555,7 +7544,7 @@ def _try_text(task: FemtoTask) -> str:
 
 
 def _reap_inherited() -> None:
-    """Reap the processes that PID 1 inherits."""
+    # what PID 1 inherits
     with suppress(ChildProcessError):
         while True:
             os.wait()
