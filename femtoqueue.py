@@ -6661,7 +6661,7 @@ class _SharedNumbers(_Numbers):
 
 # the shortest pause between two drawings of the progress line on a terminal
 _REDRAW_S = 0.5
-# how long a stalled reader of the output, or a job after a signal, may take
+# the time for a reader of the output, and for a job after a signal
 _GRACE_S = 5.0
 _UNITS = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
 _PREVIEW_BYTES = 200
@@ -6669,7 +6669,7 @@ _STREAM_NAMES = ("standard input", "standard output", "standard error")
 
 
 def _write_all(fd: int, data: bytes) -> None:
-    """Write all of the data. If another process has set O_NONBLOCK, clear it."""
+    """Write all of the data, also if another process has set O_NONBLOCK."""
     left = memoryview(data)
     while left:
         try:
@@ -6717,7 +6717,7 @@ class _Progress:
         self._due_ns: list[int] = []  # when the tasks are due that are not due now
 
     def latest_dead_letters(self) -> list[str]:
-        """Return the five ids that came to failed/ last, of the thousand youngest tasks."""
+        """Return the five tasks that came to failed/ last, of the thousand youngest."""
 
         def moved_s(entry: _Entry) -> float:
             # RACE (CommandLine): another process has retried or removed the task
@@ -6764,7 +6764,7 @@ class _Progress:
         shrinks = (before - left) / span_s
         rate = max(shrinks, (ended - earlier) / span_s)
         rest_s = self._last[0] - end_s
-        # Nothing has ended for the time of five tasks, and for two seconds.
+        # Nothing has ended for the time of five tasks.
         is_stalled = rest_s > 2 and rest_s * rate > 5
         return None if is_stalled else (rate, shrinks)
 
@@ -6872,9 +6872,11 @@ class _Output:
         is_over = threading.Event()
 
         def report() -> None:
-            line, pause_s = "", least_s
+            line = ""
+            pause_s = least_s
             while not is_over.wait(pause_s):
-                before, began_s = line, time.monotonic()
+                before = line
+                began_s = time.monotonic()
                 with suppress(OSError):
                     line = text()
                 is_new = self._has_terminal or line != before
@@ -6949,7 +6951,8 @@ def _is_signalled(group: int, number: int) -> bool:
 
 def _groups_of(leaders: set[int]) -> list[int]:
     """Return the running process groups in some sessions; without a /proc, those of leaders."""
-    names, groups = _processes(), set[int]()
+    groups = set[int]()
+    names = _processes()
     if not names:
         return [it for it in leaders if _is_signalled(it, 0)]
     for name in names:
@@ -6963,7 +6966,7 @@ def _groups_of(leaders: set[int]) -> list[int]:
 
 
 def _signal(leaders: set[int], *numbers: int) -> bool:
-    """Signal all processes of some sessions. Return whether a process got one."""
+    """Return whether a process of the sessions got a signal."""
     groups = _groups_of(leaders)
     return sum(_is_signalled(it, number) for it in groups for number in numbers) > 0
 
@@ -7081,7 +7084,7 @@ def _start_session(
 
 
 def _handle_signals() -> int:
-    """Let no signal of a scheduler end the launcher. Return a descriptor that gets readable."""
+    """Let no signal end the launcher. Return a descriptor that gets readable."""
     import signal
 
     # CMD gets the default action, because a handler, unlike SIG_IGN, does not survive exec().
@@ -7126,8 +7129,8 @@ def _launch(requests: Any, words: list[bytes], limit_s: float) -> None:
 
 
 class _Launcher:
-    """The launcher, as the worker knows it. It is forked before any thread starts and the queue is
-    opened: it has no lock, and no descriptor of the queue."""
+    """Forks the launcher, before any thread starts and the queue is opened: the launcher has no
+    lock, and no descriptor of the queue."""
 
     def __init__(self, words: list[str], limit_s: float) -> None:
         import socket
@@ -7167,7 +7170,8 @@ class _CommandJob:
     ) -> None:
         import socket
 
-        self.task, self._stdin = task, streams[0]
+        self.task = task
+        self._stdin = streams[0]
         self.end_s = time.monotonic() + launcher.limit_s
         # The key is passed in UTF-8, whatever the locale is.
         key = (task.key or "").replace("\0", "%00")
@@ -7177,8 +7181,8 @@ class _CommandJob:
         )
         self.link, theirs = socket.socketpair()
         self.link.send(variables.encode().ljust(_REQUEST_BYTES, b"\0"))
-        # CRASH (CommandLine): the launcher may be killed after it has started CMD. So after an
-        # error there may be a job, and the first note() learns of the end.
+        # CRASH (CommandLine): the launcher may be killed after it has started CMD. So there may be
+        # a job, and the first note() learns of the end.
         with theirs, suppress(BrokenPipeError, ConnectionResetError):
             socket.send_fds(launcher.requests, [b"x"], [*streams, theirs.fileno()])
 
@@ -7190,21 +7194,22 @@ class _CommandJob:
                 name, value = report.split()
                 setattr(self, name, int(value))
                 return name
-        # CRASH (CommandLine): at the end of the link, the launcher is dead, and each process that
-        # it forked has executed CMD or has ended. If it died before it reported the pid, CMD is
-        # known by its standard input, a file that only this job has.
+        # CRASH (CommandLine): the launcher has died, and its child has executed CMD or has ended.
+        # If it died before it reported the pid, CMD is known by its standard input, a file that
+        # only this job has.
         _kill({self.pid} if self.pid else self._sessions_of_stdin())
         self.is_over = 1
         return None
 
     def end(self, number: int = 0) -> None:
-        """Have the job ended by a signal (0: none); it is over when no process is left."""
+        """Have the job ended by a signal (0: none). It is over when no process is left."""
         self.is_ending = 1
         with suppress(OSError):  # the launcher has ended; note() sees it, too
             self.link.send(bytes([number]))
 
     def _sessions_of_stdin(self) -> set[int]:
-        found, payload = set[int](), os.fstat(self._stdin)
+        found = set[int]()
+        payload = os.fstat(self._stdin)
         for name in _processes():
             # RACE (CommandLine): it has just ended; or it belongs to another user
             with suppress(OSError):
@@ -7294,10 +7299,11 @@ class _Relay:
     """A pipe, and the stream that its bytes are for. tail: the last bytes that came."""
 
     def __init__(self, stream: _Output, is_by_lines: bool, files: ExitStack) -> None:
-        self.stream, self._is_by_lines = stream, is_by_lines
+        self.stream = stream
+        self._is_by_lines = is_by_lines
         self.tail = self._rest = b""  # _rest: an unfinished line
-        # The writing end stays open here: the end of the pipe has no meaning, because a program
-        # that the job has left may hold the pipe for ever.
+        # The end of the pipe has no meaning, because a program that the job has left may hold the
+        # pipe for ever. So the writing end stays open here.
         self.pipe, self.fd = os.pipe()
         os.set_blocking(self.pipe, False)
         files.callback(os.close, self.pipe)
@@ -7468,7 +7474,8 @@ class _CommandPool(_WorkerPool):
         """Pass on the output until the job is over. After OSError or _Stalled, end the job."""
         import signal
 
-        fds, warn_s = [job.link.fileno(), *(it.pipe for it in relays)], _GRACE_S + 1
+        fds = [job.link.fileno(), *(it.pipe for it in relays)]
+        warn_s = _GRACE_S + 1
         try:
             while not job.is_over:
                 ready = _readable(fds, warn_s)
