@@ -6923,13 +6923,14 @@ class _Output:
 #     It keeps the ended CMD as a zombie until the job is over, so that no other session or process
 #     group can get the number of the job.
 #     Invariant: each job has a link, a pair of sockets between worker and launcher. If one of the
-#     two dies, the links end, and the other kills the jobs. What an ended CMD has left lives on,
-#     unless the end of the job was asked for.
+#     two dies, the links end, and the other kills the jobs.
 # ==================================================================================================
 
 # The system sends HUP when the terminal is gone. Schedulers send USR1 and USR2 as a warning.
 _STOPS = (*_WorkerPool.stops, "SIGHUP", "SIGUSR1", "SIGUSR2")
 _REQUEST_BYTES = 1024  # the variables of a job, then zero bytes
+# a request to let live on what CMD has left; the others are numbers of signals, and 0
+_FORGET = 255
 _TICK_S = 0.05  # the pause between two looks at the jobs that run
 
 
@@ -6975,7 +6976,7 @@ def _kill(leaders: set[int]) -> None:
     """Kill some sessions, and wait for the end of their processes."""
     import signal
 
-    while leaders and _signal(leaders, signal.SIGKILL):
+    while _signal(leaders, signal.SIGKILL):
         # RACE (CommandLine): a process may have forked just before the signal, so look again
         time.sleep(0.01)
 
@@ -6994,20 +6995,20 @@ class _Session:
 
     def __init__(self, popen: Any, link: Any, limit_s: float) -> None:
         self.popen, self.link = popen, link
+        self.pid: int = popen.pid
         # when the next signal is due: SIGTERM at the time limit, or SIGKILL after `_number`
         self._signal_s = time.monotonic() + limit_s
 
-    def leaders(self) -> set[int]:
-        """Return CMD's pid; nothing if what CMD has left lives on."""
-        is_left = self._status is not None and self._number is None
-        return set() if is_left else {self.popen.pid}
-
     def is_forgotten(self) -> bool:
-        """Obey the worker. Return True if the link has ended."""
+        """Obey the worker. Return True if the job is no longer to be cared for."""
+        request = b""
         with suppress(ConnectionResetError):
-            if request := self.link.recv(1):
-                self._end(request[0])
-                return False
+            request = self.link.recv(1)
+        if not request:  # the worker has ended, or its thread has
+            _kill({self.pid})
+        elif request[0] != _FORGET:
+            self._end(request[0])
+            return False
         return True
 
     def _end(self, number: int) -> None:
@@ -7019,7 +7020,7 @@ class _Session:
         if number:
             self._signal_s = time.monotonic() + _GRACE_S
             # a stopped process can't handle the signal, so continue it
-            _signal(self.leaders(), number, signal.SIGCONT)
+            _signal({self.pid}, number, signal.SIGCONT)
 
     def is_over(self) -> bool:
         """Do what is due. Return True if an end was asked for, and no process is left."""
@@ -7029,13 +7030,14 @@ class _Session:
         if self._status is None and (status := self._ended()) is not None:
             self._status = status
             _report(self.link, "status", status)
-        if self.leaders() and time.monotonic() >= self._signal_s:
+        is_left = self._status is not None and self._number is None
+        if not is_left and time.monotonic() >= self._signal_s:
             if self._number:
-                _signal(self.leaders(), signal.SIGKILL)
+                _signal({self.pid}, signal.SIGKILL)
             else:
                 _report(self.link, "is_late", 1)
                 self._end(signal.SIGTERM)
-        if None in (self._status, self._number) or _groups_of(self.leaders()):
+        if None in (self._status, self._number) or _groups_of({self.pid}):
             return False
         _report(self.link, "is_over", 1)
         return True
@@ -7044,7 +7046,7 @@ class _Session:
         """Return CMD's exit status, or -N if signal N has ended it; None while it runs."""
         if not self.keeps_zombie:
             return self.popen.poll()
-        it = os.waitid(os.P_PID, self.popen.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+        it = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
         return it and (it.si_status if it.si_code == os.CLD_EXITED else -it.si_status)
 
 
@@ -7114,15 +7116,12 @@ def _launch(requests: Any, words: list[bytes], limit_s: float) -> None:
             if requests.fileno() in ready:
                 _start_session(requests, words, limit_s, sessions)
             for fd, it in [*sessions.items()]:
-                if fd in ready and it.is_forgotten():
-                    _kill(it.leaders())
-                elif not it.is_over():
-                    continue
-                it.popen.poll()  # reap CMD
-                it.link.close()
-                del sessions[fd]
+                if (fd in ready and it.is_forgotten()) or it.is_over():
+                    it.popen.poll()  # reap CMD
+                    it.link.close()
+                    del sessions[fd]
     finally:
-        _kill({pid for it in sessions.values() for pid in it.leaders()})
+        _kill({it.pid for it in sessions.values()})
 
 
 # Jobs: in the worker
@@ -7490,7 +7489,11 @@ class _CommandPool(_WorkerPool):
                     job.is_stopped = self._ended_by_stop(job)
                     if job.is_stopped:
                         job.end()
-                    job.is_over = not job.is_ending
+                    elif not job.is_ending:
+                        # CRASH (CommandLine): if the worker dies before this line, the launcher
+                        # kills what CMD has left.
+                        job.end(_FORGET)
+                        job.is_over = 1
             self._relay(job, relays)
             for relay in relays:
                 self._pass_on(job, relay, b"")

@@ -700,8 +700,8 @@ work() goes on after an exception that has no text | Work
 -        with suppress(Exception):  # str() of the handler's exception may raise
 +        with suppress(ValueError):
 if a worker is killed while a job ends, no process of the job is left | CommandLine
--        is_left = self._status is not None and self._number is None
-+        is_left = self._status is not None
+-            _kill({self.pid})
++            pass
 if the launcher is killed, no process of a job is left | CommandLine
 -        _kill({self.pid} if self.pid else self._sessions_of_stdin())
 +        pass
@@ -718,8 +718,8 @@ a process whose first thread has ended is no zombie | CommandLine
 - or int(more[13]) > 1
 + or int(more[13]) > 99
 a stopped job can handle SIGTERM | CommandLine
--self.leaders(), number, signal.SIGCONT)
-+self.leaders(), number)
+-{self.pid}, number, signal.SIGCONT)
++{self.pid}, number)
 a dead worker's lease from another boot ends at its deadline | Liveness
 -[it.path for it in leases if boot in ("", it.boot)])
 +[it.path for it in leases])
