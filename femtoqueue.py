@@ -6567,17 +6567,15 @@ class _SharedNumbers(_Numbers):
 
 # the shortest pause between two drawings of the progress line on a terminal
 _REDRAW_S = 0.5
-# how long a stalled reader of the output, or a job after a signal, may take
+# the time for a reader of the output, and for a job after a signal
 _GRACE_S = 5.0
-# the fields of WorkCounts
-_OUTCOMES = ("done", "failed", "retried", "released", "lost")
 _UNITS = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
 _PREVIEW_BYTES = 200
 _STREAM_NAMES = ("standard input", "standard output", "standard error")
 
 
 def _write_all(fd: int, data: bytes) -> None:
-    """Write all of the data to a descriptor. If another process has set O_NONBLOCK, clear it."""
+    """Write all of the data, also if another process has set O_NONBLOCK."""
     left = memoryview(data)
     while left:
         try:
@@ -6587,12 +6585,8 @@ def _write_all(fd: int, data: bytes) -> None:
 
 
 def _named(error: Any, name: Any) -> Any:
-    """Give an OSError of the system a file name, if it has none, and return it."""
-    if (
-        isinstance(error, OSError)
-        and error.errno is not None
-        and error.filename is None
-    ):
+    """Give an OSError of the system a file name, if it has none."""
+    if getattr(error, "errno", None) is not None and error.filename is None:
         error.filename = name
     return error
 
@@ -6602,110 +6596,102 @@ def _text_of(error: BaseException, name: Any = None) -> str:
 
 
 def _printable(text: str) -> str:
-    """Escape the characters that are not printable: they may move the cursor."""
+    # other characters may move the cursor
     return "".join(it if it.isprintable() else ascii(it)[1:-1] for it in text)
 
 
 def _preview(data: bytes) -> str:
-    """Return the beginning of a payload as one line of printable text."""
+    """Return the beginning of a payload as one line."""
     return _printable(
         " ".join(data[:_PREVIEW_BYTES].decode("utf-8", "replace").split())
     )
 
 
 class _Progress:
-    """The progress of a queue. A task is left if it waits or is leased. The rate is the decrease of
-    this number per second, or the tasks that this worker ends per second if these are more."""
+    """A task is left if it waits or is leased. The rate is the decrease of the tasks left, or the
+    tasks that this worker ends if these are more, per second."""
 
-    # Without an end for the time of _STALL_TASKS tasks, and for _STALL_S, no rate is shown.
-    _STALL_S, _STALL_TASKS = 2.0, 5
+    waiting = running = 0
+    is_paused = False
 
     def __init__(self, files: _Files) -> None:
-        self._files = files
+        self.files = files
         # A sample: the time, the number of tasks left, and how many this worker has ended.
         self._last = (0.0, 0, 0)
         # The first sample, and those that saw a task end. The rate is measured over all of them.
         self._ends = deque[tuple[float, int, int]](maxlen=30)
         self._due_ns: list[int] = []  # when the tasks are due that are not due now
-        self.waiting, self.running, self.is_paused = 0, 0, False
 
-    def tasks_in(self, directory: str) -> set[str]:
-        """Return the names of the tasks in a directory."""
-        return {*filter(_FORMS[_state_of(directory)], self._files.names(directory))}
+    def latest_dead_letters(self) -> list[str]:
+        """Return the five tasks that came to failed/ last, of the thousand youngest."""
 
-    def latest_dead_letters(self, count: int = 5) -> list[str]:
-        """Return the ids of the tasks that came to failed/ last, the latest first, among the
-        thousand youngest."""
-
-        def moved_s(name: str) -> float:
+        def moved_s(entry: _Entry) -> float:
+            # RACE (CommandLine): another process has retried or removed the task
             with suppress(OSError):
-                # RACE: another process has retried or removed the task
-                return self._files.lstat(f"failed/{name}").st_ctime
+                return self.files.lstat(entry.path).st_ctime
             return 0.0
 
-        youngest = sorted(self.tasks_in("failed"))[-1000:]
+        latest = sorted(self.files.entries("failed")[-1000:], key=moved_s)[::-1]
         # Each id once: a person may have given a task a second name in failed/.
-        return [*dict.fromkeys(map(_id_of, sorted(youngest, key=moved_s)[::-1]))][
-            :count
-        ]
+        return [*dict.fromkeys(it.id for it in latest)][:5]
 
     def count_left(self, ended: int) -> None:
-        """Count the tasks left, and add a sample. ended: the tasks that this worker has ended."""
-        self.waiting = len(self.tasks_in("pending")) + self.count_scheduled()
-        self.running = sum(len(self.tasks_in(it)) for it in self._files.node_dirs())
-        self.is_paused = self._files.exists("PAUSED")
+        """Add a sample. ended: how many tasks this worker has ended."""
+        self.waiting = self.files.count("pending") + self.count_scheduled()
+        self.running = sum(map(self.files.count, self.files.node_dirs()))
+        self.is_paused = self.files.exists("PAUSED")
         self.add_sample(time.monotonic(), self.waiting + self.running, ended)
 
     def count_scheduled(self) -> int:
-        """Return the number of scheduled tasks, and note those that are not due."""
-        names, now_ns = self.tasks_in("scheduled"), _wall_ns()
-        self._due_ns = [it for it in map(_stamp_of, names) if it > now_ns]
-        return len(names)
+        now_ns = _wall_ns()
+        due_ns = [it.stamp_ns for it in self.files.entries("scheduled")]
+        self._due_ns = [it for it in due_ns if it > now_ns]
+        return len(due_ns)
 
     def add_sample(self, now_s: float, left: int, ended: int = 0) -> None:
         sample = now_s, left, ended
         has_ended = left < self._last[1] or ended > self._last[2]
-        if has_ended and self._ends and self._is_stalled():
+        if has_ended and self._ends and self._pace() is None:
             self._ends.clear()  # a pause that is over must not lower the rate
             self._ends.append(self._last)
         if has_ended or not self._ends:
             self._ends.append(sample)
         self._last = sample
 
-    def _rates(self) -> tuple[float, float]:
-        """Return the rate, and the decrease of the tasks left, per second; 0: not known."""
+    def _pace(self) -> tuple[float, float] | None:
+        """Return the rate and the decrease; 0: not known; None: paused, or no task ends."""
         begin_s, before, earlier = self._ends[0]
         end_s, left, ended = self._ends[-1]
-        if end_s - begin_s < 1:
+        span_s = end_s - begin_s
+        if self.is_paused:
+            return None
+        if span_s < 1:
             return 0.0, 0.0
-        shrinks = (before - left) / (end_s - begin_s)
-        return max(shrinks, (ended - earlier) / (end_s - begin_s)), shrinks
-
-    def _is_stalled(self) -> bool:
-        rate, _ = self._rates()
-        rest_s = self._last[0] - self._ends[-1][0]
-        is_long = rate > 0 and rest_s > max(self._STALL_S, self._STALL_TASKS / rate)
-        return self.is_paused or is_long
+        shrinks = (before - left) / span_s
+        rate = max(shrinks, (ended - earlier) / span_s)
+        rest_s = self._last[0] - end_s
+        # Nothing has ended for the time of five tasks.
+        is_stalled = rest_s > 2 and rest_s * rate > 5
+        return None if is_stalled else (rate, shrinks)
 
     def pace_text(self) -> str:
-        """Return the rate, the time left, and when the scheduled tasks are due, if known."""
         due_s = (max(self._due_ns, default=0) - _wall_ns()) / 1e9
         texts = []
-        if self._ends and not self._is_stalled():
-            rate, shrinks = self._rates()
+        if self._ends and (pace := self._pace()):
+            rate, shrinks = pace
             for unit, size in [it for it in _UNITS if rate * it[1] >= 1][-1:]:
                 texts.append(f"{round(rate * size, 1):g}/{unit}")
             if shrinks > rate / 20 and self._last[1]:  # else it is noise
-                texts.append(
-                    f"about {_rough_time(max(self._last[1] / shrinks, due_s))} left"
-                )
+                left_s = max(self._last[1] / shrinks, due_s)
+                texts.append(f"about {_rough_time(left_s)} left")
         if due_s > 0:
             texts.append(f"{len(self._due_ns)} due in {_rough_time(due_s)}")
         return "  ".join(texts)
 
     def text(self, counts: Mapping[str, int]) -> str:
-        """Return the line of progress. counts: the fields of WorkCounts."""
-        ended = [f"{counts[it]} {it}" for it in _OUTCOMES if counts.get(it)]
+        ended = [
+            f"{counts[it]} {it}" for it in WorkCounts.__annotations__ if counts.get(it)
+        ]
         paused = "  paused" if self.is_paused else ""
         left = f"{self.running} running  {self.waiting} waiting{paused}"
         parts = ["  ".join(ended) or "0 done", left, self.pace_text()]
@@ -6713,13 +6699,12 @@ class _Progress:
 
 
 def _rough_time(seconds: float) -> str:
-    """Return a span of time as text: 40 s, 3 min, 2 h, 5 d."""
     unit, size = next((it for it in _UNITS if seconds >= 1.5 * it[1]), _UNITS[-1])
     return f"{max(1, round(seconds / size))} {unit}"
 
 
 def _terminal_size(fd: int) -> tuple[int, int]:
-    """Return the columns and rows of a terminal; 0: not known."""
+    """Return columns and rows; 0: not known."""
     with suppress(OSError):
         return os.get_terminal_size(fd)
     return 0, 0
@@ -6729,103 +6714,80 @@ class _Stalled(Exception):
     """Nobody reads the output."""
 
 
-class _Stream:
-    """Standard output or standard error. The lock is held during a write."""
+class _Output:
+    """A standard stream, for several threads. On a terminal, a progress line is below the output
+    while this process group is in the foreground."""
 
-    def __init__(self, fd: int) -> None:
-        self.fd, self.lock = fd, threading.Lock()
-        self.ends_line = True  # no line is unfinished
-        self._moved_s = 0.0  # when the last write began, or bytes were last written
+    def __init__(self, fd: int = 2) -> None:
+        self.fd = fd
+        self._has_terminal = os.isatty(2) and os.environ.get("TERM", "dumb") != "dumb"
+        self._lock = threading.Lock()  # held during a write
+        self._ends_line = True  # no line is unfinished
+        self._moved_s = 0.0  # when bytes were last written
+        self._line = ""  # to show at the bottom of the terminal
+        self._is_shown = False
 
-    def write(self, data: bytes, end_s: float) -> None:
+    def put(
+        self, data: bytes, end_s: float = float("inf"), begins_line: bool = False
+    ) -> None:
+        """Write bytes; begins_line: on a new line. Raises OSError, and _Stalled if nobody has read
+        for _GRACE_S, and the time end_s is over."""
+        while not self._lock.acquire(timeout=0.1):
+            self._check_reader(end_s)
+        try:
+            if begins_line and not self._ends_line:
+                data = b"\n" + data
+            if data:
+                self._ends_line = data.endswith(b"\n")
+            self._moved_s = time.monotonic()
+            self._write(self.clearing() + data + self._drawing(), end_s)
+        finally:
+            self._lock.release()
+
+    def _write(self, data: bytes, end_s: float) -> None:
         import select
 
         left = memoryview(data)
-        self._moved_s = time.monotonic()
         while left:
             # A pipe that select() finds writable takes 4096 bytes without blocking.
             if not select.select([], [self.fd], [], 0.1)[1]:
-                self.check_reader(end_s)
+                self._check_reader(end_s)
                 continue
             with suppress(BlockingIOError):  # another process has set O_NONBLOCK
                 left = left[os.write(self.fd, left[:4096]) :]
                 self._moved_s = time.monotonic()
 
-    def check_reader(self, end_s: float) -> None:
-        """Raise _Stalled if nobody has read for _GRACE_S, and the time end_s is over."""
+    def _check_reader(self, end_s: float) -> None:
         if time.monotonic() >= max(end_s, self._moved_s + _GRACE_S):
             raise _Stalled
 
-
-class _Output:
-    """Standard output and standard error, for several threads. On a terminal, a progress line is at
-    the bottom. It is cleared before other output, and drawn again after whole lines, while this
-    process group is in the terminal's foreground."""
-
-    def __init__(self) -> None:
-        self.err = _Stream(2)
-        # A write to standard output that waits for a reader must not delay the log.
-        self.out = self.err if os.path.sameopenfile(1, 2) else _Stream(1)
-        self.has_terminal = os.isatty(2) and os.environ.get("TERM", "dumb") != "dumb"
-        # to show at the bottom of the terminal; None: show no more
-        self._line: str | None = ""
-        self._is_shown = False
-
-    def put(
-        self,
-        stream: _Stream,
-        data: bytes,
-        begins_line: bool = False,
-        end_s: float = float("inf"),
-    ) -> None:
-        """Write bytes to a stream. begins_line: if its last line has not ended, end it first.
-        Raises OSError, and _Stalled as check_reader() does."""
-        if not data:
-            return
-        while not stream.lock.acquire(timeout=0.1):
-            stream.check_reader(end_s)
-        try:
-            if begins_line and not stream.ends_line:
-                data = b"\n" + data
-            stream.ends_line = data.endswith(b"\n")
-            if stream is not self.err:
-                stream.write(data, end_s)
-                return
-            stream.write(self.clearing() + data, end_s)
-            _write_all(2, self._drawing())
-        finally:
-            stream.lock.release()
-
     def write(self, text: str) -> None:
-        """Write a text to standard error, as lines of its own. Raise nothing: if the terminal is
-        gone, the running jobs must still finish."""
+        """Write a text as lines of its own."""
+        # Raise nothing: if the terminal is gone, the running jobs must still finish.
         with suppress(OSError):
-            self.put(
-                self.err, text.encode("utf-8", "backslashreplace"), begins_line=True
-            )
+            self.put(text.encode("utf-8", "backslashreplace"), begins_line=True)
 
     @contextmanager
     def reporting(
         self, text: Callable[[], str], plain_s: float = 0.0
     ) -> Iterator[None]:
-        """While the block runs, show what text() returns on the terminal. Without a terminal,
-        write it every plain_s seconds (0: never) if it has changed."""
-        is_over, least_s = (
-            threading.Event(),
-            _REDRAW_S if self.has_terminal else plain_s,
-        )
+        """Show what text() returns. Without a terminal, write it every plain_s seconds (0: never)
+        if it has changed."""
+        least_s = _REDRAW_S if self._has_terminal else plain_s
+        show = self._show if self._has_terminal else self.write
+        is_over = threading.Event()
 
         def report() -> None:
-            last, pause_s = "", least_s
+            line = ""
+            pause_s = least_s
             while not is_over.wait(pause_s):
+                before = line
                 began_s = time.monotonic()
                 with suppress(OSError):
                     line = text()
-                    if self.has_terminal:
-                        self._show(line)
-                    elif line != last and not is_over.is_set():
-                        self.write(line)
-                        last = line
+                is_new = self._has_terminal or line != before
+                if is_new and not is_over.is_set():
+                    show(line)
                 # text() may list large directories: it gets at most 1 % of the time.
                 pause_s = max(least_s, 100 * (time.monotonic() - began_s))
 
@@ -6835,34 +6797,24 @@ class _Output:
             yield
         finally:
             is_over.set()
-            with suppress(OSError):
-                self._show(None)
+            self._show("")
 
-    def _show(self, line: str | None) -> None:
-        """Show another line of progress; None: no more. If a thread is stuck in a write, do
-        nothing."""
-        if self._line is not None and self.err.lock.acquire(timeout=1.0):
-            try:
-                clearing = self.clearing()
-                self._line = line
-                _write_all(2, clearing + self._drawing())
-            finally:
-                self.err.lock.release()
+    def _show(self, line: str) -> None:
+        self._line = line
+        with suppress(OSError, _Stalled):
+            self.put(b"", end_s=0.0)
 
     def _drawing(self) -> bytes:
-        """Return the bytes that draw the progress line, with failed tasks in red."""
-        self._is_shown = bool(
-            self._line and self.err.ends_line and self._is_foreground()
-        )
+        line = self._line.rstrip()[: _terminal_size(2)[0] or 80]
+        self._is_shown = bool(line) and self._ends_line and self._is_foreground()
         if not self._is_shown:
             return b""
-        line = (self._line or "").rstrip()[: _terminal_size(2)[0] or 80]
         if not os.environ.get("NO_COLOR"):
             line = re.sub(r"\b\d+ failed\b", "\x1b[31m\\g<0>\x1b[0m", line)
         return line.encode("ascii", "backslashreplace")
 
     def clearing(self) -> bytes:
-        """Return the bytes that clear the progress line. A signal handler, too, calls this."""
+        # a signal handler calls this, too
         return b"\r\x1b[J" if self._is_shown and self._is_foreground() else b""
 
     def _is_foreground(self) -> bool:
@@ -6880,15 +6832,16 @@ class _Output:
 #     two dies, the links end, and the other kills the jobs.
 # ==================================================================================================
 
-_FORGET = 255  # a request to the launcher; the others are numbers of signals, and 0
-# the size of a request to start a job: its variables, then zero bytes
-_REQUEST_BYTES = 1024
-_VARIABLES = (b"FEMTOQUEUE_ID", b"FEMTOQUEUE_ATTEMPT", b"FEMTOQUEUE_KEY")
-_LAUNCHER_ENDED = "the launcher of this worker has ended; its jobs are killed"
+# The system sends HUP when the terminal is gone. Schedulers send USR1 and USR2 as a warning.
+_STOPS = (*_WorkerPool.stops, "SIGHUP", "SIGUSR1", "SIGUSR2")
+_REQUEST_BYTES = 1024  # the variables of a job, then zero bytes
+# a request to let live on what CMD has left; the others are numbers of signals, and 0
+_FORGET = 255
+_TICK_S = 0.05  # the pause between two looks at the jobs that run
 
 
 def _processes() -> list[str]:
-    """Return the names of the processes in /proc; none if it is the /proc of another container."""
+    """List /proc; return nothing if it is the /proc of another container."""
     with suppress(OSError):
         if os.readlink("/proc/self") == str(os.getpid()):
             return [*filter(str.isdigit, os.listdir("/proc"))]
@@ -6896,8 +6849,7 @@ def _processes() -> list[str]:
 
 
 def _is_signalled(group: int, number: int) -> bool:
-    """Send a signal to a process group. Return False if no process got it, for example after
-    sudo."""
+    """Return False if no process got the signal, as after sudo."""
     with suppress(OSError):
         os.killpg(group, number)
         return True
@@ -6905,35 +6857,33 @@ def _is_signalled(group: int, number: int) -> bool:
 
 
 def _groups_of(leaders: set[int]) -> list[int]:
-    """Return the process groups with running processes in some sessions. Without a /proc, only the
-    groups of the leaders are known."""
-    names, groups = _processes(), set[int]()
+    """Return the running process groups in some sessions; without a /proc, those of leaders."""
+    groups = set[int]()
+    names = _processes()
     if not names:
         return [it for it in leaders if _is_signalled(it, 0)]
     for name in names:
+        # RACE (CommandLine): a process of the list has just ended
         with suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
-            # RACE: it has just ended
             state, _, group, session, *more = file.read().rpartition(b")")[2].split()
             # A process whose first thread has ended has the state Z, too: more[13] is num_threads.
             if int(session) in leaders and (state not in b"ZX" or int(more[13]) > 1):
                 groups.add(int(group))
-    # RACE: if the child of a shell, in a group of its own, got a signal first, the shell could go
-    # on, and end with status 0. So the groups of the leaders come first.
-    return sorted(groups, key=lambda it: it not in leaders)
+    return sorted(groups)
 
 
 def _signal(leaders: set[int], *numbers: int) -> bool:
-    """Send signals to all processes of some sessions. Return whether a process got one."""
+    """Return whether a process of the sessions got a signal."""
     groups = _groups_of(leaders)
     return sum(_is_signalled(it, number) for it in groups for number in numbers) > 0
 
 
 def _kill(leaders: set[int]) -> None:
-    """Kill all processes of some sessions, and wait until they have ended."""
+    """Kill some sessions, and wait for the end of their processes."""
     import signal
 
     while _signal(leaders, signal.SIGKILL):
-        # RACE: a process may have forked just before the signal, so look again
+        # RACE (CommandLine): a process may have forked just before the signal, so look again
         time.sleep(0.01)
 
 
@@ -6941,141 +6891,116 @@ def _kill(leaders: set[int]) -> None:
 
 
 class _Session:
-    """A job, as the launcher knows it. wake_s: when is_over() is to be called next."""
+    """A job, as the launcher knows it."""
 
     # macOS before Python 3.13 has no waitid(). Without a /proc, a zombie counts as running.
     keeps_zombie = True
+    _status: int | None = None
+    # the signal that ends the job; 0: only wait for its end; None: no end was asked for
+    _number: int | None = None
 
     def __init__(self, popen: Any, link: Any, limit_s: float) -> None:
-        self._popen, self.link = popen, link
+        self.popen, self.link = popen, link
         self.pid: int = popen.pid
-        self._limit_s = self.wake_s = time.monotonic() + limit_s
-        self._status: int | None = None
-        # the signal that ends the job; 0: only wait for its end
-        self._number: int | None = None
-        self._kill_s = 0.0  # when SIGKILL follows
+        # when the next signal is due: SIGTERM at the time limit, or SIGKILL after `_number`
+        self._signal_s = time.monotonic() + limit_s
 
     def is_forgotten(self) -> bool:
-        """Obey a request of the worker. Return True if the job is no longer to be cared for."""
-        number = _FORGET
-        try:
-            number = self.link.recv(1)[0]
-        except (IndexError, ConnectionResetError):
-            # the worker has ended, or its thread has
+        """Obey the worker. Return True if the job is no longer to be cared for."""
+        request = b""
+        with suppress(ConnectionResetError):
+            request = self.link.recv(1)
+        if not request:  # the worker has ended, or its thread has
             _kill({self.pid})
-        if number != _FORGET:
-            self._end(number)
-        return number == _FORGET
+        elif request[0] != _FORGET:
+            self._end(request[0])
+            return False
+        return True
 
     def _end(self, number: int) -> None:
         import signal
 
-        if not self._number:
-            self._number, self.wake_s = number, 0.0
-            self._kill_s = time.monotonic() + _GRACE_S
-            if number:  # a stopped process can't handle the signal, so continue it
-                _signal({self.pid}, number, signal.SIGCONT)
+        if self._number:
+            return
+        self._number = number
+        if number:
+            self._signal_s = time.monotonic() + _GRACE_S
+            # a stopped process can't handle the signal, so continue it
+            _signal({self.pid}, number, signal.SIGCONT)
 
     def is_over(self) -> bool:
-        """Report the end of CMD, and do what is due. Return True if an end was asked for, and no
-        process is left."""
+        """Do what is due. Return True if an end was asked for, and no process is left."""
         import signal
 
         # CMD that has ended before its limit is not late, so look at CMD first.
         if self._status is None and (status := self._ended()) is not None:
             self._status = status
-            self.wake_s = float("inf") if self._number is None else 0.0
             _report(self.link, "status", status)
-        now_s = time.monotonic()
-        if now_s < self.wake_s:
-            return False
-        if now_s >= self._limit_s and not self._number:
-            _report(self.link, "is_late", 1)
-            self._end(signal.SIGTERM)
-        if self._number and now_s >= self._kill_s:
-            _signal({self.pid}, signal.SIGKILL)
-        self.wake_s = now_s + 0.05
-        if self._status is None or _groups_of({self.pid}):
+        is_left = self._status is not None and self._number is None
+        if not is_left and time.monotonic() >= self._signal_s:
+            if self._number:
+                _signal({self.pid}, signal.SIGKILL)
+            else:
+                _report(self.link, "is_late", 1)
+                self._end(signal.SIGTERM)
+        if None in (self._status, self._number) or _groups_of({self.pid}):
             return False
         _report(self.link, "is_over", 1)
         return True
 
-    def _ended(self) -> int | None:
+    def _ended(self) -> Any:
         """Return CMD's exit status, or -N if signal N has ended it; None while it runs."""
         if not self.keeps_zombie:
-            status: int | None = self._popen.poll()
-            return status
+            return self.popen.poll()
         it = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
-        if it is None:
-            return None
-        return it.si_status if it.si_code == os.CLD_EXITED else -it.si_status
-
-    def drop(self) -> None:
-        self._popen.poll()  # reap CMD
-        self.link.close()
+        return it and (it.si_status if it.si_code == os.CLD_EXITED else -it.si_status)
 
 
 def _report(link: Any, name: str, value: int) -> None:
-    """Tell the worker a value of a job. There are so few reports that the call never blocks."""
+    # There are so few reports that the call never blocks.
     with suppress(OSError):  # the worker has ended; is_forgotten() sees it, too
         link.send(f"{name:8}{value:8}".encode())
 
 
 def _start_session(
-    requests: Any, words: list[bytes], limit_s: float
-) -> _Session | None:
-    """Read a request, and start CMD. Return None if it can't be started. Raises EOFError if the
-    worker has ended."""
+    requests: Any, words: list[bytes], limit_s: float, sessions: dict[int, _Session]
+) -> None:
+    """Raises EOFError if the worker has ended."""
     import socket
     import subprocess
 
-    request, fds, _, _ = socket.recv_fds(
-        requests, _REQUEST_BYTES, 4, socket.MSG_WAITALL
-    )
-    if len(request) < _REQUEST_BYTES:
+    _, fds, _, _ = socket.recv_fds(requests, 1, 4)
+    if not fds:
         raise EOFError
-    os.environb.update(
-        zip(_VARIABLES, request.rstrip(b"\0").split(b" ", 2), strict=True)
-    )
     link = socket.socket(fileno=fds.pop())
-    stdin, stdout, stderr = fds
+    # The byte of an end() may have come, too.
+    variables = link.recv(_REQUEST_BYTES, socket.MSG_WAITALL).rstrip(b"\0").split(b"\0")
+    os.environb.update(dict(it.split(b"=", 1) for it in variables))
     try:
         # An argument of more than 4 MB fails in each system.
-        data = os.pread(stdin, 1 << 22, 0)
+        data = os.pread(fds[0], 1 << 22, 0)
         command = [it.replace(b"{}", data) for it in words]
-        popen: Any = subprocess.Popen(
-            command, 0, None, stdin, stdout, stderr, start_new_session=True
-        )
+        start: Any = subprocess.Popen
+        popen = start(command, 0, None, *fds, start_new_session=True)
+        _report(link, "pid", popen.pid)
+        sessions[link.fileno()] = _Session(popen, link, limit_s)
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the payload
         _report(link, "errno", getattr(error, "errno", errno.EINVAL))
-        _report(link, "is_over", 1)
         link.close()
-        return None
-    finally:
-        for fd in fds:
-            os.close(fd)
-    _report(link, "pid", popen.pid)
-    return _Session(popen, link, limit_s)
+    for fd in fds:
+        os.close(fd)
 
 
 def _handle_signals() -> int:
-    """Let no signal of a scheduler end the launcher. Return a descriptor, readable after each
-    signal."""
+    """Let no signal end the launcher. Return a descriptor that gets readable."""
     import signal
 
     # CMD gets the default action, because a handler, unlike SIG_IGN, does not survive exec().
-    for name in (
-        "SIGCHLD",
-        "SIGINT",
-        "SIGTERM",
-        "SIGHUP",
-        "SIGQUIT",
-        "SIGUSR1",
-        "SIGUSR2",
-    ):
+    for name in _STOPS:
         number = signal.Signals[name]
-        if name == "SIGCHLD" or signal.getsignal(number) not in (signal.SIG_IGN, None):
+        if signal.getsignal(number) not in (signal.SIG_IGN, None):
             signal.signal(number, _no_op)
+    signal.signal(signal.SIGCHLD, _no_op)
     waking, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
@@ -7083,26 +7008,24 @@ def _handle_signals() -> int:
 
 
 def _launch(requests: Any, words: list[bytes], limit_s: float) -> None:
-    """Start jobs, and end them, until the worker has ended (EOFError). Then kill all jobs."""
+    """Start jobs, and end them, until the worker has ended (EOFError)."""
     waking = _handle_signals()
     _Session.keeps_zombie = hasattr(os, "waitid") and bool(_processes())
     sessions: dict[int, _Session] = {}  # by the descriptor of the link
     try:
         while True:
-            now_s = time.monotonic()
-            wake_s = min([now_s + 3600, *(it.wake_s for it in sessions.values())])
             ready = _readable(
-                [requests.fileno(), waking, *sessions], max(0.0, wake_s - now_s)
+                [requests.fileno(), waking, *sessions], _TICK_S if sessions else 3600.0
             )
             if waking in ready:  # a child has ended
                 os.read(waking, 1 << 16)
-            if requests.fileno() in ready and (
-                session := _start_session(requests, words, limit_s)
-            ):
-                sessions[session.link.fileno()] = session
+            if requests.fileno() in ready:
+                _start_session(requests, words, limit_s, sessions)
             for fd, it in [*sessions.items()]:
                 if (fd in ready and it.is_forgotten()) or it.is_over():
-                    sessions.pop(fd).drop()
+                    it.popen.poll()  # reap CMD
+                    it.link.close()
+                    del sessions[fd]
     finally:
         _kill({it.pid for it in sessions.values()})
 
@@ -7110,74 +7033,19 @@ def _launch(requests: Any, words: list[bytes], limit_s: float) -> None:
 # Jobs: in the worker
 
 
-class _CommandJob:
-    """A job, as the worker knows it. note() reads a report of the launcher into an attribute.
-
-    errno: why CMD could not be started, or 0.
-    status: CMD's exit status, or -N if signal N has ended it; None: not known.
-    is_late: the time limit was over before CMD had ended.
-    is_ending: the worker has asked for the end. is_stopped: see _ended_by_stop().
-    """
-
-    pid = errno = is_late = is_ending = is_over = is_stopped = 0
-    status: int | None = None
-
-    def __init__(self, link: Any, stdin: int) -> None:
-        self.link, self._stdin = link, os.fstat(stdin)
-
-    def note(self) -> None:
-        """Wait for a report, and read it. If the launcher has ended, kill the job."""
-        import socket
-
-        with suppress(ConnectionResetError):
-            if report := self.link.recv(16, socket.MSG_WAITALL):
-                name, value = report.split()
-                setattr(self, name.decode(), int(value))
-                return
-        # CRASH: at the end of the link, the launcher is dead, and each process that it forked has
-        # executed CMD or has ended. If the launcher died before it reported the pid, CMD is known
-        # by its standard input, a file that only this job has.
-        _kill({self.pid} if self.pid else self._sessions_of_stdin())
-        self.is_over = 1
-
-    def end(self, number: int = 0) -> None:
-        """Let the launcher end the job by a signal (0: none), and wait until no process is left."""
-        self.is_ending = 1
-        with suppress(OSError):  # the launcher has ended; note() sees it, too
-            self.link.send(bytes([number]))
-
-    def forget(self) -> None:
-        """Let the processes live on that CMD, which has ended, has left.
-
-        CRASH: if the worker dies before this call, the launcher kills these processes, too."""
-        self.end(_FORGET)
-        self.is_over = 1
-
-    def _sessions_of_stdin(self) -> set[int]:
-        found = set[int]()
-        for name in _processes():
-            with suppress(OSError):
-                # RACE: it has just ended; or it belongs to another user
-                if os.path.samestat(os.stat(f"/proc/{name}/fd/0"), self._stdin):
-                    found.add(os.getsid(int(name)))
-        return found
-
-
 class _Launcher:
-    """The launcher, as the worker knows it. It is forked before any thread starts and the queue is
-    opened: it has no lock, and no descriptor of the queue."""
+    """Forks the launcher, before any thread starts and the queue is opened: the launcher has no
+    lock, and no descriptor of the queue."""
 
     def __init__(self, words: list[str], limit_s: float) -> None:
-        """words: CMD. limit_s: how long it may run."""
         import socket
 
         self.limit_s = limit_s
-        self._requests, requests = socket.socketpair()
-        self._lock = threading.Lock()  # held during a request
+        self.requests, requests = socket.socketpair()
         self._pid = os.fork()
         if self._pid == 0:
             try:
-                self._requests.close()
+                self.requests.close()
                 # SIGKILL to the worker's process group must not reach the launcher
                 os.setsid()
                 _launch(requests, [*map(os.fsencode, words)], limit_s)
@@ -7185,27 +7053,74 @@ class _Launcher:
                 os._exit(0)
         requests.close()
 
-    def start(self, task: FemtoTask, streams: list[int]) -> _CommandJob:
-        """Start CMD with these streams; the first holds the payload. Raises OSError."""
-        import socket
-
-        # The key is passed in UTF-8, whatever the locale is.
-        key = (task.key or "").replace("\0", "%00")
-        request = f"{task.id} {task.attempts} {key}".encode().ljust(
-            _REQUEST_BYTES, b"\0"
-        )
-        link, theirs = socket.socketpair()
-        # CRASH: the launcher may be killed after it has started CMD. So after an error there may be
-        # a job, and the first note() learns of the end.
-        with theirs, self._lock, suppress(BrokenPipeError, ConnectionResetError):
-            socket.send_fds(self._requests, [request], [*streams, theirs.fileno()])
-        return _CommandJob(link, streams[0])
-
     def stop(self) -> None:
         """Let the launcher end, and reap it."""
-        self._requests.close()
+        self.requests.close()
         with suppress(ChildProcessError):  # PID 1 may have reaped it
             os.waitpid(self._pid, 0)
+
+
+class _CommandJob:
+    """A job, as the worker knows it."""
+
+    pid = is_over = is_stopped = 0
+    errno = 0  # why CMD could not be started
+    is_late = 0  # 1: the time limit was over before CMD had ended
+    is_ending = 0  # 1: the worker has asked for the end
+    # CMD's exit status, or -N if signal N has ended it; None: not known
+    status: int | None = None
+
+    def __init__(
+        self, launcher: _Launcher, task: FemtoTask, streams: list[int]
+    ) -> None:
+        import socket
+
+        self.task = task
+        self._stdin = streams[0]
+        self.end_s = time.monotonic() + launcher.limit_s
+        # The key is passed in UTF-8, whatever the locale is.
+        key = (task.key or "").replace("\0", "%00")
+        variables = (
+            f"FEMTOQUEUE_ID={task.id}\0FEMTOQUEUE_ATTEMPT={task.attempts}\0"
+            f"FEMTOQUEUE_KEY={key}"
+        )
+        self.link, theirs = socket.socketpair()
+        self.link.send(variables.encode().ljust(_REQUEST_BYTES, b"\0"))
+        # CRASH (CommandLine): the launcher may be killed after it has started CMD. So there may be
+        # a job, and the first note() learns of the end.
+        with theirs, suppress(BrokenPipeError, ConnectionResetError):
+            socket.send_fds(launcher.requests, [b"x"], [*streams, theirs.fileno()])
+
+    def note(self) -> Any:
+        """Read a report into the attribute of its name, and return the name; None: the launcher
+        has ended."""
+        with suppress(ConnectionResetError):
+            if report := self.link.recv(16).decode():
+                name, value = report.split()
+                setattr(self, name, int(value))
+                return name
+        # CRASH (CommandLine): the launcher has died, and its child has executed CMD or has ended.
+        # If it died before it reported the pid, CMD is known by its standard input, a file that
+        # only this job has.
+        _kill({self.pid} if self.pid else self._sessions_of_stdin())
+        self.is_over = 1
+        return None
+
+    def end(self, number: int = 0) -> None:
+        """Have the job ended by a signal (0: none). It is over when no process is left."""
+        self.is_ending = 1
+        with suppress(OSError):  # the launcher has ended; note() sees it, too
+            self.link.send(bytes([number]))
+
+    def _sessions_of_stdin(self) -> set[int]:
+        found = set[int]()
+        payload = os.fstat(self._stdin)
+        for name in _processes():
+            # RACE (CommandLine): it has just ended; or it belongs to another user
+            with suppress(OSError):
+                if os.path.samestat(os.stat(f"/proc/{name}/fd/0"), payload):
+                    found.add(os.getsid(int(name)))
+        return found
 
 
 # ==================================================================================================
@@ -7237,49 +7152,70 @@ class _Launcher:
 #   any                 all others, such as ENOENT of CMD        the worker ends; the task goes back
 
 _REPORT_S = 10.0  # the pause between two lines of progress
-# a reason gets at most this many of the last bytes of CMD's standard error
-_REASON_BYTES = 4096
+_REASON_BYTES = 4096  # the end of CMD's standard error
 # with -j 2 or more, a line is kept until its end, but not if it is longer
 _LINE_BYTES = 1 << 24
 _PIPE_BYTES = 1 << 20  # a pipe holds at most so many bytes (Linux: pipe-max-size)
 _SHORT_ERRNOS = (errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ETXTBSY)
-_PAYLOAD, _OUTPUT = "its payload can't be written", "its output can't be written"
+_FULL_ERRNOS = (*_OUT_OF_SPACE_ERRNOS, errno.EFBIG)
 
 
 class _Shortage(Exception):
-    """The system is short of something, such as processes. Try again later."""
+    """The system is short of something, such as processes."""
 
 
 def _is_shortage(error: BaseException) -> bool:
-    is_no_thread = (
-        isinstance(error, RuntimeError) and str(error) == "can't start new thread"
-    )
+    is_no_thread = str(error) == "can't start new thread"
     is_memory = isinstance(error, MemoryError)
     return is_no_thread or is_memory or getattr(error, "errno", 0) in _SHORT_ERRNOS
 
 
-def _verdict(step: str, error: OSError) -> BaseException:
-    """Return what an error becomes, by the table above: _Shortage, _CommandFailed or SystemExit."""
+def _verdict(step: str, error: OSError, is_of_task: bool = False) -> BaseException:
+    """Return what an error becomes, by the table above. is_of_task: the try fails."""
     text = f"{step}: {error}"
     if _is_shortage(error):
         return _Shortage(text)
-    is_full = error.errno in (*_OUT_OF_SPACE_ERRNOS, errno.EFBIG)
-    is_bad_output = step == _OUTPUT and os.path.lexists(error.filename)
-    if is_bad_output or (is_full and step in (_OUTPUT, _PAYLOAD)):
-        return _CommandFailed(text)
-    return SystemExit(text)
+    return _CommandFailed(text) if is_of_task else SystemExit(text)
+
+
+class _OutputFile:
+    """A file in --output-dir. tail: its last bytes, but none that stood there before."""
+
+    def __init__(self, path: str, files: ExitStack) -> None:
+        # Others may write to the directory, too.
+        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | _NO_FOLLOW_OR_BLOCK
+        self.fd = os.open(path, flags, 0o666)
+        files.callback(os.close, self.fd)
+        it = os.fstat(self.fd)
+        is_regular = stat.S_ISREG(it.st_mode)
+        if not (is_regular and it.st_uid == os.geteuid() and it.st_nlink == 1):
+            what = "not a regular file of this user, with one link"
+            raise OSError(errno.EPERM, what, path)
+        os.set_blocking(self.fd, True)
+        self._begin = it.st_size
+
+    @property
+    def tail(self) -> bytes:
+        start = max(self._begin, os.fstat(self.fd).st_size - _REASON_BYTES)
+        return os.pread(self.fd, _REASON_BYTES, start)
 
 
 class _Relay:
-    """What passes on the bytes of a pipe to a stream. tail: the last bytes that came. end_s: when
-    the time limit of the job is over."""
+    """A pipe, and the stream that its bytes are for. tail: the last bytes that came."""
 
-    def __init__(self, stream: _Stream, is_by_lines: bool, end_s: float) -> None:
-        self.stream, self._is_by_lines, self.end_s = stream, is_by_lines, end_s
+    def __init__(self, stream: _Output, is_by_lines: bool, files: ExitStack) -> None:
+        self.stream = stream
+        self._is_by_lines = is_by_lines
         self.tail = self._rest = b""  # _rest: an unfinished line
+        # The end of the pipe has no meaning, because a program that the job has left may hold the
+        # pipe for ever. So the writing end stays open here.
+        self.pipe, self.fd = os.pipe()
+        os.set_blocking(self.pipe, False)
+        files.callback(os.close, self.pipe)
+        files.callback(os.close, self.fd)
 
     def due(self, data: bytes) -> bytes:
-        """Return what is to be passed on when `data` has come; b"" stands for the end."""
+        """Return what is to be passed on when `data` has come; b"": the end."""
         self.tail = (self.tail + data)[-_REASON_BYTES:]
         if not self._is_by_lines:
             return data
@@ -7290,31 +7226,35 @@ class _Relay:
 
 
 class _CommandPool(_WorkerPool):
-    """The pool of the command `work`. The handler runs CMD for a task."""
+    """The pool whose handler runs CMD for a task."""
 
-    # The system sends HUP when the terminal is gone. Schedulers send USR1 and USR2 as a warning.
-    stops = (*_WorkerPool.stops, "SIGHUP", "SIGUSR1", "SIGUSR2")
+    stops = _STOPS
 
     def __init__(self, queue: FemtoQueue, launcher: _Launcher, options: Any) -> None:
-        limits = {
-            "idle_timeout_s": options.idle_timeout,
-            "time_limit_s": options.time_limit,
-        }
         super().__init__(
-            queue, self._run_command, options.jobs, options.drain, **limits
+            queue,
+            self._run_command,
+            options.jobs,
+            options.drain,
+            idle_timeout_s=options.idle_timeout,
+            time_limit_s=options.time_limit,
         )
         # In the main thread, the second signal would raise KeyboardInterrupt within a start of CMD.
         self._is_threaded = True
         self._options, self._launcher = options, launcher
+        self._cannot_run = f"{options.after_dashes[0]} can't be run"
         self.output = _Output()
+        # A write to standard output that waits for a reader must not delay the log.
+        is_same = os.path.sameopenfile(1, 2)
+        self._stdout = self.output if is_same else _Output(1)
         self._progress = _Progress(_open_files(os.fspath(queue.data_dir), False))
         self._jobs = set[_CommandJob]()
         self._is_told = threading.Event()  # set when the first signal has come
         self._output_dir = options.output_dir and os.path.abspath(options.output_dir)
 
     def run_reported(self) -> int:
-        """Run the pool, report what was done, and return the exit status."""
-        before, trouble = self._dead_letters(), ""
+        before = self._progress.files.count("failed")
+        trouble = ""
         try:
             if os.getpid() == 1:
                 threading.Thread(target=_reap_inherited, daemon=True).start()
@@ -7329,7 +7269,8 @@ class _CommandPool(_WorkerPool):
         self.output.write(trouble + self._progress_text())
         if trouble:
             return 2
-        has_failed = bool(self.counts["failed"] or self._dead_letters() - before)
+        failed = self._progress.files.count("failed") - before
+        has_failed = failed > 0 or self.counts["failed"] > 0
         return int(self._drain and (has_failed or not self._queue.join(0)))
 
     def _progress_text(self) -> str:
@@ -7338,13 +7279,6 @@ class _CommandPool(_WorkerPool):
                 self._progress.count_left(sum(self.counts[it] for it in _ENDED))
                 return self._progress.text(self.counts) + "\n"
         return ""
-
-    def _dead_letters(self) -> set[str]:
-        """With --drain, return the names in failed/, if this user may list them."""
-        if self._drain:
-            with suppress(PermissionError):
-                return self._progress.tasks_in("failed")
-        return set()
 
     def _failure_text(self, task: FemtoTask, outcome: str, error: Exception) -> str:
         text = super()._failure_text(task, outcome, error).removesuffix(_try_text(task))
@@ -7357,8 +7291,7 @@ class _CommandPool(_WorkerPool):
         _write_stop_line(self.output.clearing() or b"\n")
 
     def _abort(self) -> None:
-        """Pass the second signal to all jobs, and wait until the threads have settled the tasks.
-        Some may be left, because nobody reads the output: give them back."""
+        """Pass the second signal to all jobs, and give back the tasks of those that do not end."""
         for job in [*self._jobs]:
             job.end(self.signals[-1])
         with self._changed:
@@ -7375,10 +7308,9 @@ class _CommandPool(_WorkerPool):
     # A task
 
     def _run_command(self, task: FemtoTask) -> None:
-        """Run CMD for a task. Raises _CommandFailed if the try fails, and SystemExit for trouble of
-        this worker: the block of processing() then gives the task back, uncounted."""
+        """Raises _CommandFailed if the try fails, and SystemExit for trouble of this worker."""
         has_logged = False
-        while True:
+        while not (has_logged and self._is_told.wait(_BASE_INTERVAL_S)):
             try:
                 with ExitStack() as files:
                     self._try(task, files)
@@ -7387,31 +7319,27 @@ class _CommandPool(_WorkerPool):
                 if not has_logged:
                     _log().warning("task %s waits: %s", task.id, error)
                 has_logged = True
-                if self._is_told.wait(_BASE_INTERVAL_S):
-                    self._queue.release(task, front=True, counted=False)
-                    return
             except (_CommandFailed, LeaseLost):
                 raise
             except Exception as error:  # a missing module, no reader of the output, ...
                 raise SystemExit(_text_of(error)) from error
+        self._queue.release(task, front=True, counted=False)
 
     def _try(self, task: FemtoTask, files: ExitStack) -> None:
-        step = _PAYLOAD
+        payload = _payload_file(task.data, files)
         try:
-            payload = _payload_file(task.data, files)
-            step = _OUTPUT
-            outputs = self._open_outputs(task.id, files)
-            begin = os.fstat(outputs[-1]).st_size if outputs else 0
-            step = f"{self._options.after_dashes[0]} can't be run"
-            job, relays = self._start(task, payload, outputs, files)
+            outputs = self._outputs(task.id, files)
+            streams = [payload, outputs[0].fd, outputs[-1].fd]
+            job = _CommandJob(self._launcher, task, streams)
         except OSError as error:
-            raise _verdict(step, error) from None
+            raise _verdict(self._cannot_run, error) from None
+        files.callback(job.link.close)
         self._jobs.add(job)
         if len(self.signals) > 1:
-            # RACE: the main thread ran _abort() before it knew the job
+            # RACE (CommandLine): the main thread ran _abort() before it knew the job
             job.end(self.signals[-1])
         try:
-            self._follow(task, job, {**relays})
+            self._follow(job, [] if self._output_dir else outputs)
         except _Stalled:
             _log().warning("task %s: output is lost: nobody reads it", task.id)
         finally:
@@ -7419,138 +7347,110 @@ class _CommandPool(_WorkerPool):
         if job.is_stopped:
             self._queue.release(task, front=True, counted=False)
         elif job.is_late or job.status:
-            tails = [it.tail for it in relays.values()] or [
-                _end_of_file(outputs[-1], begin)
-            ]
-            raise _CommandFailed(
-                self._reason(task, job, tails[-1].decode("utf-8", "replace"))
-            )
+            raise _CommandFailed(self._reason(job, outputs[-1].tail))
         elif job.errno:
-            self._refuse(task, OSError(job.errno, os.strerror(job.errno)), step)
+            self._refuse(job)
         elif job.status is None:
-            raise SystemExit(_LAUNCHER_ENDED)
+            raise SystemExit(
+                "the launcher of this worker has ended; its jobs are killed"
+            )
 
-    def _open_outputs(self, ident: str, files: ExitStack) -> list[int]:
-        """Open ID.out and ID.err in --output-dir, if there is one. Return the descriptors."""
-        outputs: list[int] = []
+    def _outputs(self, ident: str, files: ExitStack) -> list[Any]:
+        """Return where CMD's output leads to: one for both streams, or two."""
         if self._output_dir:
-            os.makedirs(self._output_dir, 0o700, exist_ok=True)
-            for suffix in ("out", "err"):
-                outputs.append(_open_output(f"{self._output_dir}/{ident}.{suffix}"))
-                files.callback(os.close, outputs[-1])
-        return outputs
-
-    def _start(
-        self, task: FemtoTask, payload: int, outputs: list[int], files: ExitStack
-    ) -> tuple[_CommandJob, dict[int, _Relay]]:
-        """Start CMD. Return the job, and a relay for each pipe. With --output-dir, none is made."""
-        is_by_lines, relays = self._options.jobs > 1, dict[int, _Relay]()
-        end_s = time.monotonic() + self._launcher.limit_s
-        streams = [] if outputs else [self.output.out, self.output.err]
-        if not is_by_lines and self.output.out is self.output.err:
+            path = f"{self._output_dir}/{ident}"
+            try:
+                os.makedirs(self._output_dir, 0o700, exist_ok=True)
+                return [_OutputFile(f"{path}.{it}", files) for it in ("out", "err")]
+            except OSError as error:
+                is_of_task = error.errno in _FULL_ERRNOS or os.path.lexists(
+                    error.filename
+                )
+                raise _verdict(
+                    "its output can't be written", error, is_of_task
+                ) from None
+        is_alone = self._options.jobs == 1
+        streams = [self._stdout, self.output]
+        if is_alone and self._stdout is self.output:
             del streams[1:]  # with one pipe for both streams, their lines stay in order
-        with ExitStack() as ends:
-            for stream in streams:
-                reading, writing = os.pipe()
-                files.callback(os.close, reading)
-                ends.callback(os.close, writing)
-                relays[reading] = _Relay(stream, is_by_lines, end_s)
-                outputs = [*outputs, writing]
-            job = self._launcher.start(task, [payload, outputs[0], outputs[-1]])
-        files.callback(job.link.close)
-        return job, relays
+        return [_Relay(it, not is_alone, files) for it in streams]
 
-    def _follow(
-        self, task: FemtoTask, job: _CommandJob, pipes: dict[int, _Relay]
-    ) -> None:
-        """Pass on the output of a job until the job is over. If a write raises OSError or _Stalled,
-        end the job first."""
+    def _follow(self, job: _CommandJob, relays: list[_Relay]) -> None:
+        """Pass on the output until the job is over. After OSError or _Stalled, end the job."""
         import signal
 
-        link, warn_s = job.link.fileno(), _GRACE_S + 1
+        fds = [job.link.fileno(), *(it.pipe for it in relays)]
+        warn_s = _GRACE_S + 1
         try:
             while not job.is_over:
-                ready = _readable([link, *pipes], warn_s)
+                ready = _readable(fds, warn_s)
                 if not ready and (job.is_late or job.is_ending):
-                    _log().warning(
-                        "task %s: its command can't be killed; waiting", task.id
-                    )
+                    text = "task %s: its command can't be killed; waiting"
+                    _log().warning(text, job.task.id)
                     warn_s = 3600.0
-                self._relay(pipes, ready)
-                if link in ready:
-                    self._note(task, job)
-            # A program that the job has left may hold a pipe for ever, and write all the time.
-            left = _PIPE_BYTES * len(pipes)
-            while left > 0 and (ready := _readable(pipes, 0.0)):
-                left -= self._relay(pipes, ready)
-            for relay in pipes.values():
-                self._pass_on(relay, b"")
+                self._relay(job, relays)
+                if fds[0] in ready and job.note() == "status" and not job.is_late:
+                    # The signal may have ended only a shell, while a program of the shell still
+                    # saves its state. So wait for the whole job.
+                    job.is_stopped = self._ended_by_stop(job)
+                    if job.is_stopped:
+                        job.end()
+                    elif not job.is_ending:
+                        # CRASH (CommandLine): if the worker dies before this line, the launcher
+                        # kills what CMD has left.
+                        job.end(_FORGET)
+                        job.is_over = 1
+            self._relay(job, relays)
+            for relay in relays:
+                self._pass_on(job, relay, b"")
         except (OSError, _Stalled):
             job.end(signal.SIGTERM)
-            self._follow(task, job, {})
+            self._follow(job, [])
             raise
 
-    def _note(self, task: FemtoTask, job: _CommandJob) -> None:
-        """Read a report of a job. If CMD has just ended, decide on the rest of the job."""
-        had_ended = job.status is not None
-        job.note()
-        if job.status is None or had_ended or job.is_late:
-            return
-        # The signal may have ended only a shell, while a program of the shell still saves its
-        # state. The task must not run again meanwhile: wait for the whole job.
-        job.is_stopped = self._ended_by_stop(job.status, task)
-        if job.is_stopped:
-            job.end()
-        elif not job.is_ending:
-            job.forget()
+    def _relay(self, job: _CommandJob, relays: list[_Relay]) -> None:
+        for relay in relays:
+            with suppress(BlockingIOError):  # nothing has come
+                self._pass_on(job, relay, os.read(relay.pipe, _PIPE_BYTES))
 
-    def _relay(self, pipes: dict[int, _Relay], ready: Iterable[int]) -> int:
-        """Pass on what has come, and return the number of bytes. Remove a pipe that has ended."""
-        count = 0
-        for pipe in pipes.keys() & ready:
-            data = os.read(pipe, 1 << 16)
-            relay = pipes[pipe] if data else pipes.pop(pipe)
-            self._pass_on(relay, data)
-            count += len(data)
-        return count
-
-    def _pass_on(self, relay: _Relay, data: bytes) -> None:
-        """Write the output that is due. But if the reader is gone and this worker was told to stop,
-        drop it: the running jobs must still finish."""
+    def _pass_on(self, job: _CommandJob, relay: _Relay, data: bytes) -> None:
+        """After a stop, drop output whose reader is gone: the running jobs must still finish."""
         try:
-            self.output.put(relay.stream, relay.due(data), end_s=relay.end_s)
+            if due := relay.due(data):
+                relay.stream.put(due, job.end_s)
         except OSError as error:
-            # RACE: Ctrl-C ends `tee` in `femtoqueue work ... | tee log`, and the write fails before
-            # the signal has come to this worker. So wait for it.
+            # RACE (CommandLine): Ctrl-C ends `tee` in `femtoqueue work ... | tee log`, and the
+            # write fails before the signal has come to this worker. So wait for it.
             is_gone = error.errno in (errno.EPIPE, errno.EIO)
             if not (is_gone and self._is_told.wait(_ONE_SIGNAL_S)):
                 raise _named(error, _STREAM_NAMES[relay.stream.fd]) from None
 
-    def _refuse(self, task: FemtoTask, error: OSError, step: str) -> NoReturn:
-        """Raise what follows if CMD could not be started. If the payload can't be an argument, make
-        the task a dead letter."""
+    def _refuse(self, job: _CommandJob) -> NoReturn:
+        """Raise what follows if CMD could not be started."""
+        error = OSError(job.errno, os.strerror(job.errno))
         is_argument = any("{}" in it for it in self._options.after_dashes)
         if not (is_argument and error.errno in (errno.E2BIG, errno.EINVAL)):
-            raise _verdict(step, error)
+            raise _verdict(self._cannot_run, error)
         text = f"the payload can't be an argument of the command, in place of {{}}: {error}"
-        self._queue.fail(task, text + _try_text(task))
+        self._queue.fail(job.task, text + _try_text(job.task))
         raise _CommandFailed(text)
 
-    def _reason(self, task: FemtoTask, job: _CommandJob, tail: str) -> str:
+    def _reason(self, job: _CommandJob, tail: bytes) -> str:
         status = job.status or 0
         what = f"exit status {status}" if status > 0 else f"killed by signal {-status}"
         if job.is_late:
             what = f"killed after {self._launcher.limit_s:.9g}s"
-        return f"{what}{_try_text(task)}\n{tail}".rstrip()
+        text = tail.decode("utf-8", "replace")
+        return f"{what}{_try_text(job.task)}\n{text}".rstrip()
 
-    def _ended_by_stop(self, status: int, task: FemtoTask) -> bool:
-        """Return True if CMD failed and this worker was told to stop: the signal may have come to
-        CMD, too, so the attempt is not counted."""
-        # RACE: a scheduler signals both, and CMD ends before the signal has come to this worker. So
-        # if such a signal has ended CMD, wait for it. Before the last attempt fails, wait always:
-        # CMD may have caught the signal.
+    def _ended_by_stop(self, job: _CommandJob) -> bool:
+        """Return True if CMD failed, perhaps by the signal that stops this worker."""
+        # RACE (CommandLine): a scheduler signals both, and CMD ends before the signal has come to
+        # this worker. So if such a signal has ended CMD, wait for it. Before the last attempt
+        # fails, wait always: CMD may have caught the signal.
+        status = job.status or 0
         may_be = not {-status, status - 128}.isdisjoint(self.stop_numbers)
-        may_be |= task.attempts == self._options.max_attempts
+        may_be |= job.task.attempts == self._options.max_attempts
         return status != 0 and self._is_told.wait(_ONE_SIGNAL_S if may_be else 0)
 
 
@@ -7560,43 +7460,25 @@ def _try_text(task: FemtoTask) -> str:
 
 
 def _reap_inherited() -> None:
-    """Reap the processes that PID 1 inherits, until there is no child any more."""
+    # what PID 1 inherits
     with suppress(ChildProcessError):
         while True:
             os.wait()
 
 
 def _payload_file(data: bytes, files: ExitStack) -> int:
-    """Return the descriptor of a file without a name that holds the payload. Raises OSError."""
+    """Return the descriptor of a file without a name."""
     import tempfile
 
     try:
         file = files.enter_context(tempfile.TemporaryFile(buffering=0))  # noqa: SIM115
         _write_all(file.fileno(), data)
-        os.lseek(file.fileno(), 0, os.SEEK_SET)
+        file.seek(0)
     except OSError as error:
-        raise _named(error, tempfile.gettempdir()) from None
+        _named(error, tempfile.gettempdir())
+        is_of_task = error.errno in _FULL_ERRNOS
+        raise _verdict("its payload can't be written", error, is_of_task) from None
     return file.fileno()
-
-
-def _open_output(path: str) -> int:
-    """Open a file for output, at its end. Raises OSError unless it is a regular file of this user
-    with one link: others may write to the directory, too."""
-    fd = os.open(
-        path, os.O_RDWR | os.O_APPEND | os.O_CREAT | _NO_FOLLOW_OR_BLOCK, 0o666
-    )
-    it = os.fstat(fd)
-    if stat.S_ISREG(it.st_mode) and it.st_uid == os.geteuid() and it.st_nlink == 1:
-        os.set_blocking(fd, True)
-        return fd
-    os.close(fd)
-    raise OSError(errno.EPERM, "not a regular file of this user, with one link", path)
-
-
-def _end_of_file(fd: int, begin: int) -> bytes:
-    """Return the last bytes of a file, but none that stood there before this attempt."""
-    start = max(begin, os.fstat(fd).st_size - _REASON_BYTES)
-    return os.pread(fd, _REASON_BYTES, start)
 
 
 # ==================================================================================================

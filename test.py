@@ -11355,6 +11355,16 @@ class CommandLine(CommandCase):
             process.send_signal(signal.SIGINT)
             self.assertEqual(process.wait(PATIENCE_S), 128 + signal.SIGINT)
 
+    def test_dead_letter_that_is_removed_during_a_look_of_top_comes_last(self) -> None:
+        q = self.queue()
+        first, second = leased(q), leased(q)
+        q.fail(first)
+        q.fail(second)
+        remove = functools.partial(os.unlink, self.file("failed", second.id))
+        with hooked(at_call("lstat stat", second.id, remove, times=1)):
+            ids = self.progress().latest_dead_letters()
+        self.assertEqual(ids, [first.id, second.id])
+
     def test_top_shows_a_dead_letter_that_a_person_moved_to_failed_under_the_name_of_its_lease(
         self,
     ) -> None:
@@ -11560,6 +11570,38 @@ class CommandLine(CommandCase):
             ) as file:
                 children = file.read().split()
         return int(*children)
+
+    def test_job_that_starts_during_the_second_signal_gets_the_signal(self) -> None:
+        # RACE: both signals come before the start of a command is requested.
+        self.set_constant("one signal", 0.05)
+        self.set_constant("grace", 30)
+        code = "import os, signal, socket, time\nsend = socket.send_fds\ndef late(*words):\n"
+        code += (
+            "    for _ in 1, 2: os.kill(os.getpid(), signal.SIGTERM), time.sleep(0.5)\n"
+        )
+        code += "    send(*words)\nsocket.send_fds = late\n"
+        *words, main = self.program()
+        self.queue(None).push(b"x")
+        command = "work", "jobs", "-q", "--", "sleep", "1000"
+        began_s = time.monotonic()
+        status = run_guarded(*words, code + main, *command, env=self.env)[0]
+        self.assertEqual(status, 128 + signal.SIGTERM)
+        self.assertLess(time.monotonic() - began_s, constant("grace"))
+        self.check_and_finish({"pending": 1})
+
+    def test_output_is_dropped_if_its_reader_ends_just_before_the_signal_comes(
+        self,
+    ) -> None:
+        # RACE: Ctrl-C ends the reader of the output first. Here, the command itself sends the
+        # signal, after its output could not be passed on.
+        self.set_constant("one signal", 60)
+        self.queue().push(b"x")
+        with self.start_work(
+            "echo 1; sleep 0.3; kill -INT $(worker); echo 2"
+        ) as process:
+            process.stdout.close()
+            self.assertEqual(process.wait(PATIENCE_S), 0)
+        self.assertEqual(self.states(), {"done": 1})
 
     def test_signals_end_work_even_if_nobody_reads_its_output(self) -> None:
         # The signals come while the output of a command is stuck. If this output is standard error,

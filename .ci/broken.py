@@ -1007,8 +1007,9 @@ a member whose ticket was removed gets no turn with another member's number | Ti
 -            is_first = member == first
 +            is_first |= member == first
 a payload that does not fit in TMPDIR fails the tries of its task only | CommandLine
--(is_full and step in (_OUTPUT, _PAYLOAD))
-+(is_full and step == _OUTPUT)
+ TemporaryFile(buffering=0))  # noqa: SIM115
+-        _write_all(file.fileno(), data)
++        os.write(file.fileno(), data) == len(data) or os.write(9999, b"")
 check(repair=True) does not touch tasks in flight | Checking
 -                if self._repair and entry.directory in _WAITING_DIRS:
 +                if self._repair and entry.directory:
@@ -1016,10 +1017,10 @@ only its user can read a new queue | Faults
 -    _make_dir(data_dir, 0o700, is_durable)
 +    _make_dir(data_dir, 0o755, is_durable)
 a program that outlives its shell during a stop keeps its task until the program ends | CommandLine
--        if job.is_stopped:
--            job.end()
-+        if len(self.signals) > 1:
-+            job.end()
+-                    if job.is_stopped:
+-                        job.end()
++                    if len(self.signals) > 1:
++                        job.end()
 a command that succeeds after the second signal finishes its task | CommandLine
 -        return status != 0 and
 +        return (status != 0 or len(self.signals) > 1) and
@@ -1054,8 +1055,8 @@ the second signal ends `work` even if the write of a log line blocks | CommandLi
 -    if status > 128:
 +    if status > 256:
 a signal to all processes of a scheduler's job does not end the launcher | CommandLine
--        if name == "SIGCHLD" or signal.getsignal(number) not in (signal.SIG_IGN, None):
-+        if name == "SIGCHLD":
+-        if signal.getsignal(number) not in (signal.SIG_IGN, None):
++        if not number:
 the younger of two pushes during a listing does not come first | Races
 -                self.names = older
 a TimeoutError from a signal handler does not count as a disk error of a job | Faults
