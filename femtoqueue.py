@@ -4326,7 +4326,6 @@ _SETTINGS = FemtoQueue.__init__.__annotations__.keys() - {"return"}
 #      3. rename F to P                      P              P is delivered
 # ==================================================================================================
 
-_LINK_BYTES = 512  # a longer link is not ours
 # The locks of keys that are held, by the thread, the inode of data_dir, and the name of the lock.
 # Weak: only the frame of lock() keeps a lock alive. If Ctrl-C comes between any two lines of
 # lock(), the lock ends with the frame.
@@ -4338,7 +4337,7 @@ _key_locks: weakref.WeakValueDictionary[tuple[object, ...], _FileLock] = (
 def _later_ns(payload_path: str) -> int | None:
     """Return the time at which a payload in keys/ is due, or None if it is due now."""
     due_ns = _payload_due_ns(payload_path)
-    return due_ns if due_ns is not None and due_ns > _latest_due_ns() else None
+    return due_ns if due_ns and due_ns > _latest_due_ns() else None
 
 
 class _Keys:
@@ -4360,39 +4359,34 @@ class _Keys:
     def lock(self, tag: str, until_s: float = _FOREVER_S) -> Iterator[None]:
         """Hold the lock of the keys of one hash for the block. Raises BlockingIOError if the lock
         is not free at the time until_s (monotonic clock; 0: try once). A nested call in the same
-        thread uses the lock that the thread holds.
-
-        The file of the lock is never removed. A process that waits for a removed file would get its
-        lock while another process locks a new file."""
-        name = tag[-2:]
-        holder = self._holder(tag)
-        lock = outer = _key_locks.get(holder)
-        if lock is None or lock.fd is None:
-            # None: Ctrl-C came while the lock was being closed
-            lock = self._open_lock(name)
-        try:
-            if lock is not outer:
-                lock.acquire_exclusive(until_s)
-                _key_locks[holder] = lock
+        thread uses the lock that the thread holds."""
+        if self._has_lock(tag):
             yield
-        finally:
-            if lock is not outer:
-                lock.close()
+            return
+        # The file is never removed. A process that waits for a removed file would get its lock
+        # while another process locks a new file.
+        lock = self._open_lock(f"locks/{tag[-2:]}")
+        with closing(lock):
+            lock.acquire_exclusive(until_s)
+            _key_locks[self._holder(tag)] = lock
+            yield
 
     def _holder(self, tag: str) -> tuple[object, ...]:
         return _process_id, threading.get_ident(), self._files.inode, tag[-2:]
 
     def _has_lock(self, tag: str) -> bool:
+        """Say whether this thread holds the lock of a hash."""
         held = _key_locks.get(self._holder(tag))
+        # None: Ctrl-C came while the lock was being closed
         return held is not None and held.fd is not None
 
-    def _open_lock(self, name: str) -> _FileLock:
+    def _open_lock(self, path: str) -> _FileLock:
         try:
-            return self._files.open_lock(f"locks/{name}")
+            return self._files.open_lock(path)
         except FileNotFoundError:
             self._files.dirs.refresh()
             self._make_dir("locks")
-            return self._files.open_lock(f"locks/{name}")
+            return self._files.open_lock(path)
 
     def _make_dir(self, name: str) -> None:
         """Make a directory in data_dir. Raises FileNotFoundError if data_dir is missing."""
@@ -4404,15 +4398,14 @@ class _Keys:
     ) -> AbstractContextManager[Any]:
         """Return a context manager that holds the lock of a task's key. For a task without a key,
         it does nothing. path: any text that ends with the task's id."""
-        ident = path[-_ID_LENGTH:]
-        return self.lock(_tag_of(ident), until_s) if ident[21] > "7" else nullcontext()
+        is_keyed = _is_keyed(_id_of(path))
+        return self.lock(_tag_of(path), until_s) if is_keyed else nullcontext()
 
     def _linked(self, tag: str) -> tuple[str, str]:
         """Return the last known path of a key's task, and of the payload behind it, or ""."""
         with _ignore_missing(errno.EINVAL):  # EINVAL: not a link
             where, name = self._files.place(f"keys/{tag}")
-            text = os.readlink(name, dir_fd=where.fd)
-            match = _parse_link(text) if len(text) < _LINK_BYTES else None
+            match = _parse_link(os.readlink(name, dir_fd=where.fd))
             # A path whose id is not of this hash would let a push overwrite another key's file.
             if match and {_tag_of(match[2]), _tag_of(match[4] or match[2])} == {tag}:
                 return match[1], match[3] or ""
@@ -4446,25 +4439,26 @@ class _Keys:
         link is wrong, correct it. If the task has ended, make a task of the payload. The caller
         holds the lock of the key."""
         task, behind = self._linked(tag)
-        # CRASH: the link may name a path where no file is, for the task or for the payload. A
-        # process died between a link and the rename that follows it or that came before it.
-        path = self._locate(task, *_LIVE)
-        payload = self._locate(behind, "keys")
-        if task and not path and (aside := self._locate(task, "keys")):
-            # CRASH: a process died in _replace(). The task is in keys/.
-            path = self._promote(aside)
-        if behind and not payload:
-            # CRASH: a process promoted the payload, and died before it linked the task. Then a task
-            # has the id of the payload, even if a person has moved the older task, which had ended,
-            # back to pending/.
-            path = self._locate(behind, *_LIVE) or path
-        elif not path:
-            # CRASH: a process died after the task ended and before it promoted the payload. Or a
-            # person removed the task.
-            path, payload = self._promote(payload), ""
+        path, payload = self._located(task, behind)
+        if path.startswith("keys/"):
+            path = self._promote(path)
         with suppress(OSError):  # the link is a hint: a wrong one is corrected
             if (path, payload) != (task, behind):
                 self._link(tag, path, payload)
+        return path, payload
+
+    def _located(self, task: str, behind: str) -> tuple[str, str]:
+        """Return the paths where the two files of a link are now, or "". A path in keys/ in the
+        place of the task is that of a payload to promote."""
+        # CRASH: a process dies between a link and the rename before or after it. Then no file is at
+        # a path of the link. Or it dies in _replace(): the task is in keys/.
+        path = self._locate(task, *_LIVE, "keys")
+        payload = self._locate(behind, "keys", *_LIVE)
+        # CRASH: a process dies after the task ended, before it promotes the payload or before it
+        # links the promoted one. Then the payload is the task, even if a person has moved the older
+        # task, which had ended, back to pending/.
+        if payload and not (path and payload.startswith("keys/")):
+            return payload, ""
         return path, payload
 
     def _locate(self, path: str, *where: str) -> str:
@@ -4491,8 +4485,7 @@ class _Keys:
             if error.errno not in _REFUSED_ERRNOS:
                 raise
         # This user may only read the queue: look without the lock, and without a correction.
-        task, behind = self._linked(tag)
-        return self._locate(task, *_LIVE) or self._locate(behind, "keys", *_LIVE)
+        return self._located(*self._linked(tag))[0]
 
     def newest_path(self, entry: _Entry) -> str:
         """Return the path of the payload to show for a task: that of the newer payload behind a
@@ -4530,28 +4523,28 @@ class _Keys:
             is_leased = _state_of(path) == "inflight"
             if is_leased and if_in_flight == "reject":
                 raise KeyInFlight(_decode_key(name), _id_of(path))
-            header = _header(payload, name)
-            new_file = self._files.replacement(self._clock.new_id(), header, payload)
-            with self._repaired_after_error(), new_file as new_path:
+            header, new_id = _header(payload, name), self._clock.new_id()
+            with self._files.replacement(new_id, header, payload) as new_path:
                 if path and not is_leased:
                     return self._replace(new_path, path, behind, due_ns)
                 is_update = is_leased and if_in_flight == "update"
-                return self._add(
-                    *(tag, new_path, path, behind), due_ns=due_ns, is_update=is_update
-                )
+                target = self._path_behind(tag, path, behind, due_ns, is_update)
+                self._add(new_path, path, behind, target)
+                return _id_of(path if _is_update(target) else target)
 
-    @contextmanager
-    def _repaired_after_error(self) -> Iterator[None]:
-        """After an error in the block, let repair() run soon. A task may be in keys/, or a payload
-        in keys/ may have to become a task."""
+    def _swap(self, new_path: str, older: str, target: str) -> None:
+        """Rename the older payload to `target`, then the new one over it. If this raises, the older
+        one is at its path again."""
         try:
-            yield
+            if older not in ("", target):
+                self._files.move(older, target)
+            self._files.move(new_path, target)  # the push is committed
         except BaseException:
-            self._repair_soon()
+            # Ctrl-C may have come after the second rename.
+            with suppress(OSError):
+                if self._files.exists(new_path):
+                    self._files.move(target, older)
             raise
-
-    def _repair_soon(self) -> None:
-        self._worker.maintenance.sooner("repair", _BASE_INTERVAL_S)
 
     def _replace(
         self, new_path: str, path: str, behind: str, due_ns: int | None
@@ -4565,35 +4558,21 @@ class _Keys:
         aside = _payload_path(ident, _stamp_of(target) if is_scheduled else None)
         try:
             # No pop() can claim the task from now on.
-            self._files.move(path, aside)
+            self._swap(new_path, path, aside)
         except FileNotFoundError:
-            # RACE: a pop() claimed the task, or a person moved it, after find().
-            for directory in _WAITING_DIRS:  # a missing directory is disk trouble
-                self._files.lstat(directory)
-            # it may be missing, because a person has moved the task here
+            # RACE: a pop() claims the task after find(), or a person moves it, or removes keys/.
             self._make_dir("keys")
             self._files.remove(new_path)
             return ""
-        try:
-            self._files.move_onto(new_path, aside)  # the push is committed
-        except BaseException:
-            # Ctrl-C may have come after the rename.
-            with suppress(OSError):
-                if self._files.exists(new_path):
-                    self._files.move(aside, path)
-            raise
         if behind:
             # If this fails, the claim takes the older payload along, so the push must raise.
             self._files.unlink_if_exists(behind)
         if "~" in path:  # only such a task may have been delivered before
             self._files.remove(f"checkpoints/{ident}")
-        try:
+        # The new payload is in the queue: after an error, find() or repair() makes the task of it.
+        with suppress(OSError):
             self._files.move(aside, target)
             self._link(_tag_of(ident), target)
-        except OSError as error:
-            # The new payload is in the queue: find() or repair() makes the task of it.
-            _raise_if_no_errno(error)
-            self._repair_soon()
         self._worker.note_arrival(target)
         if target != path:
             # else btrfs could show both names after the sync of the file alone
@@ -4601,52 +4580,40 @@ class _Keys:
         self._files.sync_with_dir(target)
         return ident
 
-    def _add(
-        self,
-        tag: str,
-        new_path: str,
-        path: str,
-        behind: str,
-        *,
-        due_ns: int | None,
-        is_update: bool,
+    def _path_behind(
+        self, tag: str, path: str, behind: str, due_ns: int | None, is_update: bool
     ) -> str:
-        """If the key has no task, make a task of the file `new_path`. If it has a leased task at
-        `path`, put the file behind the task, in place of an older payload."""
+        """Return the path in keys/ for a payload behind the leased task at `path`, in place of the
+        older payload `behind`. Without a task, return the path of a new task."""
         is_update = is_update and (not behind or _is_update(behind))
         ident = _id_of(behind) or self._new_id_after(path, tag)
-        target = _payload_path(ident, due_ns, is_update)
-        if not path:
-            target = _task_path(target)
+        payload = _payload_path(ident, due_ns, is_update)
+        return payload if path else _task_path(payload)
+
+    def _add(self, new_path: str, path: str, behind: str, target: str) -> None:
+        """Rename the file `new_path` to `target`: as a new task, or behind the leased task at
+        `path`, in place of the older payload `behind`."""
         try:
             # Link first. Without a link, a later push would add a second task of the key, and a
             # claim would not take the payload along: see to_deliver().
-            self._link(tag, path or target, target if path else "", sync=True)
-            if behind not in ("", target):
-                # CRASH: the older payload has the new time.
-                self._files.move(behind, target)
-            self._files.move(new_path, target)
+            self._link(
+                _tag_of(target), path or target, target if path else "", sync=True
+            )
+            self._swap(new_path, behind, target)
             self._files.sync_dir(os.path.dirname(target))
         except BaseException:
-            with suppress(OSError):
-                if not behind:
-                    self._files.remove(target)
-                elif self._files.exists(new_path):
-                    self._files.move(target, behind)
-            # RACE: a worker claims the new task before remove(). Then find() finds the lease.
-            with suppress(OSError):
-                self.find(tag)
+            if not behind:
+                self._files.remove(target)
             raise
         self._worker.note_arrival(target)
-        return _id_of(path) if is_update else ident
 
     def _new_id_after(self, path: str, tag: str) -> str:
         """Return an id that is younger than that of the task at `path`, even if the clock of this
         host is behind. A forged id of the far future is not followed."""
-        order_ns = self._clock.next_order()
-        if path and _stamp_of(_id_of(path)) < _latest_order_ns():
-            order_ns = max(order_ns, _stamp_of(_id_of(path)) + 1)
-        return _new_name(order_ns, tag)
+        after_ns = _stamp_of(_id_of(path)) + 1 if path else 0
+        if after_ns > _latest_order_ns():
+            after_ns = 0
+        return _new_name(max(self._clock.next_order(), after_ns), tag)
 
     # Claiming
 
@@ -4698,23 +4665,21 @@ class _Keys:
         Returns None if the task waits again. The newer payload is due later, and waits in
         scheduled/. Or the lease counts the attempts of the older payload, but the newer one must
         begin with a first attempt, at the next claim."""
-        path = lease.path
-        ident, tag = _id_of(path), _tag_of(path)
+        path = target = lease.path
         due_ns = _later_ns(behind)
-        self._files.remove(f"checkpoints/{ident}")  # of the older payload
-        if _is_update(behind) or (due_ns is None and _attempts_of(path) == 1):
+        self._files.remove(f"checkpoints/{_id_of(path)}")  # of the older payload
+        is_ready = _is_update(behind) or (due_ns is None and _attempts_of(path) == 1)
+        if not is_ready:
+            target = self._files.move(path, _fresh_path(lease.source, due_ns))
+        if is_ready or due_ns is not None:  # no pop() claims a task in scheduled/
             # RACE: a person moves the lease before the rename. Then FileNotFoundError is raised,
             # and the payload stays behind.
-            self._files.move_onto(behind, path)
-            with suppress(OSError):
-                self._link(tag, path)
-            return self._files.read_path(path)[0]
-        target = self._files.move(path, _fresh_path(lease.source, due_ns))
-        if due_ns is not None:  # no pop() claims a task in scheduled/
             self._files.move_onto(behind, target)
             behind = ""
         with suppress(OSError):
-            self._link(tag, target, behind)
+            self._link(_tag_of(path), target, behind)
+        if is_ready:
+            return self._files.read_path(path)[0]
         self._worker.note_arrival(target)
         return None
 
@@ -4733,16 +4698,13 @@ class _Keys:
             behind = self._locate(behind, "keys") if is_linked else ""
             if behind and not _is_update(behind) and _state_of(target) in _WAITING_DIRS:
                 target = _fresh_path(target, _later_ns(behind))
-            with self._repaired_after_error():
-                target = self._files.move(source, target)
-            # The task has moved. After an error, repair() does the rest.
-            with suppress(OSError), self._repaired_after_error():
-                if is_linked:
-                    is_over = _ends_at(target)
-                    path, behind = (
-                        (self._promote(behind), "") if is_over else (target, behind)
-                    )
-                    self._link(tag, path, behind)
+            target = self._files.move(source, target)
+            # The task has moved. After an error, find() or repair() does the rest.
+            with suppress(OSError):
+                if is_linked and _ends_at(target):
+                    self._link(tag, self._promote(behind))
+                elif is_linked:
+                    self._link(tag, target, behind)
         return target
 
     def _promote(self, payload: str) -> str:
@@ -4765,10 +4727,7 @@ class _Keys:
         """Link the path that the failed task at `source` will have. Raises KeyInFlight if the key
         has another task, FileNotFoundError if the failed task is gone. A corrupt record is not
         linked: a later pop() quarantines it."""
-        try:
-            _, key = self._files.read_path(source)
-        except CorruptTask:
-            return
+        key, _ = self._files.head(source)
         path, _ = self.find(_tag_of(source))
         if path:
             raise KeyInFlight(key or "", _id_of(path))
@@ -4787,7 +4746,7 @@ class _Keys:
         def repair(tag: str) -> None:
             try:
                 with self.lock(tag, 0):
-                    self._repair(tag, payloads.get(tag, []))
+                    self._repair(tag, payloads[tag])
             except BlockingIOError:
                 # RACE: another process pushes or moves a task under the lock
                 self._worker.maintenance.sooner("repair", 1)
@@ -4801,23 +4760,18 @@ class _Keys:
         path, behind = self.find(tag)
         if not path:
             self._link(tag, "")  # also one whose text is not valid
-        strays = [
-            it
-            for it in payloads
-            if it != behind and stat.S_ISREG(self._files.mode_of(it))
-        ]
+        strays = {it for it in payloads if it != behind and self._files.exists(it)}
         if not strays:
             return
-        youngest = max([*filter(None, [behind or path]), *strays], key=self._written_ns)
+        # RACE: a pop() or a person moves the task before lstat(). The next run tries again.
+        youngest = max(
+            {*strays, behind or path} - {""},
+            key=lambda it: self._files.lstat(it).st_mtime_ns,
+        )
         for it in {*strays, behind} - {youngest, ""}:
             self._files.remove(it)
         if youngest in strays:
             self._link(tag, path or self._promote(youngest), youngest if path else "")
-
-    def _written_ns(self, path: str) -> int:
-        with _ignore_missing():  # RACE: a pop() or a person moves the task
-            return self._files.lstat(path).st_mtime_ns
-        return _MAX_STAMP_NS
 
     def paths_without_task(self) -> list[str]:
         """Return the paths in keys/ whose hash has no task."""

@@ -2618,16 +2618,16 @@ KEY_STEPS = {
         "file move directory move directory",
     ),
     "push x | push y": Row(
-        "open lock readlink stat open write close move stat move move readlink lock close",
+        "open lock readlink stat open write close move move move readlink lock close",
         "file move move move file directory",
     ),
     "push x, take, fail | retry": Row(
-        "stat open lock open read fstat close readlink readlink stat symlink move"
+        "stat open lock stat open read close readlink readlink stat symlink move"
         " unlink readlink move readlink lock close",
         "move directory unlink move file directory",
     ),
     "push x, take, release | push y": Row(
-        "open lock readlink stat open write close move stat move open stat move"
+        "open lock readlink stat open write close move move open stat move"
         " readlink stat symlink move lock close",
         "file move move move move directory file directory",
     ),
@@ -3573,13 +3573,13 @@ class Keyed(QueueCase):
         clock.advance(2)
         self.assertEqual(self.drain(q), [b"2"])
 
-    def test_task_that_a_failed_push_left_in_keys_comes_back_soon(self) -> None:
+    def test_task_that_a_failed_push_left_in_keys_comes_back(self) -> None:
         """If a push fails while it has the task in keys/, and can't put it back, the task comes
-        back within seconds, though other tasks wait."""
+        back when no other task waits."""
         q, clock = self.queue(), self.clock()
         self.assertIsNone(q.pop())
         q.push(b"1", key="k")
-        q.push_many([b"2", b"3", b"4"])
+        q.push_many([b"2", b"3"])
         moves = itertools.count()
 
         def fail(name: str, args: tuple[Any, ...]) -> None:
@@ -3588,10 +3588,9 @@ class Keyed(QueueCase):
 
         with self.assertRaises(OSError), hooked(fail):
             q.push(b"new", key="k")
-        self.assertEqual(self.states(), {"pending": 3, "keys": 1})
-        self.assertEqual(self.pop(q).data, b"2")
+        self.assertEqual(self.states(), {"pending": 2, "keys": 1})
         clock.advance(2)
-        self.assertEqual(self.pop(q).data, b"1")
+        self.assertEqual(self.drain(q), [b"2", b"3", b"1"])
 
     # Locks
 
