@@ -1491,6 +1491,7 @@ class _Files:
     is_local = False
     clock: _QueueClock
     syncs_after_rename = os.name == "posix"
+    lock_class = _FileLock
 
     def __init__(self, root: _OpenFile, is_durable: bool) -> None:
         self.path = root.path
@@ -1759,7 +1760,8 @@ class _Files:
         """Open a file to lock it. Those who may not write to data_dir may not read the file either:
         flock() needs only reading, and they could stop all others."""
         where, _ = self.place(path)
-        return _FileLock(where, os.path.basename(path), flags, self.lock_mode())
+        name = os.path.basename(path)
+        return self.lock_class(where, name, flags, self.lock_mode())
 
     def lock_mode(self) -> int:
         write = self.mode & 0o022
@@ -6252,11 +6254,8 @@ class TicketQueue:
 _FUSE_TYPE = 0x65735546  # f_type of every FUSE mount, not of GlusterFS alone
 # The attempts to look at a file that may have been replaced. More than three were never needed.
 _LOOKS = 4
-
-# A listed name that leads to no file is a phantom after _LISTED_LOOKS looks. The pauses between
-# these looks take about _STALE_S seconds in all.
-_STALE_S = 12.0
-_LISTED_LOOKS = 33
+# how long a task of a key waits if an older task of the key may run
+_STALE_NS = 12 * 10**9
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
@@ -6291,16 +6290,13 @@ def _trust_problem(files: _Files) -> str:
     """Say who else decides what this process works on, if it runs as root; else return ""."""
     if not hasattr(os, "geteuid") or os.geteuid() != 0:
         return ""
-    status = files.root.status()
-    if status.st_uid:
-        return (
-            f"root works on the queue of user {status.st_uid}; better: runuser -u OWNER"
-        )
-    if files.mode & 0o022:
-        return (
-            "root works on a queue that others may write to; better: runuser -u OWNER"
-        )
-    return ""
+    owner = files.root.status().st_uid
+    if not owner and not files.mode & 0o022:
+        return ""
+    whose = (
+        f"the queue of user {owner}" if owner else "a queue that others may write to"
+    )
+    return f"root works on {whose}; better: runuser -u OWNER"
 
 
 class _Unlocked(_OpenFile):
@@ -6366,10 +6362,11 @@ class _SharedFiles(_Files):
     # Looking
 
     head = _afresh(_Files.head)
-    lstat = _afresh(_Files.lstat)
     text = _afresh(_Files.text)
     _read_once = _afresh(_Files.read)
     sync_file = _afresh(_Files.sync_file)
+    open_lock = _afresh(_Files.open_lock)
+    lock_class = _SharedLock
 
     def _refresh(self, directory: str) -> None:
         """Open a directory, so that the names in it are looked up anew (close-to-open, see
@@ -6378,40 +6375,23 @@ class _SharedFiles(_Files):
             # the look that follows meets the same trouble, and raises OSError
             _OpenFile(self.root, directory or ".").close()
 
-    def exists(self, path: str) -> bool:
+    @_afresh
+    def lstat(self, path: str) -> os.stat_result:
         self._refresh(os.path.dirname(path))
-        return super().exists(path)
+        return super().lstat(path)
 
     def names(self, directory: str) -> list[str]:
-        found = super().names(directory)
-        if not found and directory not in _STATE_DIRS:
+        if directory not in _STATE_DIRS:
             self._refresh("")  # another host may just have made the directory
-            found = super().names(directory)
-        return found
-
-    def has_work(self) -> bool:
-        self._refresh("")  # another host may just have made keys/
-        return super().has_work()
+        return super().names(directory)
 
     def read(self, directory: str, name: str, ident: str) -> _Record:
         """Read a record. If another host may have replaced the file before, list the directory
-        first: then the read is not stale. Read again while the listing shows the name
-        (replaced)."""
+        first: then the read is not stale."""
         state = _state_of(directory)
-        if not (state == "checkpoints" or (state == "inflight" and _is_keyed(ident))):
-            return self._read_once(directory, name, ident)
-        # A number of looks, not a time: while a mount hangs, time passes without an answer.
-        for pause_s in itertools.islice(
-            _backoff_s(0.001, _STALE_S / 24), _LISTED_LOOKS
-        ):
-            is_listed = name in self.names(directory)
-            try:
-                return self._read_once(directory, name, ident)
-            except FileNotFoundError:
-                if not is_listed:
-                    raise
-            time.sleep(pause_s)
-        raise _os_error(errno.ENOENT, f"{directory}/{name}")
+        if state == "checkpoints" or (state == "inflight" and _is_keyed(ident)):
+            self.names(directory)
+        return self._read_once(directory, name, ident)
 
     # Moving
 
@@ -6428,15 +6408,12 @@ class _SharedFiles(_Files):
     def _found_moved(self, source: str, target: str) -> Iterator[None]:
         """For a block that renames source to target, or removes it (target ""): suppress a
         FileNotFoundError if the rename was carried out in spite of it (replies)."""
-        before = None
         began_ns = _wall_ns()
-        is_lease = _state_of(source) == "inflight"
         # RACE: the deadline of a lease has passed, and another worker has reclaimed the task and
         # ended it in the same way. Then the error is not suppressed.
-        if not (
-            self.is_fuse or (is_lease and _stamp_of(source) <= self.clock.now_ns())
-        ):
-            before = super().lstat(source)
+        is_lease = _state_of(source) == "inflight"
+        is_late = is_lease and _stamp_of(source) <= self.clock.now_ns()
+        before = None if self.is_fuse or is_late else _Files.lstat(self, source)
         try:
             yield
         except FileNotFoundError:
@@ -6457,17 +6434,13 @@ class _SharedFiles(_Files):
             is_ours and _wall_ns() < before.st_mtime_ns + _LEFTOVER_NS // 2
         ):
             return True
-        if not self.exists(target):
-            return False
-        after = self.lstat(target)
-        # If the last change is older than the call, another host moved the file. The clocks of
-        # hosts agree to a second.
-        return os.path.samestat(before, after) and after.st_ctime_ns > began_ns - 10**9
-
-    @_afresh
-    def open_lock(self, path: str, flags: int = _LOCK_FLAGS) -> _FileLock:
-        where, _ = self.place(path)
-        return _SharedLock(where, os.path.basename(path), flags, self.lock_mode())
+        with suppress(FileNotFoundError):
+            after = self.lstat(target)
+            # If the last change is older than the call, another host moved the file. The clocks of
+            # hosts agree to a second.
+            is_new = after.st_ctime_ns > began_ns - 10**9
+            return is_new and os.path.samestat(before, after)
+        return False
 
     def shrink(self, new_name: str) -> None:
         """Do nothing: other hosts might look into the old directory for a long time (stale)."""
@@ -6475,24 +6448,11 @@ class _SharedFiles(_Files):
 
 class _SharedLeaseDir(_LeaseDir):
     def claim(self, directory: str, name: str, lease: _Lease) -> bool:
-        return super().claim(directory, name, lease) or self._was_claimed(lease.path)
-
-    def _was_claimed(self, lease: str) -> bool:
-        """Return whether a claim that returned False was carried out (replies)."""
+        if super().claim(directory, name, lease):
+            return True
+        # The error of this listing is raised, and the caller undoes the claim.
         files: Any = self._files
-        if files.is_fuse or self._held is None:
-            return False
-        try:
-            names = files.names(self.directory)
-            if os.path.basename(lease) in names:
-                return True
-            is_gone = not names and not self._held.is_at_path()
-        except OSError:
-            self.orphans[lease] = None  # the listing failed, so the lease may be there
-            is_gone = True
-        if is_gone:
-            self._worker.maintenance.drop_batch()
-        return False
+        return not files.is_fuse and lease.name in files.names(self.directory)
 
 
 class _SharedKeys(_Keys):
@@ -6500,24 +6460,28 @@ class _SharedKeys(_Keys):
 
     claim_wait_s = 60.0  # an outage of a server or of a brick lasts for seconds
 
-    def _linked(self, tag: str, but: str = "") -> tuple[str, str]:
-        """Return the paths of a key's task and of the payload behind it, as the listings show them,
-        without the file at `but`. If this thread has the lock, remove an older payload."""
-        path = behind = ""
-        for entry in self._files.find("keys", *_LIVE):
-            if _tag_of(entry.id) != tag or entry.path == but:
-                continue
-            # RACE: a host is cut off while it pushes a payload, and loses the lock (flock). Another
-            # host pushes a payload, too. Then both are in keys/.
+    def _listed(self, tag: str) -> tuple[list[str], str]:
+        """Return the paths of a key's tasks, the oldest first, and of the newest payload behind
+        them, or "". If this thread has the lock, remove an older payload."""
+        found = [it for it in self._files.find("keys", *_LIVE) if _tag_of(it.id) == tag]
+        found.sort(key=lambda it: it.id)
+        tasks = [it.path for it in found if it.directory != "keys"]
+        behind = ""
+        for entry in found:
             if entry.directory == "keys":
-                older, behind = sorted((behind, entry.path), key=_id_of)
-                if older and _id_of(older) != _id_of(behind) and self._has_lock(tag):
-                    self._files.remove(older)
-            # The youngest task counts, because an older task may have come back (healed).
-            elif entry.id >= _id_of(path):
-                path = entry.path
+                # RACE: a host is cut off while it pushes a payload, and loses the lock (flock).
+                # Another host pushes a payload, too. Then both are in keys/.
+                if _id_of(behind) not in ("", entry.id) and self._has_lock(tag):
+                    self._files.remove(behind)
+                behind = entry.path
         # An older payload was promoted or replaced, and then its name came back (healed).
-        return path, behind if _id_of(behind) > _id_of(path) else ""
+        is_newer = not tasks or _id_of(behind) > _id_of(tasks[-1])
+        return tasks, behind if is_newer else ""
+
+    def _linked(self, tag: str) -> tuple[str, str]:
+        # The youngest task counts, because an older task may have come back (healed).
+        tasks, behind = self._listed(tag)
+        return tasks[-1] if tasks else "", behind
 
     def _link(self, tag: str, path: str, behind: str = "", sync: bool = False) -> None:
         # There is no link. But with `sync`, the caller may need keys/ next, for a payload.
@@ -6543,28 +6507,25 @@ class _SharedKeys(_Keys):
         # RACE: two workers claim the two tasks of a key at once. Each lists the directories after
         # its own claim. The worker of the older task finds the younger one, and quarantines the
         # older one. So at most one of the two runs.
-        directory, ident = os.path.dirname(lease), _id_of(lease)
-        if os.path.basename(lease) not in self._files.names(directory):
+        tasks, behind = self._listed(tag)
+        if lease not in tasks:
             raise _os_error(errno.ENOENT, lease)
-        path, behind = self._linked(tag, but=lease)
-        other = _id_of(path)
-        # The younger task counts. But a leased older task may run, or only its lease may have come
-        # back (healed). So the claimed task waits until that deadline, uncounted, for at most
-        # _STALE_S.
-        if other > ident:
-            self._quarantine_second(path, lease)
+        if _id_of(tasks[-1]) != _id_of(lease):
+            self._quarantine_second(tasks[-1], lease)
             return None
-        if path and other < ident:
-            left_ns = self._worker.left_ns(path) if _state_of(path) == "inflight" else 0
-            if left_ns > 0:
-                due_ns = _wall_ns() + min(left_ns, int(_STALE_S * 1e9))
-                target = (
-                    f"scheduled/{_task_name(due_ns, _attempts_of(lease) - 1, ident)}"
-                )
+        for older in tasks:
+            if _id_of(older) == _id_of(lease):
+                break
+            if _state_of(older) == "inflight" and self._worker.left_ns(older) > 0:
+                # The older task may run, or only its lease may have come back (healed). So the
+                # claimed task waits, uncounted, and its next claim looks again.
+                due_ns = _wall_ns() + _STALE_NS
+                attempts = _attempts_of(lease) - 1
+                target = f"scheduled/{_task_name(due_ns, attempts, _id_of(lease))}"
                 self._worker.note_arrival(self._files.move(lease, target))
                 return None
-            self._quarantine_second(lease, path)
-        return behind if _id_of(behind) > ident else ""
+            self._quarantine_second(lease, older)
+        return behind
 
 
 class _SharedNumbers(_Numbers):

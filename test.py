@@ -203,7 +203,6 @@ CONSTANTS = {
     "long wait": "_LONG_WAIT_S",
     "old checkpoint": "_OLD_CHECKPOINT_NS",
     "renewal": "_RENEWAL",
-    "stale": "_STALE_S",
     "shrink": "_SHRINK_BYTES",
     "purge slice": "_PURGE_SLICE_S",
     "most in a batch": "_MAX_BATCH",
@@ -4008,7 +4007,7 @@ class KeyedOnSharedFileSystem(Keyed):
             (len(self.names("scheduled")), len(self.names("failed"))), (1, 0)
         )
         q.done(task)
-        clock.advance(2 * constant("stale"))
+        clock.advance(24)
         self.assertEqual((task := self.pop(other)).data, b"2")
         self.assertEqual(task.attempts, 1)
 
