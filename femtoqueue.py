@@ -1299,10 +1299,10 @@ class _FileLock(_OpenFile):
         return fd
 
     def try_shared(self) -> bool | None:
-        return _flock(self.fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return _flock(self.fd, fcntl.LOCK_SH | fcntl.LOCK_NB) if fcntl else None
 
     def try_exclusive(self) -> bool | None:
-        return _flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return _flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB) if fcntl else None
 
     def acquire_exclusive(self, until_s: float = _FOREVER_S) -> None:
         """Take the exclusive lock. Raises BlockingIOError if another thread or process still has it
@@ -1336,7 +1336,7 @@ class _FileLock(_OpenFile):
         if self._pid != os.getpid():  # _after_fork_in_child() closes the child's copy
             self.fd = None
             return
-        with suppress(OSError):  # flock does not work here
+        with suppress(OSError, AttributeError):  # flock does not work here
             fcntl.flock(fd, fcntl.LOCK_UN)
         # before os.close() frees the number for another file
         _open_lock_fds.discard(fd)
@@ -1759,6 +1759,8 @@ class _Files:
     def open_lock(self, path: str, flags: int = _LOCK_FLAGS) -> _FileLock:
         """Open a file to lock it. Those who may not write to data_dir may not read the file either:
         flock() needs only reading, and they could stop all others."""
+        if fcntl is None:
+            raise OSError(errno.ENOTSUP, _NO_FLOCK, f"{self.path}/{path}")
         where, _ = self.place(path)
         name = os.path.basename(path)
         return self.lock_class(where, name, flags, self.lock_mode())
@@ -1925,8 +1927,7 @@ class _Files:
         person has moved it, and the rename would make two tasks of one. So the look is the last
         step before the rename."""
         self.lstat(target)
-        # an override of move() would look at more files first
-        _Files.move(self, source, target)
+        self.move(source, target)
 
     def unlink(self, path: str) -> None:
         where, name = self.place(path)
@@ -4587,8 +4588,15 @@ class _Keys:
     ) -> str:
         """Return the path in keys/ for a payload behind the leased task at `path`, in place of the
         older payload `behind`. Without a task, return the path of a new task."""
+        ident = _id_of(behind)
+        if not behind:
+            # The payload is younger than the task, even if the clock of this host is behind. But a
+            # forged id of the far future is not followed.
+            after_ns = _stamp_of(_id_of(path)) + 1 if path else 0
+            is_honest = after_ns < _latest_order_ns()
+            order_ns = max(self._clock.next_order(), after_ns if is_honest else 0)
+            ident = _new_name(order_ns, tag)
         is_update = is_update and (not behind or _is_update(behind))
-        ident = _id_of(behind) or self._new_id_after(path, tag)
         payload = _payload_path(ident, due_ns, is_update)
         return payload if path else _task_path(payload)
 
@@ -4608,14 +4616,6 @@ class _Keys:
                 self._files.remove(target)
             raise
         self._worker.note_arrival(target)
-
-    def _new_id_after(self, path: str, tag: str) -> str:
-        """Return an id that is younger than that of the task at `path`, even if the clock of this
-        host is behind. A forged id of the far future is not followed."""
-        after_ns = _stamp_of(_id_of(path)) + 1 if path else 0
-        if after_ns > _latest_order_ns():
-            after_ns = 0
-        return _new_name(max(self._clock.next_order(), after_ns), tag)
 
     # Claiming
 
@@ -4741,9 +4741,8 @@ class _Keys:
         """Promote the payloads whose task is gone, remove the links of keys without a task, and
         link the payloads that no link names, because power loss or a person removed the link."""
         payloads = defaultdict[str, list[str]](list)
-        for path in self._paths():
-            if "-" in path:
-                payloads[_tag_of(path)].append(path)
+        for entry in self._files.entries("keys"):
+            payloads[_tag_of(entry.id)].append(entry.path)
 
         def repair(tag: str) -> None:
             try:
@@ -4777,17 +4776,12 @@ class _Keys:
 
     def paths_without_task(self) -> list[str]:
         """Return the paths in keys/ whose hash has no task."""
-        found = self._paths()
-        busy = (
-            {_tag_of(entry.id) for entry in self._files.find(*_LIVE)}
-            if found
-            else set()
-        )
-        return [path for path in found if _tag_of(path) not in busy]
-
-    def _paths(self) -> list[str]:
         names = sorted(self._files.names("keys"))
-        return [f"keys/{it}" for it in names if _parse_tag(it) or _FORMS["keys"](it)]
+        names = [it for it in names if _parse_tag(it) or _FORMS["keys"](it)]
+        if not names:
+            return []
+        busy = {_tag_of(entry.id) for entry in self._files.find(*_LIVE)}
+        return [f"keys/{it}" for it in names if _tag_of(it) not in busy]
 
 
 # ==================================================================================================
@@ -6272,17 +6266,12 @@ def _open_files(data_dir: str, is_durable: bool) -> _Files:
         root.path = os.path.join(os.getcwd(), data_dir)
     fs_type = _fs_type(root)
     if fs_type not in (0, *_LOCAL_TYPES):
-        files: _Files = _SharedFiles(root, is_durable, fs_type)
-        files.parts = _SharedLeaseDir, _SharedKeys, _SharedNumbers
-    elif fcntl is None:
-        files = _UnlockedFiles(root, is_durable)
-        files.parts = _UnlockedLeaseDir, _Keys, _Numbers
-    else:
-        files = _Files(root, is_durable)
-        files.parts = _LeaseDir, _Keys, _Numbers
-        # An overlay is not certainly local: its upper directory may also be used by its own path,
-        # and locks taken there do not exclude locks taken through the overlay.
-        files.is_local = fs_type in _LOCAL_TYPES - {_OVERLAY_TYPE}
+        return _SharedFiles(root, is_durable, fs_type)
+    files = _Files(root, is_durable)
+    files.parts = _LeaseDir, _Keys, _Numbers
+    # An overlay is not certainly local: its upper directory may also be used by its own path, and
+    # locks taken there do not exclude locks taken through the overlay.
+    files.is_local = fs_type in _LOCAL_TYPES - {_OVERLAY_TYPE}
     return files
 
 
@@ -6297,29 +6286,6 @@ def _trust_problem(files: _Files) -> str:
         f"the queue of user {owner}" if owner else "a queue that others may write to"
     )
     return f"root works on {whose}; better: runuser -u OWNER"
-
-
-class _Unlocked(_OpenFile):
-    """Stands for the lock of a lease directory where flock is missing."""
-
-    def try_shared(self) -> bool | None:
-        return None
-
-    try_exclusive = try_shared
-
-
-class _UnlockedFiles(_Files):
-    def open_lock(self, path: str, flags: int = _LOCK_FLAGS) -> _FileLock:
-        raise OSError(errno.ENOTSUP, _NO_FLOCK, f"{self.path}/{path}")
-
-    def lock_dir(self, directory: str) -> Any:
-        return _Unlocked(self.root, directory)
-
-
-class _UnlockedLeaseDir(_LeaseDir):
-    def claim(self, directory: str, name: str, lease: _Lease) -> bool:
-        # A task with a key could be leased, but never finished: its key can't be locked.
-        return not _is_keyed(_id_of(name)) and super().claim(directory, name, lease)
 
 
 def _afresh(look: _Method) -> _Method:
@@ -6358,6 +6324,7 @@ class _SharedFiles(_Files):
     def __init__(self, root: _OpenFile, is_durable: bool, fs_type: int) -> None:
         super().__init__(root, is_durable)
         self.is_fuse = fs_type == _FUSE_TYPE
+        self.parts = _SharedLeaseDir, _SharedKeys, _SharedNumbers
 
     # Looking
 
@@ -6396,29 +6363,20 @@ class _SharedFiles(_Files):
     # Moving
 
     def move(self, source: str, target: str) -> str:
-        with self._found_moved(source, target):
-            super().move(source, target)
-        return target
-
-    def move_onto(self, source: str, target: str) -> None:
-        with self._found_moved(source, target):
-            super().move_onto(source, target)
-
-    @contextmanager
-    def _found_moved(self, source: str, target: str) -> Iterator[None]:
-        """For a block that renames source to target, or removes it (target ""): suppress a
-        FileNotFoundError if the rename was carried out in spite of it (replies)."""
+        """Rename a file. If the rename raises ENOENT, but was carried out, raise no error
+        (replies)."""
         began_ns = _wall_ns()
         # RACE: the deadline of a lease has passed, and another worker has reclaimed the task and
-        # ended it in the same way. Then the error is not suppressed.
+        # ended it in the same way. Then the error is raised.
         is_lease = _state_of(source) == "inflight"
         is_late = is_lease and _stamp_of(source) <= self.clock.now_ns()
         before = None if self.is_fuse or is_late else _Files.lstat(self, source)
         try:
-            yield
+            super().move(source, target)
         except FileNotFoundError:
             if before is None or not self._was_moved(before, began_ns, source, target):
                 raise
+        return target
 
     def _was_moved(
         self, before: os.stat_result, began_ns: int, source: str, target: str

@@ -8211,9 +8211,13 @@ class MissingFunctions(QueueCase):
             del sys.modules["femtoqueue"]
             bare = importlib.import_module("femtoqueue")
         self.assertIsNone(vars(bare)["fcntl"])
-        self.queue().push(b"could not be finished", key="k")
         self.check_lease_ends_by_deadline(bare)
-        self.assertEqual(self.states(), {"done": 1, "pending": 1})
+        q, line = bare.FemtoQueue(self.path), bare.TicketQueue(self.new_dir())
+        for call in (functools.partial(q.push, b"x", key="k"), line.register):
+            with self.assertRaisesRegex(OSError, "need flock"):
+                call()
+        q.close()
+        self.assertEqual(self.states(), {"done": 1})
 
     def test_without_flock_leases_end_by_their_deadlines(self) -> None:
         # On some file systems, flock() fails with ENOLCK or EOPNOTSUPP. On NFS, an exclusive
