@@ -4160,22 +4160,18 @@ class FemtoQueue:
         )
 
     def _read_entry(self, entry: _Entry, data: bool = True) -> FemtoTask | None:
-        """Return the task of an entry, or None if its file has moved. A task that waits is read
-        with the newest payload of its key. data=False: read only the header."""
-        newest, payload = self._worker.keys.newest_path(entry), b""
-        # RACE: another worker claims the task, and takes the newer payload out of keys/, before
-        # this read. Then the task's own path is tried, to which the task may have come back.
-        for record in dict.fromkeys((newest, entry.path)):
-            with suppress(FileNotFoundError):
-                if data:
-                    payload, key = self._files.read_path(record)
-                    size_bytes: int | None = len(payload)
-                else:
-                    key, size_bytes = self._files.head(record)
-                since_ns = self._files.lstat(entry.path).st_ctime_ns
-                break
-        else:
-            return None
+        """Return the task of an entry, or None if its file has moved. data=False: read only the
+        header."""
+        payload = b""
+        try:
+            if data:
+                payload, key = self._files.read_path(entry.path)
+                size_bytes: int | None = len(payload)
+            else:
+                key, size_bytes = self._files.head(entry.path)
+            since_ns = self._files.lstat(entry.path).st_ctime_ns
+        except FileNotFoundError:
+            return None  # RACE: another process moves the task
         # A name that is only the id stands for 0 attempts if the task waits. In done/ and failed/,
         # such a name does not tell the attempts.
         attempts = entry.attempts if _ends_at(entry.path) else entry.attempts or 0
@@ -4332,9 +4328,7 @@ _SETTINGS = FemtoQueue.__init__.__annotations__.keys() - {"return"}
 # The locks of keys that are held, by the thread, the inode of data_dir, and the name of the lock.
 # Weak: only the frame of lock() keeps a lock alive. If Ctrl-C comes between any two lines of
 # lock(), the lock ends with the frame.
-_key_locks: weakref.WeakValueDictionary[tuple[object, ...], _FileLock] = (
-    weakref.WeakValueDictionary()
-)
+_key_locks = weakref.WeakValueDictionary[tuple[object, ...], _FileLock]()
 
 
 def _later_ns(payload_path: str) -> int | None:
@@ -4350,6 +4344,7 @@ class _Keys:
     # How long a pop() waits for the lock of a task that it has claimed. Then the task goes to the
     # back, so that a process that was stopped with the lock does not stop the other workers.
     claim_wait_s = _LONG_WAIT_S
+    has_links = True
 
     def __init__(self, worker: _Worker) -> None:
         self._worker = worker
@@ -4467,14 +4462,14 @@ class _Keys:
     def _locate(self, path: str, *where: str) -> str:
         """Return `path` if its file exists, or if `path` is "". If the file is missing, look for a
         file with the same id in the directories `where`. Return the path of that file, or ""."""
-        if not path or (_state_of(path) in where and self._files.exists(path)):
+        if not path or self._files.exists(path):
             return path
         entry = self._files.find_id(_id_of(path), *where)
         return entry.path if entry else ""
 
     def may_have_task(self, tag: str) -> bool:
         """Return whether a key may have a task: whether it has a link. Takes no lock."""
-        return self._linked(tag)[0] != ""
+        return not self.has_links or self._linked(tag)[0] != ""
 
     def path_of(self, tag: str) -> str:
         """Return the path of a key's task, or "" if the key has no task."""
@@ -4489,18 +4484,6 @@ class _Keys:
                 raise
         # This user may only read the queue: look without the lock, and without a correction.
         return self._located(*self._linked(tag))[0]
-
-    def newest_path(self, entry: _Entry) -> str:
-        """Return the path of the payload to show for a task: that of the newer payload behind a
-        task that waits, or else the path of the task.
-
-        RACE: a worker claims the task, and takes the newer payload along, before the caller reads
-        the payload. Then no file is at the returned path."""
-        if _is_keyed(entry.id) and entry.directory in _WAITING_DIRS:
-            path, behind = self._linked(_tag_of(entry.id))
-            if behind and _id_of(path) == entry.id:
-                return behind
-        return entry.path
 
     # Pushing
 
@@ -4549,19 +4532,27 @@ class _Keys:
                     self._files.move(target, older)
             raise
 
+    def _swap_aside(self, new_path: str, path: str, target: str) -> str:
+        """Take a task that is about to wait at `target` into keys/, where no pop() claims it, and
+        replace its payload by the file `new_path`. Return the path in keys/. Raises
+        FileNotFoundError if the task is not at `path`."""
+        # The name has the new time: the new payload must not be delivered before it.
+        is_scheduled = target.startswith("scheduled/")
+        ident = _id_of(path)
+        aside = _payload_path(ident, _stamp_of(target) if is_scheduled else None)
+        self._swap(new_path, path, aside)
+        if "~" in path:  # only such a task may have been delivered before
+            self._files.remove(f"checkpoints/{ident}")
+        return aside
+
     def _replace(
         self, new_path: str, path: str, behind: str, due_ns: int | None
     ) -> str:
         """Replace the payload of the waiting task at `path` by the file `new_path`, and set its
         attempts to 0. Return the id of the task, or "" if the task is no longer at `path`."""
-        ident = _id_of(path)
         target = _fresh_path(path, due_ns)
-        # In keys/, the task has its new time: the new payload must not be delivered before it.
-        is_scheduled = target.startswith("scheduled/")
-        aside = _payload_path(ident, _stamp_of(target) if is_scheduled else None)
         try:
-            # No pop() can claim the task from now on.
-            self._swap(new_path, path, aside)
+            aside = self._swap_aside(new_path, path, target)
         except FileNotFoundError:
             # RACE: a pop() claims the task after find(), or a person moves it, or removes keys/.
             self._make_dir("keys")
@@ -4570,18 +4561,16 @@ class _Keys:
         if behind:
             # If this fails, the claim takes the older payload along, so the push must raise.
             self._files.unlink_if_exists(behind)
-        if "~" in path:  # only such a task may have been delivered before
-            self._files.remove(f"checkpoints/{ident}")
         # The new payload is in the queue: after an error, find() or repair() makes the task of it.
         with suppress(OSError):
             self._files.move(aside, target)
-            self._link(_tag_of(ident), target)
+            self._link(_tag_of(path), target)
         self._worker.note_arrival(target)
         if target != path:
             # else btrfs could show both names after the sync of the file alone
             self._files.sync_dir(os.path.dirname(path))
         self._files.sync_with_dir(target)
-        return ident
+        return _id_of(path)
 
     def _path_behind(
         self, tag: str, path: str, behind: str, due_ns: int | None, is_update: bool
@@ -4629,21 +4618,20 @@ class _Keys:
         the link is read here after the claim. If the link names no task or another one, a person or
         power loss was at work, and _link_or_give_way() decides under the lock."""
         tag = _tag_of(lease.path)
-        if self._has_nothing_behind(tag, lease.path):
-            return data
-        with self.lock(tag, time.monotonic() + self.claim_wait_s):
-            behind = self._link_or_give_way(tag, lease.path)
-            if behind is None:
-                return None
-            return self._take_along(lease, behind) if behind else data
-
-    def _has_nothing_behind(self, tag: str, lease: str) -> bool:
-        path, behind = self._linked(tag)
+        path, behind = self._linked(tag) if self.has_links else ("", "")
         # RACE: the lease ends before the link is read here. Another worker claims the task, and
         # takes the newer payload along. But `data` is the older payload. So the lease must exist
         # after the link was read.
-        self._files.lstat(lease)
-        return _id_of(path) == _id_of(lease) and not behind
+        self._files.lstat(lease.path)
+        if _id_of(path) == _id_of(lease.path) and not behind:
+            return data
+        with self.lock(tag, time.monotonic() + self.claim_wait_s):
+            newer = self._link_or_give_way(tag, lease.path)
+            if newer is None:
+                return None
+            if not newer or _later_ns(newer):
+                return data
+            return self._take_along(lease.path, newer)
 
     def _link_or_give_way(self, tag: str, lease: str) -> str | None:
         """Link the task with this lease, and return the path of the payload behind it, or "". If
@@ -4661,29 +4649,15 @@ class _Keys:
     def _quarantine_second(self, other: str, path: str) -> None:
         self._worker.quarantine(path, f"its key has another task: {_id_of(other)}")
 
-    def _take_along(self, lease: _Lease, behind: str) -> bytes | None:
-        """Replace the payload of a leased task by the newer payload behind it, and return it.
-
-        Returns None if the task waits again. The newer payload is due later, and waits in
-        scheduled/. Or the lease counts the attempts of the older payload, but the newer one must
-        begin with a first attempt, at the next claim."""
-        path = target = lease.path
-        due_ns = _later_ns(behind)
+    def _take_along(self, path: str, behind: str) -> bytes:
+        """Replace the payload of a leased task by the newer payload behind it, and return it."""
         self._files.remove(f"checkpoints/{_id_of(path)}")  # of the older payload
-        is_ready = _is_update(behind) or (due_ns is None and _attempts_of(path) == 1)
-        if not is_ready:
-            target = self._files.move(path, _fresh_path(lease.source, due_ns))
-        if is_ready or due_ns is not None:  # no pop() claims a task in scheduled/
-            # RACE: a person moves the lease before the rename. Then FileNotFoundError is raised,
-            # and the payload stays behind.
-            self._files.move_onto(behind, target)
-            behind = ""
+        # RACE: a person moves the lease before the rename. Then FileNotFoundError is raised, and
+        # the payload stays behind.
+        self._files.move_onto(behind, path)
         with suppress(OSError):
-            self._link(_tag_of(path), target, behind)
-        if is_ready:
-            return self._files.read_path(path)[0]
-        self._worker.note_arrival(target)
-        return None
+            self._link(_tag_of(path), path)
+        return self._files.read_path(path)[0]
 
     # Moving
 
@@ -4698,8 +4672,11 @@ class _Keys:
             path, behind = self._linked(tag)
             is_linked = _id_of(path) == _id_of(source)
             behind = self._locate(behind, "keys") if is_linked else ""
-            if behind and not _is_update(behind) and _state_of(target) in _WAITING_DIRS:
-                target = _fresh_path(target, _later_ns(behind))
+            if behind and _state_of(target) in _WAITING_DIRS:
+                if not _is_update(behind):
+                    target = _fresh_path(target, _later_ns(behind))
+                source = self._swap_aside(behind, source, target)
+                behind = ""
             target = self._files.move(source, target)
             # The task has moved. After an error, find() or repair() does the rest.
             with suppress(OSError):
@@ -4778,9 +4755,8 @@ class _Keys:
         """Return the paths in keys/ whose hash has no task."""
         names = sorted(self._files.names("keys"))
         names = [it for it in names if _parse_tag(it) or _FORMS["keys"](it)]
-        if not names:
-            return []
-        busy = {_tag_of(entry.id) for entry in self._files.find(*_LIVE)}
+        live = self._files.find(*_LIVE) if names else ()
+        busy = {_tag_of(entry.id) for entry in live}
         return [f"keys/{it}" for it in names if _tag_of(it) not in busy]
 
 
@@ -6417,6 +6393,7 @@ class _SharedKeys(_Keys):
     """Finds the tasks of a key by listings, because links could be stale."""
 
     claim_wait_s = 60.0  # an outage of a server or of a brick lasts for seconds
+    has_links = False
 
     def _listed(self, tag: str) -> tuple[list[str], str]:
         """Return the paths of a key's tasks, the oldest first, and of the newest payload behind
@@ -6424,14 +6401,17 @@ class _SharedKeys(_Keys):
         found = [it for it in self._files.find("keys", *_LIVE) if _tag_of(it.id) == tag]
         found.sort(key=lambda it: it.id)
         tasks = [it.path for it in found if it.directory != "keys"]
-        behind = ""
-        for entry in found:
-            if entry.directory == "keys":
-                # RACE: a host is cut off while it pushes a payload, and loses the lock (flock).
-                # Another host pushes a payload, too. Then both are in keys/.
-                if _id_of(behind) not in ("", entry.id) and self._has_lock(tag):
-                    self._files.remove(behind)
-                behind = entry.path
+        payloads = [it.path for it in found if it.directory == "keys"]
+        behind = payloads[-1] if payloads else ""
+        if not tasks:
+            # CRASH: a process dies in _swap_aside(). The older payload is that of the task.
+            tasks = payloads[:-1]
+        elif self._has_lock(tag):
+            # RACE: a host is cut off while it pushes a payload, and loses the lock (flock). Another
+            # host pushes a payload, too. Then both are in keys/.
+            for older in payloads:
+                if _id_of(older) != _id_of(behind):
+                    self._files.remove(older)
         # An older payload was promoted or replaced, and then its name came back (healed).
         is_newer = not tasks or _id_of(behind) > _id_of(tasks[-1])
         return tasks, behind if is_newer else ""
@@ -6446,19 +6426,6 @@ class _SharedKeys(_Keys):
         if sync:
             self._make_dir("keys")
 
-    def may_have_task(self, tag: str) -> bool:
-        return True
-
-    def newest_path(self, entry: _Entry) -> str:
-        # super().newest_path() lists all tasks, so call it only if keys/ has a payload of this
-        # hash.
-        tag = _tag_of(entry.id)
-        is_behind = any(_tag_of(it.id) == tag for it in self._files.entries("keys"))
-        return super().newest_path(entry) if is_behind else entry.path
-
-    def _has_nothing_behind(self, tag: str, lease: str) -> bool:
-        return False
-
     def _link_or_give_way(self, tag: str, lease: str) -> str | None:
         """Return the path of the payload behind a claimed task, or "". If the key has another task,
         one of the two gives way: return None if it is the claimed one."""
@@ -6471,18 +6438,16 @@ class _SharedKeys(_Keys):
         if _id_of(tasks[-1]) != _id_of(lease):
             self._quarantine_second(tasks[-1], lease)
             return None
-        for older in tasks:
-            if _id_of(older) == _id_of(lease):
-                break
-            if _state_of(older) == "inflight" and self._worker.left_ns(older) > 0:
-                # The older task may run, or only its lease may have come back (healed). So the
-                # claimed task waits, uncounted, and its next claim looks again.
-                due_ns = _wall_ns() + _STALE_NS
-                attempts = _attempts_of(lease) - 1
-                target = f"scheduled/{_task_name(due_ns, attempts, _id_of(lease))}"
-                self._worker.note_arrival(self._files.move(lease, target))
-                return None
-            self._quarantine_second(lease, older)
+        older = tasks[0]
+        if _id_of(older) == _id_of(lease):
+            return behind
+        if _state_of(older) == "inflight" and self._worker.left_ns(older) > 0:
+            # The older task may run, or only its lease may have come back (healed). So the claimed
+            # task waits, and its next claim looks again.
+            target = _fresh_path(lease, _wall_ns() + _STALE_NS)
+            self._worker.note_arrival(self._files.move(lease, target))
+            return None
+        self._quarantine_second(lease, older)
         return behind
 
 
