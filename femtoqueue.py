@@ -1922,13 +1922,6 @@ class _Files:
             self.unlink_if_exists(source)
         return target
 
-    def move_onto(self, source: str, target: str) -> None:
-        """Rename a file over another one. Raises FileNotFoundError if no file is at the target: a
-        person has moved it, and the rename would make two tasks of one. So the look is the last
-        step before the rename."""
-        self.lstat(target)
-        self.move(source, target)
-
     def unlink(self, path: str) -> None:
         where, name = self.place(path)
         try:
@@ -4331,12 +4324,6 @@ _SETTINGS = FemtoQueue.__init__.__annotations__.keys() - {"return"}
 _key_locks = weakref.WeakValueDictionary[tuple[object, ...], _FileLock]()
 
 
-def _later_ns(payload_path: str) -> int | None:
-    """Return the time at which a payload in keys/ is due, or None if it is due now."""
-    due_ns = _payload_due_ns(payload_path)
-    return due_ns if due_ns and due_ns > _latest_due_ns() else None
-
-
 class _Keys:
     """The tasks with a key, for one worker. _SharedKeys stands in for it on file systems that other
     hosts write to."""
@@ -4379,12 +4366,11 @@ class _Keys:
         return held is not None and held.fd is not None
 
     def _open_lock(self, path: str) -> _FileLock:
-        try:
+        with suppress(FileNotFoundError):
             return self._files.open_lock(path)
-        except FileNotFoundError:
-            self._files.dirs.refresh()
-            self._make_dir("locks")
-            return self._files.open_lock(path)
+        self._files.dirs.refresh()
+        self._make_dir("locks")
+        return self._files.open_lock(path)
 
     def _make_dir(self, name: str) -> None:
         """Make a directory in data_dir. Raises FileNotFoundError if data_dir is missing."""
@@ -4579,11 +4565,11 @@ class _Keys:
         older payload `behind`. Without a task, return the path of a new task."""
         ident = _id_of(behind)
         if not behind:
+            order_ns = self._clock.next_order()
             # The payload is younger than the task, even if the clock of this host is behind. But a
             # forged id of the far future is not followed.
-            after_ns = _stamp_of(_id_of(path)) + 1 if path else 0
-            is_honest = after_ns < _latest_order_ns()
-            order_ns = max(self._clock.next_order(), after_ns if is_honest else 0)
+            if path and order_ns <= _stamp_of(_id_of(path)) < _latest_order_ns():
+                order_ns = _stamp_of(_id_of(path)) + 1
             ident = _new_name(order_ns, tag)
         is_update = is_update and (not behind or _is_update(behind))
         payload = _payload_path(ident, due_ns, is_update)
@@ -4627,11 +4613,11 @@ class _Keys:
             return data
         with self.lock(tag, time.monotonic() + self.claim_wait_s):
             newer = self._link_or_give_way(tag, lease.path)
-            if newer is None:
-                return None
-            if not newer or _later_ns(newer):
-                return data
-            return self._take_along(lease.path, newer)
+            if newer:
+                # The claim before was undone. The task waits again, with the newer payload.
+                waiting = self.move_keyed(lease.path, lease.source)
+                self._worker.note_arrival(waiting)
+            return data if newer == "" else None
 
     def _link_or_give_way(self, tag: str, lease: str) -> str | None:
         """Link the task with this lease, and return the path of the payload behind it, or "". If
@@ -4649,16 +4635,6 @@ class _Keys:
     def _quarantine_second(self, other: str, path: str) -> None:
         self._worker.quarantine(path, f"its key has another task: {_id_of(other)}")
 
-    def _take_along(self, path: str, behind: str) -> bytes:
-        """Replace the payload of a leased task by the newer payload behind it, and return it."""
-        self._files.remove(f"checkpoints/{_id_of(path)}")  # of the older payload
-        # RACE: a person moves the lease before the rename. Then FileNotFoundError is raised, and
-        # the payload stays behind.
-        self._files.move_onto(behind, path)
-        with suppress(OSError):
-            self._link(_tag_of(path), path)
-        return self._files.read_path(path)[0]
-
     # Moving
 
     def move_keyed(self, source: str, target: str, until_s: float = _FOREVER_S) -> str:
@@ -4674,7 +4650,7 @@ class _Keys:
             behind = self._locate(behind, "keys") if is_linked else ""
             if behind and _state_of(target) in _WAITING_DIRS:
                 if not _is_update(behind):
-                    target = _fresh_path(target, _later_ns(behind))
+                    target = _fresh_path(target, _payload_due_ns(behind))
                 source = self._swap_aside(behind, source, target)
                 behind = ""
             target = self._files.move(source, target)
@@ -4732,24 +4708,23 @@ class _Keys:
         _for_each(repair, sorted({*map(_tag_of, self.paths_without_task()), *payloads}))
 
     def _repair(self, tag: str, payloads: list[str]) -> None:
-        """Repair one key. Of the records in keys/ that no link names, only the youngest stays, if
-        it is younger than the linked payload, or else than the task: a later push has replaced the
-        others."""
+        """Repair one key. Of the records in keys/, only the youngest stays, if it is younger than
+        the task: a later push has replaced the others."""
         path, behind = self.find(tag)
-        if not path:
-            self._link(tag, "")  # also one whose text is not valid
-        strays = {it for it in payloads if it != behind and self._files.exists(it)}
-        if not strays:
-            return
-        # RACE: a pop() or a person moves the task before lstat(). The next run tries again.
-        youngest = max(
-            {*strays, behind or path} - {""},
-            key=lambda it: self._files.lstat(it).st_mtime_ns,
-        )
-        for it in {*strays, behind} - {youngest, ""}:
-            self._files.remove(it)
-        if youngest in strays:
-            self._link(tag, path or self._promote(youngest), youngest if path else "")
+        left = [it for it in payloads if it != behind and self._files.exists(it)]
+        for stray in sorted(left, key=self._written_ns, reverse=True):
+            known = behind or path
+            if known and self._written_ns(stray) <= self._written_ns(known):
+                self._files.remove(stray)
+            elif path:
+                self._files.remove(behind)
+                behind = stray
+            else:
+                path = self._promote(stray)
+        self._link(tag, path, behind)
+
+    def _written_ns(self, path: str) -> int:
+        return self._files.lstat(path).st_mtime_ns
 
     def paths_without_task(self) -> list[str]:
         """Return the paths in keys/ whose hash has no task."""
@@ -6331,8 +6306,7 @@ class _SharedFiles(_Files):
     def read(self, directory: str, name: str, ident: str) -> _Record:
         """Read a record. If another host may have replaced the file before, list the directory
         first: then the read is not stale."""
-        state = _state_of(directory)
-        if state == "checkpoints" or (state == "inflight" and _is_keyed(ident)):
+        if directory == "checkpoints" or _is_keyed(ident):
             self.names(directory)
         return self._read_once(directory, name, ident)
 
@@ -6381,12 +6355,14 @@ class _SharedFiles(_Files):
 
 
 class _SharedLeaseDir(_LeaseDir):
+    _files: _SharedFiles
+
     def claim(self, directory: str, name: str, lease: _Lease) -> bool:
         if super().claim(directory, name, lease):
             return True
         # The error of this listing is raised, and the caller undoes the claim.
-        files: Any = self._files
-        return not files.is_fuse and lease.name in files.names(self.directory)
+        is_checked = not self._files.is_fuse
+        return is_checked and lease.name in self._files.names(self.directory)
 
 
 class _SharedKeys(_Keys):
