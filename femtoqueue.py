@@ -4265,68 +4265,41 @@ _SETTINGS = FemtoQueue.__init__.__annotations__.keys() - {"return"}
 #    that moves a task with a key holds the lock of the key. But a claim by pop() and the undoing of
 #    a claim move a task without this lock, and so does a person.
 #    Invariant: a key has at most one task in pending/, scheduled/ and inflight-*/ together, and at
-#    most one newer payload behind it. The claim that delivers the task takes the payload along. If
-#    the task ends, the payload becomes a task; a payload of "update" is removed instead.
+#    most one newer payload behind it, in keys/. If the task waits again, the payload replaces the
+#    task's own. If the task ends, the payload becomes a task; one of "update" is removed instead.
 #    The text of the symbolic link keys/<hash> is the path of the key's task, and of the payload
-#    behind it. The link is made anew for each change, and is a hint, which find() checks and
-#    corrects. A key without a link has no task, unless power loss removed the link, or a person
-#    moved a task. Then the claim of the task makes the link, and repair() finds the payloads that
-#    no link names.
+#    behind it. The link is a hint, which find() checks and corrects. A key without a link has no
+#    task, unless power loss removed the link, or a person moved a task. Then the claim of the task
+#    makes the link, and repair() finds the payloads that no link names.
 #
 #    TOPIC: the steps of a task with a key. The third column says what is on disk after a step, the
 #    last what happens if the process is killed then. "Old" and "new" are payloads. C is the file
-#    creating/<new id>, L a lease, T and U paths of a task that waits. K is a file in keys/.
+#    creating/<new id>, L a lease, T and U paths of a task that waits. A and K are files in keys/: A
+#    has the id of the task, K an id of its own.
 #
-#    Push onto the waiting task T: put(), _replace(). K has the id of the task.
-#      1. write new to C                     T old, C new   old is delivered; C is stale
-#      2. rename T to K                      K old, C new   find() promotes K: old is delivered
-#      3. rename C over K                    K new          find() promotes K: new is delivered
-#      4. remove an older payload that is    K new          as after 3; before 4, the older payload
-#         behind the task                                   is delivered
-#      5. rename K to U: 0 attempts, and     U new          new is delivered
-#         the place of T or the new time
-#      6. link U                             U new          as after 5
-#    Push of a key without a task: put(), _add()
-#      1. write new to C                     C new          there is no task; C is stale
-#      2. link U                             C new          find() finds no task, removes the link
-#      3. rename C to U                      U new          new is delivered
-#    Push behind the leased task L: put(), _add(). K has an id of its own.
-#      1. write new to C                     L old, C new   old goes on; C is stale
-#      2. link L and K                       L old, C new   as after 1; find() corrects the link
-#      3. rename C to K                      L old, K new   K becomes a task, or the next claim
-#                                                           takes K along
-#    Take along, by the claim of T with K behind it: to_deliver(), _take_along()
-#      1. rename T to L (a pop() does not    L old, K new   L is reclaimed, and the next claim takes
-#         hold the lock of the key)                         K along
-#      2. link L and K, remove the           L old, K new   as after 1
-#         checkpoint of old
-#      3. rename K over L                    L new          L is reclaimed, and new is delivered
-#      4. link L                             L new          as after 3
-#    If K is due later, or if L is not a first attempt, the task waits again instead:
-#      3. rename L to U: 0 attempts, and     U old, K new   the next claim takes K along
-#         the time of K if that is later
-#      4. if K is due later, rename K        U new          new is delivered at its time
-#         over U
-#    End of L with K behind it: _Worker.move_leased(), move_keyed(), _promote()
-#      1. rename L to done/ or failed/       K new          find(), in the next call for the key, or
-#                                                           repair() does step 2
-#      2. rename K to pending/, scheduled/   new            new is delivered, under its own id
-#      3. link the new task                  new            as after 2
-#    Retry of a failed task F: _Worker.requeue_failed(), reserve(), move_keyed()
-#      1. link P, F's future path            F              find() finds no task, removes the link
-#      2. remove the reason of F             F              F is failed, without a reason
-#      3. rename F to P                      P              P is delivered
+#    Push onto the waiting task T: _replace()
+#      1. write new to C               T old, C new   old is delivered; C is stale
+#      2. rename T to A                A old, C new   find() promotes A: old is delivered
+#      3. rename C over A              A new          find() promotes A: new is delivered
+#      4. rename A to U, link U        U new          new is delivered
+#    The leased task L waits again, with K behind it: move_keyed(). Steps 2 to 4, with L for T and K
+#    for C. After step 2, A is promoted, and its claim finds K.
+#    Push behind the leased task L, or (with U for K) of a key without a task: _add()
+#      1. write new to C               C new          C is stale
+#      2. link L and K                 C new          find() corrects the link
+#      3. rename C to K                K new          new is delivered after L
+#    End of L with K behind it: move_keyed()
+#      1. rename L to done/, failed/   K new          find() or repair() does step 2
+#      2. rename K to U, link U        U new          new is delivered, under its own id
 # ==================================================================================================
 
 # The locks of keys that are held, by the thread, the inode of data_dir, and the name of the lock.
-# Weak: only the frame of lock() keeps a lock alive. If Ctrl-C comes between any two lines of
-# lock(), the lock ends with the frame.
+# Weak: if Ctrl-C comes between any two lines of lock(), the lock ends with the frame.
 _key_locks = weakref.WeakValueDictionary[tuple[object, ...], _FileLock]()
 
 
 class _Keys:
-    """The tasks with a key, for one worker. _SharedKeys stands in for it on file systems that other
-    hosts write to."""
+    """The tasks with a key, for one worker."""
 
     # How long a pop() waits for the lock of a task that it has claimed. Then the task goes to the
     # back, so that a process that was stopped with the lock does not stop the other workers.
@@ -4342,15 +4315,21 @@ class _Keys:
 
     @contextmanager
     def lock(self, tag: str, until_s: float = _FOREVER_S) -> Iterator[None]:
-        """Hold the lock of the keys of one hash for the block. Raises BlockingIOError if the lock
-        is not free at the time until_s (monotonic clock; 0: try once). A nested call in the same
-        thread uses the lock that the thread holds."""
+        """Hold the lock of a hash for the block. Raises BlockingIOError if the lock is not free at
+        the time until_s (monotonic clock; 0: try once). A nested call uses the lock of its
+        thread."""
         if self._has_lock(tag):
             yield
             return
         # The file is never removed. A process that waits for a removed file would get its lock
         # while another process locks a new file.
-        lock = self._open_lock(f"locks/{tag[-2:]}")
+        path = f"locks/{tag[-2:]}"
+        try:
+            lock = self._files.open_lock(path)
+        except FileNotFoundError:
+            self._files.dirs.refresh()
+            self._make_dir("locks")
+            lock = self._files.open_lock(path)
         with closing(lock):
             lock.acquire_exclusive(until_s)
             _key_locks[self._holder(tag)] = lock
@@ -4360,28 +4339,19 @@ class _Keys:
         return _process_id, threading.get_ident(), self._files.inode, tag[-2:]
 
     def _has_lock(self, tag: str) -> bool:
-        """Say whether this thread holds the lock of a hash."""
         held = _key_locks.get(self._holder(tag))
         # None: Ctrl-C came while the lock was being closed
         return held is not None and held.fd is not None
 
-    def _open_lock(self, path: str) -> _FileLock:
-        with suppress(FileNotFoundError):
-            return self._files.open_lock(path)
-        self._files.dirs.refresh()
-        self._make_dir("locks")
-        return self._files.open_lock(path)
-
     def _make_dir(self, name: str) -> None:
-        """Make a directory in data_dir. Raises FileNotFoundError if data_dir is missing."""
         self._files.make_dir(name)
         self._files.sync_dir("")
 
     def lock_of(
         self, path: str, until_s: float = _FOREVER_S
     ) -> AbstractContextManager[Any]:
-        """Return a context manager that holds the lock of a task's key. For a task without a key,
-        it does nothing. path: any text that ends with the task's id."""
+        """Return lock() for a task's key, or a context manager that does nothing. path: any text
+        that ends with the task's id."""
         is_keyed = _is_keyed(_id_of(path))
         return self.lock(_tag_of(path), until_s) if is_keyed else nullcontext()
 
@@ -4419,42 +4389,41 @@ class _Keys:
     # Finding
 
     def find(self, tag: str) -> tuple[str, str]:
-        """Return the paths of the task of a key, and of the payload behind the task, or "". If the
-        link is wrong, correct it. If the task has ended, make a task of the payload. The caller
-        holds the lock of the key."""
+        """Return the paths of the task of a key, and of the payload behind it, or "". Correct a
+        wrong link. If the task has ended, make a task of the payload. The caller holds the lock."""
         task, behind = self._linked(tag)
         path, payload = self._located(task, behind)
         if path.startswith("keys/"):
             path = self._promote(path)
-        with suppress(OSError):  # the link is a hint: a wrong one is corrected
+        with suppress(OSError):  # a wrong link is corrected later
             if (path, payload) != (task, behind):
                 self._link(tag, path, payload)
         return path, payload
 
     def _located(self, task: str, behind: str) -> tuple[str, str]:
-        """Return the paths where the two files of a link are now, or "". A path in keys/ in the
-        place of the task is that of a payload to promote."""
-        # CRASH: a process dies between a link and the rename before or after it. Then no file is at
-        # a path of the link. Or it dies in _replace(): the task is in keys/.
+        """Return the paths where the two files of a link are now, or "". If the first one is in
+        keys/, the payload there is to be promoted."""
+        # CRASH (KeyedInterrupted): a process dies between a link and the rename before or after it,
+        # and no file is at a path of the link. Or it dies in _swap_aside(): the task is in keys/.
         path = self._locate(task, *_LIVE, "keys")
         payload = self._locate(behind, "keys", *_LIVE)
-        # CRASH: a process dies after the task ended, before it promotes the payload or before it
-        # links the promoted one. Then the payload is the task, even if a person has moved the older
-        # task, which had ended, back to pending/.
+        # CRASH (Keyed, KeyedInterrupted): a process dies after the task ended, before it promotes
+        # the payload, or before it links the promoted one. Then the payload is the task, even if a
+        # person has moved the older task back to pending/.
         if payload and not (path and payload.startswith("keys/")):
             return payload, ""
         return path, payload
 
     def _locate(self, path: str, *where: str) -> str:
-        """Return `path` if its file exists, or if `path` is "". If the file is missing, look for a
-        file with the same id in the directories `where`. Return the path of that file, or ""."""
+        """Return `path` if its file exists, else the path of its id in the directories `where`, or
+        ""."""
         if not path or self._files.exists(path):
             return path
         entry = self._files.find_id(_id_of(path), *where)
         return entry.path if entry else ""
 
     def may_have_task(self, tag: str) -> bool:
-        """Return whether a key may have a task: whether it has a link. Takes no lock."""
+        """Say, without the lock, whether a key may have a task."""
         return not self.has_links or self._linked(tag)[0] != ""
 
     def path_of(self, tag: str) -> str:
@@ -4468,7 +4437,7 @@ class _Keys:
         except OSError as error:
             if error.errno not in _REFUSED_ERRNOS:
                 raise
-        # This user may only read the queue: look without the lock, and without a correction.
+        # this user may only read the queue
         return self._located(*self._linked(tag))[0]
 
     # Pushing
@@ -4480,11 +4449,9 @@ class _Keys:
         if_in_flight: str,
         due_ns: int | None,
     ) -> str:
-        """Push a payload for an encoded key.
-
-        Returns the id of the task that gets the payload, or the payload's own id if it is put
-        behind a leased task. Returns "" if a pop() or a person moved the task meanwhile: the caller
-        must try again. Raises KeyInFlight."""
+        """Push a payload for an encoded key. Return the id of the task that gets the payload, or
+        the payload's own id if it is put behind a leased task. Return "" if a pop() or a person
+        moved the task meanwhile: the caller must try again. Raises KeyInFlight."""
         tag = _key_tag(name)
         if self._has_lock(tag):
             # A signal handler or a finalizer has interrupted a call between two of its steps.
@@ -4495,7 +4462,8 @@ class _Keys:
             is_leased = _state_of(path) == "inflight"
             if is_leased and if_in_flight == "reject":
                 raise KeyInFlight(_decode_key(name), _id_of(path))
-            header, new_id = _header(payload, name), self._clock.new_id()
+            header = _header(payload, name)
+            new_id = self._clock.new_id()
             with self._files.replacement(new_id, header, payload) as new_path:
                 if path and not is_leased:
                     return self._replace(new_path, path, behind, due_ns)
@@ -4540,12 +4508,13 @@ class _Keys:
         try:
             aside = self._swap_aside(new_path, path, target)
         except FileNotFoundError:
-            # RACE: a pop() claims the task after find(), or a person moves it, or removes keys/.
+            # RACE (Keyed): a pop() claims the task after find(), or a person moves it. Or keys/ is
+            # missing.
             self._make_dir("keys")
             self._files.remove(new_path)
             return ""
         if behind:
-            # If this fails, the claim takes the older payload along, so the push must raise.
+            # If this fails, the older payload is delivered, so the push must raise.
             self._files.unlink_if_exists(behind)
         # The new payload is in the queue: after an error, find() or repair() makes the task of it.
         with suppress(OSError):
@@ -4580,7 +4549,7 @@ class _Keys:
         `path`, in place of the older payload `behind`."""
         try:
             # Link first. Without a link, a later push would add a second task of the key, and a
-            # claim would not take the payload along: see to_deliver().
+            # claim would deliver the older payload.
             self._link(
                 _tag_of(target), path or target, target if path else "", sync=True
             )
@@ -4595,19 +4564,15 @@ class _Keys:
     # Claiming
 
     def to_deliver(self, lease: _Lease, data: bytes) -> bytes | None:
-        """Return the payload to deliver for a task that was just claimed. data: what was read from
-        its file. Returns None if the task is not to be delivered now: it is a dead letter, or waits
-        again. Raises FileNotFoundError if the file of the lease is gone.
-
-        In the common case, the link names this task and no payload behind it, and no lock is taken.
-        No payload is missed: a push first links a payload, and then puts it behind the task, and
-        the link is read here after the claim. If the link names no task or another one, a person or
-        power loss was at work, and _link_or_give_way() decides under the lock."""
+        """Return the payload to deliver for a task that was just claimed, which is `data`. Return
+        None if the task became a dead letter, or waits again. Raises FileNotFoundError if the file
+        of the lease is gone."""
+        # A push links a payload before it puts the payload behind the task. The link is read after
+        # the claim, so no payload is missed.
         tag = _tag_of(lease.path)
         path, behind = self._linked(tag) if self.has_links else ("", "")
-        # RACE: the lease ends before the link is read here. Another worker claims the task, and
-        # takes the newer payload along. But `data` is the older payload. So the lease must exist
-        # after the link was read.
+        # RACE (Keyed): the lease ends before the link is read, and `data` is an older payload. So
+        # the lease must exist after the link was read.
         self._files.lstat(lease.path)
         if _id_of(path) == _id_of(lease.path) and not behind:
             return data
@@ -4638,11 +4603,9 @@ class _Keys:
     # Moving
 
     def move_keyed(self, source: str, target: str, until_s: float = _FOREVER_S) -> str:
-        """Move a task with a key under the lock of the key, and return its new path.
-
-        If the task ends, the payload behind it becomes a task. If the task waits again, the payload
-        stays behind it, the attempts are set to 0, and the due time of the payload holds if it is
-        later. Raises FileNotFoundError if the task is gone, BlockingIOError as lock() does."""
+        """Move a task with a key. Return its new path: if it waits again, a payload behind it gives
+        it 0 attempts and the payload's due time. Raises FileNotFoundError if the task is gone,
+        BlockingIOError as lock() does."""
         tag = _tag_of(source)
         with self.lock(tag, until_s):
             path, behind = self._linked(tag)
@@ -4663,8 +4626,8 @@ class _Keys:
         return target
 
     def _promote(self, payload: str) -> str:
-        """Make a task of a payload in keys/, and return the path of the task. Return "" if there is
-        none, or if it is a payload of "update", which ends with the task and is removed."""
+        """Make a task of a payload in keys/, and return its path. Return "" if there is none.
+        Remove a payload of "update", which ends with the task."""
         if not payload:
             return ""
         if _is_update(payload):
@@ -4680,8 +4643,7 @@ class _Keys:
 
     def reserve(self, source: str, target: str) -> None:
         """Link the path that the failed task at `source` will have. Raises KeyInFlight if the key
-        has another task, FileNotFoundError if the failed task is gone. A corrupt record is not
-        linked: a later pop() quarantines it."""
+        has another task, FileNotFoundError if the failed task is gone."""
         key, _ = self._files.head(source)
         path, _ = self.find(_tag_of(source))
         if path:
@@ -4692,7 +4654,7 @@ class _Keys:
 
     def repair(self) -> None:
         """Promote the payloads whose task is gone, remove the links of keys without a task, and
-        link the payloads that no link names, because power loss or a person removed the link."""
+        link the payloads that no link names."""
         payloads = defaultdict[str, list[str]](list)
         for entry in self._files.entries("keys"):
             payloads[_tag_of(entry.id)].append(entry.path)
@@ -4702,14 +4664,14 @@ class _Keys:
                 with self.lock(tag, 0):
                     self._repair(tag, payloads[tag])
             except BlockingIOError:
-                # RACE: another process pushes or moves a task under the lock
+                # RACE (Races): another process pushes or moves a task under the lock.
                 self._worker.maintenance.sooner("repair", 1)
 
         _for_each(repair, sorted({*map(_tag_of, self.paths_without_task()), *payloads}))
 
     def _repair(self, tag: str, payloads: list[str]) -> None:
-        """Repair one key. Of the records in keys/, only the youngest stays, if it is younger than
-        the task: a later push has replaced the others."""
+        """Repair one key. Of its files in keys/, the one that was written last stays, if it is
+        younger than the task: a later push has replaced the others."""
         path, behind = self.find(tag)
         left = [it for it in payloads if it != behind and self._files.exists(it)]
         for stray in sorted(left, key=self._written_ns, reverse=True):
