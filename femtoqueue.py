@@ -1761,8 +1761,7 @@ class _Files:
         flock() needs only reading, and they could stop all others."""
         if fcntl is None:
             raise OSError(errno.ENOTSUP, _NO_FLOCK, f"{self.path}/{path}")
-        where, _ = self.place(path)
-        name = os.path.basename(path)
+        where, name = self.place(path)
         return self.lock_class(where, name, flags, self.lock_mode())
 
     def lock_mode(self) -> int:
@@ -2506,7 +2505,7 @@ class _LeaseDir:
 #    purge        _Files.unlink_if_older       done/, failed/    removed
 #    replace      _Keys._replace               creating/<id>     keys/<id>, then the task's place
 #    put behind   _Keys._add                   creating/<id>     keys/<id>
-#    take along   _Keys._take_along            keys/<id>         the path of the lease
+#    take along   _Keys._swap_aside            a lease, keys/    keys/<id>, then where it waits
 #    promote      _Keys._promote               keys/<id>         pending/, scheduled/
 #    save         _save_checkpoint             creating/<id>     checkpoints/<id>
 #
@@ -4262,39 +4261,38 @@ _SETTINGS = FemtoQueue.__init__.__annotations__.keys() - {"return"}
 # ==================================================================================================
 # 14. Keys: one task for each key, and newer payloads behind it, in keys/.
 #    The hash of the key is the tag in the ids of the key's tasks, and stands for the key. A thread
-#    that moves a task with a key holds the lock of the key. But a claim by pop() and the undoing of
-#    a claim move a task without this lock, and so does a person.
+#    that moves such a task holds the lock of the hash. But a claim by pop() and its undoing move a
+#    task without this lock, and so does a person.
 #    Invariant: a key has at most one task in pending/, scheduled/ and inflight-*/ together, and at
 #    most one newer payload behind it, in keys/. If the task waits again, the payload replaces the
 #    task's own. If the task ends, the payload becomes a task; one of "update" is removed instead.
-#    The text of the symbolic link keys/<hash> is the path of the key's task, and of the payload
-#    behind it. The link is a hint, which find() checks and corrects. A key without a link has no
-#    task, unless power loss removed the link, or a person moved a task. Then the claim of the task
-#    makes the link, and repair() finds the payloads that no link names.
+#    The text of the symbolic link keys/<hash> is the path of the task, and of the payload behind
+#    it. It is a hint, which find() corrects. A key without a link has no task, unless power loss
+#    removed the link, or a person moved a task: then the claim of the task makes the link.
 #
 #    TOPIC: the steps of a task with a key. The third column says what is on disk after a step, the
-#    last what happens if the process is killed then. "Old" and "new" are payloads. C is the file
-#    creating/<new id>, L a lease, T and U paths of a task that waits. A and K are files in keys/: A
-#    has the id of the task, K an id of its own.
+#    last what follows if the process is killed then. "Old" and "new" are payloads, C is the file
+#    creating/<new id>, L a lease, T and U are paths of a waiting task. A and K are files in keys/:
+#    A has the id of the task, K one of its own.
 #
 #    Push onto the waiting task T: _replace()
 #      1. write new to C               T old, C new   old is delivered; C is stale
-#      2. rename T to A                A old, C new   find() promotes A: old is delivered
-#      3. rename C over A              A new          find() promotes A: new is delivered
-#      4. rename A to U, link U        U new          new is delivered
-#    The leased task L waits again, with K behind it: move_keyed(). Steps 2 to 4, with L for T and K
-#    for C. After step 2, A is promoted, and its claim finds K.
-#    Push behind the leased task L, or (with U for K) of a key without a task: _add()
+#      2. rename T to A                A old, C new   find() promotes A
+#      3. rename C over A              A new          find() promotes A
+#      4. rename A to U, link U        U new
+#    The leased task L waits again, with K behind it: move_keyed()
+#      2 to 4, with L for T, K for C   A old, K new   find() promotes A, and a claim finds K
+#    Push behind the leased task L, or of a key without a task (then K is U): _add()
 #      1. write new to C               C new          C is stale
 #      2. link L and K                 C new          find() corrects the link
 #      3. rename C to K                K new          new is delivered after L
 #    End of L with K behind it: move_keyed()
 #      1. rename L to done/, failed/   K new          find() or repair() does step 2
-#      2. rename K to U, link U        U new          new is delivered, under its own id
+#      2. rename K to U, link U        U new
 # ==================================================================================================
 
-# The locks of keys that are held, by the thread, the inode of data_dir, and the name of the lock.
-# Weak: if Ctrl-C comes between any two lines of lock(), the lock ends with the frame.
+# The locks of keys that are held. Weak: if Ctrl-C comes between any two lines of lock(), the lock
+# ends with the frame.
 _key_locks = weakref.WeakValueDictionary[tuple[object, ...], _FileLock]()
 
 
@@ -4302,7 +4300,7 @@ class _Keys:
     """The tasks with a key, for one worker."""
 
     # How long a pop() waits for the lock of a task that it has claimed. Then the task goes to the
-    # back, so that a process that was stopped with the lock does not stop the other workers.
+    # back: a process that was stopped with the lock must not stop the other workers.
     claim_wait_s = _LONG_WAIT_S
     has_links = True
 
@@ -4315,9 +4313,8 @@ class _Keys:
 
     @contextmanager
     def lock(self, tag: str, until_s: float = _FOREVER_S) -> Iterator[None]:
-        """Hold the lock of a hash for the block. Raises BlockingIOError if the lock is not free at
-        the time until_s (monotonic clock; 0: try once). A nested call uses the lock of its
-        thread."""
+        """Hold the lock of a hash. Raises BlockingIOError if it is not free at the time until_s
+        (monotonic clock; 0: try once). A nested call uses the lock of its thread."""
         if self._has_lock(tag):
             yield
             return
@@ -4350,8 +4347,7 @@ class _Keys:
     def lock_of(
         self, path: str, until_s: float = _FOREVER_S
     ) -> AbstractContextManager[Any]:
-        """Return lock() for a task's key, or a context manager that does nothing. path: any text
-        that ends with the task's id."""
+        """Return lock() for the path or id of a task with a key, else a nullcontext()."""
         is_keyed = _is_keyed(_id_of(path))
         return self.lock(_tag_of(path), until_s) if is_keyed else nullcontext()
 
@@ -4366,7 +4362,7 @@ class _Keys:
         return "", ""
 
     def _link(self, tag: str, path: str, behind: str = "", sync: bool = False) -> None:
-        """Make the link keys/<hash>, if it would change; remove it if there is no task."""
+        """Make the link of a key, if it would change; remove it if there is no task."""
         link = f"keys/{tag}"
         if not path:
             self._files.remove(link)
@@ -4389,8 +4385,8 @@ class _Keys:
     # Finding
 
     def find(self, tag: str) -> tuple[str, str]:
-        """Return the paths of the task of a key, and of the payload behind it, or "". Correct a
-        wrong link. If the task has ended, make a task of the payload. The caller holds the lock."""
+        """Return the paths of a key's task and of the payload behind it, or "". Promote a payload
+        without a task. The caller holds the lock."""
         task, behind = self._linked(tag)
         path, payload = self._located(task, behind)
         if path.startswith("keys/"):
@@ -4401,8 +4397,8 @@ class _Keys:
         return path, payload
 
     def _located(self, task: str, behind: str) -> tuple[str, str]:
-        """Return the paths where the two files of a link are now, or "". If the first one is in
-        keys/, the payload there is to be promoted."""
+        """Return where the two files of a link are now, or "". If the first one is in keys/, it is
+        to be promoted."""
         # CRASH (KeyedInterrupted): a process dies between a link and the rename before or after it,
         # and no file is at a path of the link. Or it dies in _swap_aside(): the task is in keys/.
         path = self._locate(task, *_LIVE, "keys")
@@ -4415,8 +4411,7 @@ class _Keys:
         return path, payload
 
     def _locate(self, path: str, *where: str) -> str:
-        """Return `path` if its file exists, else the path of its id in the directories `where`, or
-        ""."""
+        """Return `path` if it exists, else the path of its id in the directories `where`, or ""."""
         if not path or self._files.exists(path):
             return path
         entry = self._files.find_id(_id_of(path), *where)
@@ -4427,7 +4422,7 @@ class _Keys:
         return not self.has_links or self._linked(tag)[0] != ""
 
     def path_of(self, tag: str) -> str:
-        """Return the path of a key's task, or "" if the key has no task."""
+        """Return the path of a key's task, or ""."""
         if not self.may_have_task(tag):
             self._files.lstat("pending")  # a missing pending/ is disk trouble
             return ""
@@ -4449,9 +4444,8 @@ class _Keys:
         if_in_flight: str,
         due_ns: int | None,
     ) -> str:
-        """Push a payload for an encoded key. Return the id of the task that gets the payload, or
-        the payload's own id if it is put behind a leased task. Return "" if a pop() or a person
-        moved the task meanwhile: the caller must try again. Raises KeyInFlight."""
+        """Push a payload. Return the id of the task that gets it, or its own id behind a leased
+        task. Return "" if the task has moved: the caller must try again. Raises KeyInFlight."""
         tag = _key_tag(name)
         if self._has_lock(tag):
             # A signal handler or a finalizer has interrupted a call between two of its steps.
@@ -4473,8 +4467,7 @@ class _Keys:
                 return _id_of(path if _is_update(target) else target)
 
     def _swap(self, new_path: str, older: str, target: str) -> None:
-        """Rename the older payload to `target`, then the new one over it. If this raises, the older
-        one is at its path again."""
+        """Rename the older payload to `target`, then the new one over it; or neither."""
         try:
             if older not in ("", target):
                 self._files.move(older, target)
@@ -4487,9 +4480,8 @@ class _Keys:
             raise
 
     def _swap_aside(self, new_path: str, path: str, target: str) -> str:
-        """Take a task that is about to wait at `target` into keys/, where no pop() claims it, and
-        replace its payload by the file `new_path`. Return the path in keys/. Raises
-        FileNotFoundError if the task is not at `path`."""
+        """Move a task that will wait at `target` into keys/, where no pop() claims it, and replace
+        its payload. Return its path there. Raises FileNotFoundError if the task is gone."""
         # The name has the new time: the new payload must not be delivered before it.
         is_scheduled = target.startswith("scheduled/")
         ident = _id_of(path)
@@ -4502,8 +4494,7 @@ class _Keys:
     def _replace(
         self, new_path: str, path: str, behind: str, due_ns: int | None
     ) -> str:
-        """Replace the payload of the waiting task at `path` by the file `new_path`, and set its
-        attempts to 0. Return the id of the task, or "" if the task is no longer at `path`."""
+        """Replace the payload of a waiting task. Return its id, or "" if the task has moved."""
         target = _fresh_path(path, due_ns)
         try:
             aside = self._swap_aside(new_path, path, target)
@@ -4530,8 +4521,8 @@ class _Keys:
     def _path_behind(
         self, tag: str, path: str, behind: str, due_ns: int | None, is_update: bool
     ) -> str:
-        """Return the path in keys/ for a payload behind the leased task at `path`, in place of the
-        older payload `behind`. Without a task, return the path of a new task."""
+        """Return the path for a payload behind the leased task at `path`, in place of the payload
+        `behind`. If there is no task, return that of a new task."""
         ident = _id_of(behind)
         if not behind:
             order_ns = self._clock.next_order()
@@ -4545,11 +4536,10 @@ class _Keys:
         return payload if path else _task_path(payload)
 
     def _add(self, new_path: str, path: str, behind: str, target: str) -> None:
-        """Rename the file `new_path` to `target`: as a new task, or behind the leased task at
-        `path`, in place of the older payload `behind`."""
+        """Rename a new file to `target`: as a task, or behind the leased task at `path`."""
         try:
-            # Link first. Without a link, a later push would add a second task of the key, and a
-            # claim would deliver the older payload.
+            # Link first. Without a link, a later push would add a second task of the key, or a
+            # claim would miss the payload.
             self._link(
                 _tag_of(target), path or target, target if path else "", sync=True
             )
@@ -4564,11 +4554,8 @@ class _Keys:
     # Claiming
 
     def to_deliver(self, lease: _Lease, data: bytes) -> bytes | None:
-        """Return the payload to deliver for a task that was just claimed, which is `data`. Return
-        None if the task became a dead letter, or waits again. Raises FileNotFoundError if the file
-        of the lease is gone."""
-        # A push links a payload before it puts the payload behind the task. The link is read after
-        # the claim, so no payload is missed.
+        """Return the payload of a claimed task, which is `data`, or None if the task became a dead
+        letter or waits again. Raises FileNotFoundError if the lease is gone."""
         tag = _tag_of(lease.path)
         path, behind = self._linked(tag) if self.has_links else ("", "")
         # RACE (Keyed): the lease ends before the link is read, and `data` is an older payload. So
@@ -4585,15 +4572,14 @@ class _Keys:
             return data if newer == "" else None
 
     def _link_or_give_way(self, tag: str, lease: str) -> str | None:
-        """Link the task with this lease, and return the path of the payload behind it, or "". If
-        the key has another task, make a dead letter of the leased one, and return None."""
+        """Return the path of the payload behind a leased task, or "". If the key has another task,
+        make a dead letter of the leased one, and return None."""
         self._files.lstat(lease)  # raises if the lease is gone
         path, behind = self.find(tag)
         if path and _id_of(path) != _id_of(lease):
             self._quarantine_second(path, lease)
             return None
-        # An error undoes the claim. If the task were delivered, but not linked, a push would add a
-        # second task.
+        # An error undoes the claim: a push would add a second task beside one without a link.
         self._link(tag, lease, behind)
         return behind
 
@@ -4603,8 +4589,7 @@ class _Keys:
     # Moving
 
     def move_keyed(self, source: str, target: str, until_s: float = _FOREVER_S) -> str:
-        """Move a task with a key. Return its new path: if it waits again, a payload behind it gives
-        it 0 attempts and the payload's due time. Raises FileNotFoundError if the task is gone,
+        """Move a task, and return its new path. Raises FileNotFoundError if the task is gone,
         BlockingIOError as lock() does."""
         tag = _tag_of(source)
         with self.lock(tag, until_s):
@@ -4626,8 +4611,8 @@ class _Keys:
         return target
 
     def _promote(self, payload: str) -> str:
-        """Make a task of a payload in keys/, and return its path. Return "" if there is none.
-        Remove a payload of "update", which ends with the task."""
+        """Make a task of a payload in keys/, and return its path. Return "" if it is missing, or
+        of "update": then it is removed."""
         if not payload:
             return ""
         if _is_update(payload):
@@ -4642,8 +4627,7 @@ class _Keys:
         return path
 
     def reserve(self, source: str, target: str) -> None:
-        """Link the path that the failed task at `source` will have. Raises KeyInFlight if the key
-        has another task, FileNotFoundError if the failed task is gone."""
+        """Link the path that a failed task will have. Raises KeyInFlight, FileNotFoundError."""
         key, _ = self._files.head(source)
         path, _ = self.find(_tag_of(source))
         if path:
@@ -4653,8 +4637,8 @@ class _Keys:
     # Repair
 
     def repair(self) -> None:
-        """Promote the payloads whose task is gone, remove the links of keys without a task, and
-        link the payloads that no link names."""
+        """Promote payloads without a task, link those that no link names, and remove links without
+        a task."""
         payloads = defaultdict[str, list[str]](list)
         for entry in self._files.entries("keys"):
             payloads[_tag_of(entry.id)].append(entry.path)
@@ -4670,8 +4654,7 @@ class _Keys:
         _for_each(repair, sorted({*map(_tag_of, self.paths_without_task()), *payloads}))
 
     def _repair(self, tag: str, payloads: list[str]) -> None:
-        """Repair one key. Of its files in keys/, the one that was written last stays, if it is
-        younger than the task: a later push has replaced the others."""
+        """Keep the payload that was written last, if it is younger than the task."""
         path, behind = self.find(tag)
         left = [it for it in payloads if it != behind and self._files.exists(it)]
         for stray in sorted(left, key=self._written_ns, reverse=True):
@@ -6107,52 +6090,42 @@ class TicketQueue:
 # 20. Other file systems: those that other hosts may write to, and systems without flock.
 #    _open_files() chooses the classes.
 #
-#    TOPIC: what differs on other file systems. Five facts about NFS and GlusterFS have names. The
-#    comments in this part give these names in parentheses.
+#    TOPIC: what differs on other file systems. Five facts have names, which stand in parentheses in
+#    the comments of this part.
 #
-#      stale     After a change by another host, a host may see old names and contents for 30 s on
-#                NFS, and old contents for a second on GlusterFS. A listing, a rename, and a read
-#                that follows a listing are never stale, because the server itself answers them. So
-#                the tasks of a key are found by listings, and there are no links.
-#
-#      replaced  If another file was renamed over a file, the name may still lead to the old file,
-#                even after a listing (GlusterFS). Then open(), read() or close() raises ESTALE or
-#                ENOENT. The next attempt looks the name up again.
-#
-#      healed    If a host was down or cut off while a file was renamed, the old name of the file
-#                may come back (GlusterFS). Then a finished task may come once more, an older
-#                payload too, and a late worker may not be told. If a key has several tasks for this
-#                reason, the youngest counts.
-#
-#      replies   A rename that was carried out may raise ENOENT (NFS): the server reboots before it
-#                has answered, and the client repeats the request. So after ENOENT, a look at both
-#                paths tells whether the file has moved. GlusterFS loses no replies, but a replica
-#                may show a failed rename as carried out. So nothing is checked there.
-#
-#      flock     A host that is cut off from the network may lose its locks, and is not told (both).
+#      stale     A host may see another host's change late: names and contents after 30 s on NFS,
+#                contents after a second on GlusterFS. A listing, a rename, and a read after a
+#                listing are never stale. So the tasks of a key are found by listings.
+#      replaced  If another file was renamed over a file, open(), read() or close() may raise ESTALE
+#                or ENOENT (GlusterFS). The next attempt looks the name up again.
+#      healed    The old name of a file that was renamed during an outage may come back (GlusterFS).
+#                Then a finished task or an older payload may come once more, and a late worker may
+#                not be told.
+#      replies   A rename that was carried out may raise ENOENT (NFS): the server reboots before its
+#                answer, and the client asks again. GlusterFS loses no replies, but a replica may
+#                show a failed rename as carried out. So nothing is checked on FUSE (*).
+#      flock     A host that is cut off may lose its locks, and is not told (both).
 #
 #    The overrides, the facts that make them necessary, and the file systems ("both": NFS and
-#    GlusterFS). With a *, the override does nothing more on FUSE.
+#    GlusterFS):
 #
 #      _SharedLock.reading_is_enough         flock (NFS)
 #      _SharedFiles.syncs_after_rename       a torn file would be visible to other hosts (both)
-#      _SharedFiles.head, lstat, text        replaced (GlusterFS)
-#      _SharedFiles.sync_file, open_lock     replaced (GlusterFS)
-#      _SharedFiles.exists, has_work, names  stale (NFS)
+#      _SharedFiles.head, text, sync_file    replaced (GlusterFS)
+#      _SharedFiles.open_lock                replaced (GlusterFS)
+#      _SharedFiles.lstat                    stale (NFS), replaced (GlusterFS)
+#      _SharedFiles.names                    stale (NFS)
 #      _SharedFiles.read                     stale (both), replaced (GlusterFS)
-#      _SharedFiles.move, move_onto *        replies (NFS)
-#      _SharedFiles.unlink *                 replies (NFS)
+#      _SharedFiles.move *                   replies (NFS)
 #      _SharedFiles.shrink                   stale (both)
 #      _SharedLeaseDir.claim *               replies (NFS)
+#      _SharedKeys.has_links, _link          stale (both)
 #      _SharedKeys._linked                   stale, flock (both), healed (GlusterFS)
-#      _SharedKeys._link, may_have_task      stale (both)
-#      _SharedKeys._has_nothing_behind       stale (both)
-#      _SharedKeys.newest_path               stale (both)
 #      _SharedKeys._link_or_give_way         flock (both), healed (GlusterFS)
-#      _SharedNumbers.draw                   stale, flock (both)
+#      _SharedKeys.claim_wait_s              an outage lasts for seconds (both)
+#      _SharedNumbers.draw, remove_dir       stale, flock (both)
 #      _SharedNumbers.check                  flock (both)
 #      _SharedNumbers.late_part              a host may be cut off or stopped for long (both)
-#      _SharedNumbers.remove_dir             stale (both)
 #
 #    Without flock (Python has no module fcntl), the leases of a worker that died or was closed end
 #    at their deadlines only. Tasks with a key and tickets are not available.
@@ -6168,8 +6141,7 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 def _open_files(data_dir: str, is_durable: bool) -> _Files:
     """Make data_dir if it is missing, open it, and return the _Files object for its file system.
-    Other hosts may write to a file system whose type is not in _LOCAL_TYPES. Where statfs(2) does
-    not exist (not Linux), every file system counts as local."""
+    Where statfs(2) does not exist (not Linux), every file system counts as local."""
     data_dir = data_dir.rstrip(os.sep) or os.sep
     _make_dir(data_dir, 0o700, is_durable)
     root = _OpenFile(None, data_dir, _ROOT_FLAGS)
@@ -6202,9 +6174,8 @@ def _trust_problem(files: _Files) -> str:
 
 
 def _afresh(look: _Method) -> _Method:
-    """Return a method that calls `look`, and again after ENOENT or ESTALE, up to _LOOKS times
-    (replaced). Each call looks the name up again. The last ENOENT or ESTALE is raised as
-    FileNotFoundError."""
+    """Return a method that calls `look` up to _LOOKS times after ENOENT or ESTALE (replaced), and
+    then raises FileNotFoundError."""
 
     @functools.wraps(look)
     def call(*args: Any) -> Any:
@@ -6228,7 +6199,7 @@ class _SharedLock(_FileLock):
 
 class _SharedFiles(_Files):
     """The steps on files that other hosts read and write at the same time. is_fuse: the file system
-    is treated as GlusterFS, which heals names and loses no replies."""
+    counts as GlusterFS."""
 
     # A file is synced before its rename. Otherwise another host could read a torn file between the
     # rename and the sync.
@@ -6249,8 +6220,7 @@ class _SharedFiles(_Files):
     lock_class = _SharedLock
 
     def _refresh(self, directory: str) -> None:
-        """Open a directory, so that the names in it are looked up anew (close-to-open, see
-        nfs(5))."""
+        """Open a directory, so that its names are looked up anew (close-to-open, see nfs(5))."""
         with suppress(OSError):
             # the look that follows meets the same trouble, and raises OSError
             _OpenFile(self.root, directory or ".").close()
@@ -6266,8 +6236,7 @@ class _SharedFiles(_Files):
         return super().names(directory)
 
     def read(self, directory: str, name: str, ident: str) -> _Record:
-        """Read a record. If another host may have replaced the file before, list the directory
-        first: then the read is not stale."""
+        """List the directory before a read of a file that another host may have replaced."""
         if directory == "checkpoints" or _is_keyed(ident):
             self.names(directory)
         return self._read_once(directory, name, ident)
@@ -6275,11 +6244,10 @@ class _SharedFiles(_Files):
     # Moving
 
     def move(self, source: str, target: str) -> str:
-        """Rename a file. If the rename raises ENOENT, but was carried out, raise no error
-        (replies)."""
+        """Rename a file. Raises no error if the rename was carried out (replies)."""
         began_ns = _wall_ns()
-        # RACE: the deadline of a lease has passed, and another worker has reclaimed the task and
-        # ended it in the same way. Then the error is raised.
+        # RACE (LostReply): the deadline of a lease has passed, and another worker has reclaimed the
+        # task and ended it in the same way. Then the error is raised.
         is_lease = _state_of(source) == "inflight"
         is_late = is_lease and _stamp_of(source) <= self.clock.now_ns()
         before = None if self.is_fuse or is_late else _Files.lstat(self, source)
@@ -6293,27 +6261,27 @@ class _SharedFiles(_Files):
     def _was_moved(
         self, before: os.stat_result, began_ns: int, source: str, target: str
     ) -> bool:
-        """Return whether this call has moved a file from source to target. before: the result of
-        lstat() before the call, which began at began_ns (wall clock)."""
+        """Return whether this call has moved a file. before: the result of lstat() at the time
+        began_ns (wall clock)."""
         if self.exists(source):
             return False
         is_ours = _state_of(source) == "creating"
-        # Others remove a file in creating/ only after an hour. So if a file is gone within half an
-        # hour, this call has moved it. RACE: another worker moves the file on from the target.
+        # Others remove a file in creating/ only after an hour, so this call has moved it.
+        # RACE (LostReply): another worker moves the file on from the target.
         if not target or (
             is_ours and _wall_ns() < before.st_mtime_ns + _LEFTOVER_NS // 2
         ):
             return True
         with suppress(FileNotFoundError):
             after = self.lstat(target)
-            # If the last change is older than the call, another host moved the file. The clocks of
-            # hosts agree to a second.
+            # RACE (LostReply): another host moved the file before the call. The clocks of hosts
+            # agree to a second.
             is_new = after.st_ctime_ns > began_ns - 10**9
             return is_new and os.path.samestat(before, after)
         return False
 
     def shrink(self, new_name: str) -> None:
-        """Do nothing: other hosts might look into the old directory for a long time (stale)."""
+        """Do nothing: other hosts might look into the old directory for long (stale)."""
 
 
 class _SharedLeaseDir(_LeaseDir):
@@ -6328,25 +6296,26 @@ class _SharedLeaseDir(_LeaseDir):
 
 
 class _SharedKeys(_Keys):
-    """Finds the tasks of a key by listings, because links could be stale."""
+    """Finds the tasks of a key by listings."""
 
-    claim_wait_s = 60.0  # an outage of a server or of a brick lasts for seconds
+    claim_wait_s = 60.0
     has_links = False
 
     def _listed(self, tag: str) -> tuple[list[str], str]:
         """Return the paths of a key's tasks, the oldest first, and of the newest payload behind
-        them, or "". If this thread has the lock, remove an older payload."""
+        them, or ""."""
         found = [it for it in self._files.find("keys", *_LIVE) if _tag_of(it.id) == tag]
         found.sort(key=lambda it: it.id)
         tasks = [it.path for it in found if it.directory != "keys"]
         payloads = [it.path for it in found if it.directory == "keys"]
         behind = payloads[-1] if payloads else ""
         if not tasks:
-            # CRASH: a process dies in _swap_aside(). The older payload is that of the task.
+            # CRASH (KeyedInterruptedOnSharedFileSystem): a process dies in _swap_aside(). The older
+            # payload is that of the task.
             tasks = payloads[:-1]
         elif self._has_lock(tag):
-            # RACE: a host is cut off while it pushes a payload, and loses the lock (flock). Another
-            # host pushes a payload, too. Then both are in keys/.
+            # RACE (KeyedOnSharedFileSystem): a host is cut off while it pushes a payload, and loses
+            # the lock (flock). Another host pushes a payload, too.
             for older in payloads:
                 if _id_of(older) != _id_of(behind):
                     self._files.remove(older)
@@ -6365,11 +6334,10 @@ class _SharedKeys(_Keys):
             self._make_dir("keys")
 
     def _link_or_give_way(self, tag: str, lease: str) -> str | None:
-        """Return the path of the payload behind a claimed task, or "". If the key has another task,
-        one of the two gives way: return None if it is the claimed one."""
-        # RACE: two workers claim the two tasks of a key at once. Each lists the directories after
-        # its own claim. The worker of the older task finds the younger one, and quarantines the
-        # older one. So at most one of the two runs.
+        """Return the path of the payload behind a claimed task, or "", or None if the claimed task
+        gives way to another one of its key."""
+        # RACE (KeyedOnSharedFileSystem): two workers claim the two tasks of a key at once. Each
+        # lists the directories after its own claim, and the older task gives way.
         tasks, behind = self._listed(tag)
         if lease not in tasks:
             raise _os_error(errno.ENOENT, lease)
@@ -6390,14 +6358,13 @@ class _SharedKeys(_Keys):
 
 
 class _SharedNumbers(_Numbers):
-    """The numbers of the tickets, on a file system that other hosts write to. The last number is in
-    the name of an empty file, last~<number>, because contents may be stale, but a listing is not.
-    If two hosts hold the lock of "last" (flock), one of their renames fails."""
+    """The last number is in the name of an empty file, last~<number>. If two hosts hold the lock
+    of "last" (flock), one of their renames fails."""
 
-    # RACE: another host finds this member's ticket stale, and is about to remove the ticket and to
-    # take the turn. Then the member touches the ticket, too late, and finds it first in line. So
-    # the member gives up a ticket that was not touched for three quarters of stale_timeout. The
-    # last quarter is for clocks that differ.
+    # RACE (SharedTickets): another host finds this member's ticket stale, and is about to remove
+    # it. Then the member touches the ticket, too late, and finds it first in line. So the member
+    # gives up a ticket that was not touched for three quarters of stale_timeout. The last quarter
+    # is for clocks that differ.
     late_part = 0.75
     _parse = re.compile(r"last~[0-9]{20}").fullmatch
 
@@ -6415,19 +6382,17 @@ class _SharedNumbers(_Numbers):
         return max(filter(self._parse, self._files.names("")), default="")
 
     def check(self, number: int) -> None:
-        """Raise FileExistsError if another host drew a higher number before this ticket was in
-        line."""
-        # RACE: this host lost the lock of "last" between draw() and the rename of the ticket
-        # (flock). Another host drew a higher number, was the first in line, and may have its turn
-        # now. The lower number of this ticket would give this member a turn at the same time.
+        """Raise FileExistsError if another host drew a higher number since draw()."""
+        # RACE (SharedTickets): this host lost the lock of "last" between draw() and the rename of
+        # the ticket (flock). Another host drew a higher number, and may have its turn now. The
+        # lower number would give this member a turn at the same time.
         if self._last_name() > f"last~{number:020d}":
             raise FileExistsError(
                 errno.EEXIST, "another host was faster", self._files.path
             )
 
     def remove_dir(self) -> None:
-        """Do nothing: another host could open and lock a removed "last" (stale), and two hosts
-        would hold the lock of one line."""
+        """Do nothing: two hosts could lock the removed "last" (stale) and a new one."""
 
 
 # ==================================================================================================
