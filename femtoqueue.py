@@ -4473,7 +4473,7 @@ class _Keys:
                 self._files.move(older, target)
             self._files.move(new_path, target)  # the push is committed
         except BaseException:
-            # Ctrl-C may have come after the second rename.
+            # Ctrl-C may have come after the second rename
             with suppress(OSError):
                 if self._files.exists(new_path):
                     self._files.move(target, older)
@@ -6198,11 +6198,8 @@ class _SharedLock(_FileLock):
 
 
 class _SharedFiles(_Files):
-    """The steps on files that other hosts read and write at the same time. is_fuse: the file system
-    counts as GlusterFS."""
+    """The steps on files that other hosts use, too. is_fuse: it counts as GlusterFS."""
 
-    # A file is synced before its rename. Otherwise another host could read a torn file between the
-    # rename and the sync.
     syncs_after_rename = False
 
     def __init__(self, root: _OpenFile, is_durable: bool, fs_type: int) -> None:
@@ -6220,9 +6217,8 @@ class _SharedFiles(_Files):
     lock_class = _SharedLock
 
     def _refresh(self, directory: str) -> None:
-        """Open a directory, so that its names are looked up anew (close-to-open, see nfs(5))."""
-        with suppress(OSError):
-            # the look that follows meets the same trouble, and raises OSError
+        """Have the names in a directory looked up anew (close-to-open, see nfs(5))."""
+        with suppress(OSError):  # the look that follows raises the error
             _OpenFile(self.root, directory or ".").close()
 
     @_afresh
@@ -6236,15 +6232,14 @@ class _SharedFiles(_Files):
         return super().names(directory)
 
     def read(self, directory: str, name: str, ident: str) -> _Record:
-        """List the directory before a read of a file that another host may have replaced."""
         if directory == "checkpoints" or _is_keyed(ident):
+            # another host may have replaced the file (stale)
             self.names(directory)
         return self._read_once(directory, name, ident)
 
     # Moving
 
     def move(self, source: str, target: str) -> str:
-        """Rename a file. Raises no error if the rename was carried out (replies)."""
         began_ns = _wall_ns()
         # RACE (LostReply): the deadline of a lease has passed, and another worker has reclaimed the
         # task and ended it in the same way. Then the error is raised.
@@ -6261,8 +6256,8 @@ class _SharedFiles(_Files):
     def _was_moved(
         self, before: os.stat_result, began_ns: int, source: str, target: str
     ) -> bool:
-        """Return whether this call has moved a file. before: the result of lstat() at the time
-        began_ns (wall clock)."""
+        """Say whether a rename that raised ENOENT was carried out (replies). before: the result of
+        lstat() at the time began_ns (wall clock)."""
         if self.exists(source):
             return False
         is_ours = _state_of(source) == "creating"
@@ -6290,7 +6285,7 @@ class _SharedLeaseDir(_LeaseDir):
     def claim(self, directory: str, name: str, lease: _Lease) -> bool:
         if super().claim(directory, name, lease):
             return True
-        # The error of this listing is raised, and the caller undoes the claim.
+        # If the listing raises an error, the caller undoes the claim.
         is_checked = not self._files.is_fuse
         return is_checked and lease.name in self._files.names(self.directory)
 
@@ -6319,23 +6314,20 @@ class _SharedKeys(_Keys):
             for older in payloads:
                 if _id_of(older) != _id_of(behind):
                     self._files.remove(older)
-        # An older payload was promoted or replaced, and then its name came back (healed).
+        # The name of an older payload, or of an older task, may have come back (healed).
         is_newer = not tasks or _id_of(behind) > _id_of(tasks[-1])
         return tasks, behind if is_newer else ""
 
     def _linked(self, tag: str) -> tuple[str, str]:
-        # The youngest task counts, because an older task may have come back (healed).
         tasks, behind = self._listed(tag)
         return tasks[-1] if tasks else "", behind
 
     def _link(self, tag: str, path: str, behind: str = "", sync: bool = False) -> None:
-        # There is no link. But with `sync`, the caller may need keys/ next, for a payload.
+        # with `sync`, the caller may put a payload into keys/ next
         if sync:
             self._make_dir("keys")
 
     def _link_or_give_way(self, tag: str, lease: str) -> str | None:
-        """Return the path of the payload behind a claimed task, or "", or None if the claimed task
-        gives way to another one of its key."""
         # RACE (KeyedOnSharedFileSystem): two workers claim the two tasks of a key at once. Each
         # lists the directories after its own claim, and the older task gives way.
         tasks, behind = self._listed(tag)
@@ -6348,8 +6340,7 @@ class _SharedKeys(_Keys):
         if _id_of(older) == _id_of(lease):
             return behind
         if _state_of(older) == "inflight" and self._worker.left_ns(older) > 0:
-            # The older task may run, or only its lease may have come back (healed). So the claimed
-            # task waits, and its next claim looks again.
+            # The older task may run, or its lease has come back (healed). The claimed one waits.
             target = _fresh_path(lease, _wall_ns() + _STALE_NS)
             self._worker.note_arrival(self._files.move(lease, target))
             return None
