@@ -3371,6 +3371,23 @@ class Keyed(QueueCase):
                 (q if task.node == "n1" else other).done(task)
                 self.assertEqual((self.drain(q), q.stats().buffered), ([], 0))
 
+    def test_claim_whose_lease_ends_meanwhile_delivers_no_older_payload(self) -> None:
+        """If the lease of a claim ends, and a push replaces the payload, before pop() has looked
+        for a newer payload, the newer payload is delivered."""
+        q, other = self.queue(), self.queue("n2")
+        self.assertIsNone(q.pop())  # locks the lease directory
+        ident = q.push(b"1", key="k")
+
+        def end() -> None:
+            [name] = self.names("inflight-n1")
+            os.rename(self.file("inflight-n1", name), self.file("pending", ident))
+            other.push(b"2", key="k")
+
+        call = "readlink" if self.has_states else "lock"
+        with hooked(at_call(call, None, end, times=1)):
+            task = q.pop()
+        self.assertEqual((task or popped(q)).data, b"2")
+
     def test_buffered_payload_whose_state_file_was_lost_is_promoted(self) -> None:
         """A buffered payload becomes a task even if the state file of its key was lost."""
         # If a newer payload is pushed after the loss, only the newer payload is delivered.
