@@ -3584,6 +3584,24 @@ class Keyed(QueueCase):
         self.assertEqual((other.pop(), q.pop()), (None, None))
         self.assertEqual(self.take(q, id=ident).data, b"2")
 
+    def test_push_also_replaces_a_payload_behind_an_undone_claim(self) -> None:
+        """If a payload is pushed behind a claim that is then undone, the next push replaces both
+        payloads."""
+        q, other = self.queue(), self.queue("n2")
+        q.push(b"1", key="k")
+
+        def undo() -> None:
+            other.push(b"2", key="k")
+            raise_errno(errno.EMFILE)
+
+        with (
+            self.assertRaises(OSError),
+            hooked(at_call("open", "/inflight-n1/", undo, times=1)),
+        ):
+            q.pop()
+        q.push(b"3", key="k")
+        self.assertEqual((self.drain(q), q.stats().buffered), ([b"3"], 0))
+
     def test_payload_that_another_process_left_in_keys_is_delivered_at_once(
         self,
     ) -> None:

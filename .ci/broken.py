@@ -646,7 +646,7 @@ a push whose task was claimed meanwhile is not lost | Keyed
              self._files.remove(new_path)
 -            return ""
 +            return ident
-after a replacement, no older payload comes from behind the task | KeyedInterrupted
+after a replacement, no older payload comes from behind the task | Keyed
 -            self._files.unlink_if_exists(behind)
 a push does not raise an error after its payload is in the queue | Keyed
 -        with suppress(OSError):
