@@ -1299,10 +1299,10 @@ class _FileLock(_OpenFile):
         return fd
 
     def try_shared(self) -> bool | None:
-        return _flock(self.fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return _flock(self.fd, fcntl.LOCK_SH | fcntl.LOCK_NB) if fcntl else None
 
     def try_exclusive(self) -> bool | None:
-        return _flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return _flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB) if fcntl else None
 
     def acquire_exclusive(self, until_s: float = _FOREVER_S) -> None:
         """Take the exclusive lock. Raises BlockingIOError if another thread or process still has it
@@ -1336,7 +1336,7 @@ class _FileLock(_OpenFile):
         if self._pid != os.getpid():  # _after_fork_in_child() closes the child's copy
             self.fd = None
             return
-        with suppress(OSError):  # flock does not work here
+        with suppress(OSError, AttributeError):  # flock does not work here
             fcntl.flock(fd, fcntl.LOCK_UN)
         # before os.close() frees the number for another file
         _open_lock_fds.discard(fd)
@@ -1491,6 +1491,7 @@ class _Files:
     is_local = False
     clock: _QueueClock
     syncs_after_rename = os.name == "posix"
+    lock_class = _FileLock
 
     def __init__(self, root: _OpenFile, is_durable: bool) -> None:
         self.path = root.path
@@ -1758,8 +1759,10 @@ class _Files:
     def open_lock(self, path: str, flags: int = _LOCK_FLAGS) -> _FileLock:
         """Open a file to lock it. Those who may not write to data_dir may not read the file either:
         flock() needs only reading, and they could stop all others."""
-        where, _ = self.place(path)
-        return _FileLock(where, os.path.basename(path), flags, self.lock_mode())
+        if fcntl is None:
+            raise OSError(errno.ENOTSUP, _NO_FLOCK, f"{self.path}/{path}")
+        where, name = self.place(path)
+        return self.lock_class(where, name, flags, self.lock_mode())
 
     def lock_mode(self) -> int:
         write = self.mode & 0o022
@@ -1917,14 +1920,6 @@ class _Files:
         if "~1~" not in source and _ends_at(target) and directory != "creating":
             self.unlink_if_exists(source)
         return target
-
-    def move_onto(self, source: str, target: str) -> None:
-        """Rename a file over another one. Raises FileNotFoundError if no file is at the target: a
-        person has moved it, and the rename would make two tasks of one. So the look is the last
-        step before the rename."""
-        self.lstat(target)
-        # an override of move() would look at more files first
-        _Files.move(self, source, target)
 
     def unlink(self, path: str) -> None:
         where, name = self.place(path)
@@ -2509,7 +2504,7 @@ class _LeaseDir:
 #    purge        _Files.unlink_if_older       done/, failed/    removed
 #    replace      _Keys._replace               creating/<id>     keys/<id>, then the task's place
 #    put behind   _Keys._add                   creating/<id>     keys/<id>
-#    take along   _Keys._take_along            keys/<id>         the path of the lease
+#    take along   _Keys._swap_aside            a lease, keys/    keys/<id>, then where it waits
 #    promote      _Keys._promote               keys/<id>         pending/, scheduled/
 #    save         _save_checkpoint             creating/<id>     checkpoints/<id>
 #
@@ -4121,23 +4116,19 @@ class FemtoQueue:
     def _read_entry(
         self, entry: _Entry, data: bool = True, length_ns: int = 0
     ) -> FemtoTask | None:
-        """Return the task of an entry, or None if its file has moved. A task that waits is read
-        with the newest payload of its key.
+        """Return the task of an entry, or None if its file has moved.
 
         data=False: read only the header. length_ns: for attach(), which makes the caller a holder
         of the lease."""
-        record = self._worker.keys.newest_path(entry)
-        if not self._files.exists(record):
-            record = entry.path  # the link of the key names a payload that is gone
         payload = b""
         try:
             if data:
-                payload, key = self._files.read_path(record)
+                payload, key = self._files.read_path(entry.path)
             else:
-                key, size_bytes = self._files.head(record)
+                key, size_bytes = self._files.head(entry.path)
             since_ns = self._files.lstat(entry.path).st_ctime_ns
         except FileNotFoundError:
-            return None
+            return None  # RACE (Lifecycle): another process moves the task
         # A name that is only the id stands for 0 attempts if the task waits. In done/ and failed/,
         # such a name does not tell the attempts.
         attempts = entry.attempts if _ends_at(entry.path) else entry.attempts or 0
@@ -4231,84 +4222,48 @@ def _warn_of_old_tasks(files: _Files) -> None:
 # ==================================================================================================
 # 14. Keys: one task for each key, and newer payloads behind it, in keys/.
 #    The hash of the key is the tag in the ids of the key's tasks, and stands for the key. A thread
-#    that moves a task with a key holds the lock of the key. But a claim by pop() and the undoing of
-#    a claim move a task without this lock, and so does a person.
+#    that moves such a task holds the lock of the hash. But a claim by pop() and its undoing move a
+#    task without this lock, and so does a person.
 #    Invariant: a key has at most one task in pending/, scheduled/ and inflight-*/ together, and at
-#    most one newer payload behind it. The claim that delivers the task takes the payload along. If
-#    the task ends, the payload becomes a task; a payload of "update" is removed instead.
-#    The text of the symbolic link keys/<hash> is the path of the key's task, and of the payload
-#    behind it. The link is made anew for each change, and is a hint, which find() checks and
-#    corrects. A key without a link has no task, unless power loss removed the link, or a person
-#    moved a task. Then the claim of the task makes the link, and repair() finds the payloads that
-#    no link names.
+#    most one newer payload behind it, in keys/. If the task waits again, the payload replaces the
+#    task's own. If the task ends, the payload becomes a task; one of "update" is removed instead.
+#    The text of the symbolic link keys/<hash> is the path of the task, and of the payload behind
+#    it. It is a hint, which find() corrects. A key without a link has no task, unless power loss
+#    removed the link, or a person moved a task: then the claim of the task makes the link.
 #
 #    TOPIC: the steps of a task with a key. The third column says what is on disk after a step, the
-#    last what happens if the process is killed then. "Old" and "new" are payloads. C is the file
-#    creating/<new id>, L a lease, T and U paths of a task that waits. K is a file in keys/.
+#    last what follows if the process is killed then. "Old" and "new" are payloads, C is the file
+#    creating/<new id>, L a lease, T and U are paths of a waiting task. A and K are files in keys/:
+#    A has the id of the task, K one of its own.
 #
-#    Push onto the waiting task T: put(), _replace(). K has the id of the task.
-#      1. write new to C                     T old, C new   old is delivered; C is stale
-#      2. rename T to K                      K old, C new   find() promotes K: old is delivered
-#      3. rename C over K                    K new          find() promotes K: new is delivered
-#      4. remove an older payload that is    K new          as after 3; before 4, the older payload
-#         behind the task                                   is delivered
-#      5. rename K to U: 0 attempts, and     U new          new is delivered
-#         the place of T or the new time
-#      6. link U                             U new          as after 5
-#    Push of a key without a task: put(), _add()
-#      1. write new to C                     C new          there is no task; C is stale
-#      2. link U                             C new          find() finds no task, removes the link
-#      3. rename C to U                      U new          new is delivered
-#    Push behind the leased task L: put(), _add(). K has an id of its own.
-#      1. write new to C                     L old, C new   old goes on; C is stale
-#      2. link L and K                       L old, C new   as after 1; find() corrects the link
-#      3. rename C to K                      L old, K new   K becomes a task, or the next claim
-#                                                           takes K along
-#    Take along, by the claim of T with K behind it: to_deliver(), _take_along()
-#      1. rename T to L (a pop() does not    L old, K new   L is reclaimed, and the next claim takes
-#         hold the lock of the key)                         K along
-#      2. link L and K, remove the           L old, K new   as after 1
-#         checkpoint of old
-#      3. rename K over L                    L new          L is reclaimed, and new is delivered
-#      4. link L                             L new          as after 3
-#    If K is due later, or if L is not a first attempt, the task waits again instead:
-#      3. rename L to U: 0 attempts, and     U old, K new   the next claim takes K along
-#         the time of K if that is later
-#      4. if K is due later, rename K        U new          new is delivered at its time
-#         over U
-#    End of L with K behind it: _Worker.move_leased(), move_keyed(), _promote()
-#      1. rename L to done/ or failed/       K new          find(), in the next call for the key, or
-#                                                           repair() does step 2
-#      2. rename K to pending/, scheduled/   new            new is delivered, under its own id
-#      3. link the new task                  new            as after 2
-#    Retry of a failed task F: _Worker.requeue_failed(), reserve(), move_keyed()
-#      1. link P, F's future path            F              find() finds no task, removes the link
-#      2. remove the reason of F             F              F is failed, without a reason
-#      3. rename F to P                      P              P is delivered
+#    Push onto the waiting task T: _replace()
+#      1. write new to C               T old, C new   old is delivered; C is stale
+#      2. rename T to A                A old, C new   find() promotes A
+#      3. rename C over A              A new          find() promotes A
+#      4. rename A to U, link U        U new
+#    The leased task L waits again, with K behind it: move_keyed()
+#      2 to 4, with L for T, K for C   A old, K new   find() promotes A, and a claim finds K
+#    Push behind the leased task L, or of a key without a task (then K is U): _add()
+#      1. write new to C               C new          C is stale
+#      2. link L and K                 C new          find() corrects the link
+#      3. rename C to K                K new          new is delivered after L
+#    End of L with K behind it: move_keyed()
+#      1. rename L to done/, failed/   K new          find() or repair() does step 2
+#      2. rename K to U, link U        U new
 # ==================================================================================================
 
-_LINK_BYTES = 512  # a longer link is not ours
-# The locks of keys that are held, by the thread, the inode of data_dir, and the name of the lock.
-# Weak: only the frame of lock() keeps a lock alive. If Ctrl-C comes between any two lines of
-# lock(), the lock ends with the frame.
-_key_locks: weakref.WeakValueDictionary[tuple[object, ...], _FileLock] = (
-    weakref.WeakValueDictionary()
-)
-
-
-def _later_ns(payload_path: str) -> int | None:
-    """Return the time at which a payload in keys/ is due, or None if it is due now."""
-    due_ns = _payload_due_ns(payload_path)
-    return due_ns if due_ns is not None and due_ns > _latest_due_ns() else None
+# The locks of keys that are held. Weak: if Ctrl-C comes between any two lines of lock(), the lock
+# ends with the frame.
+_key_locks = weakref.WeakValueDictionary[tuple[object, ...], _FileLock]()
 
 
 class _Keys:
-    """The tasks with a key, for one worker. _SharedKeys stands in for it on file systems that other
-    hosts write to."""
+    """The tasks with a key, for one worker."""
 
     # How long a pop() waits for the lock of a task that it has claimed. Then the task goes to the
-    # back, so that a process that was stopped with the lock does not stop the other workers.
+    # back: a process that was stopped with the lock must not stop the other workers.
     claim_wait_s = _LONG_WAIT_S
+    has_links = True
 
     def __init__(self, worker: _Worker) -> None:
         self._worker = worker
@@ -4319,68 +4274,56 @@ class _Keys:
 
     @contextmanager
     def lock(self, tag: str, until_s: float = _FOREVER_S) -> Iterator[None]:
-        """Hold the lock of the keys of one hash for the block. Raises BlockingIOError if the lock
-        is not free at the time until_s (monotonic clock; 0: try once). A nested call in the same
-        thread uses the lock that the thread holds.
-
-        The file of the lock is never removed. A process that waits for a removed file would get its
-        lock while another process locks a new file."""
-        name = tag[-2:]
-        holder = self._holder(tag)
-        lock = outer = _key_locks.get(holder)
-        if lock is None or lock.fd is None:
-            # None: Ctrl-C came while the lock was being closed
-            lock = self._open_lock(name)
-        try:
-            if lock is not outer:
-                lock.acquire_exclusive(until_s)
-                _key_locks[holder] = lock
+        """Hold the lock of a hash. Raises BlockingIOError if it is not free at the time until_s
+        (monotonic clock; 0: try once). A nested call uses the lock of its thread."""
+        if self._has_lock(tag):
             yield
-        finally:
-            if lock is not outer:
-                lock.close()
+            return
+        # The file is never removed. A process that waits for a removed file would get its lock
+        # while another process locks a new file.
+        path = f"locks/{tag[-2:]}"
+        try:
+            lock = self._files.open_lock(path)
+        except FileNotFoundError:
+            self._files.dirs.refresh()
+            self._make_dir("locks")
+            lock = self._files.open_lock(path)
+        with closing(lock):
+            lock.acquire_exclusive(until_s)
+            _key_locks[self._holder(tag)] = lock
+            yield
 
     def _holder(self, tag: str) -> tuple[object, ...]:
         return _process_id, threading.get_ident(), self._files.inode, tag[-2:]
 
     def _has_lock(self, tag: str) -> bool:
         held = _key_locks.get(self._holder(tag))
+        # None: Ctrl-C came while the lock was being closed
         return held is not None and held.fd is not None
 
-    def _open_lock(self, name: str) -> _FileLock:
-        try:
-            return self._files.open_lock(f"locks/{name}")
-        except FileNotFoundError:
-            self._files.dirs.refresh()
-            self._make_dir("locks")
-            return self._files.open_lock(f"locks/{name}")
-
     def _make_dir(self, name: str) -> None:
-        """Make a directory in data_dir. Raises FileNotFoundError if data_dir is missing."""
         self._files.make_dir(name)
         self._files.sync_dir("")
 
     def lock_of(
         self, path: str, until_s: float = _FOREVER_S
     ) -> AbstractContextManager[Any]:
-        """Return a context manager that holds the lock of a task's key. For a task without a key,
-        it does nothing. path: any text that ends with the task's id."""
-        ident = path[-_ID_LENGTH:]
-        return self.lock(_tag_of(ident), until_s) if ident[21] > "7" else nullcontext()
+        """Return lock() for the path or id of a task with a key, else a nullcontext()."""
+        is_keyed = _is_keyed(_id_of(path))
+        return self.lock(_tag_of(path), until_s) if is_keyed else nullcontext()
 
     def _linked(self, tag: str) -> tuple[str, str]:
         """Return the last known path of a key's task, and of the payload behind it, or ""."""
         with _ignore_missing(errno.EINVAL):  # EINVAL: not a link
             where, name = self._files.place(f"keys/{tag}")
-            text = os.readlink(name, dir_fd=where.fd)
-            match = _parse_link(text) if len(text) < _LINK_BYTES else None
+            match = _parse_link(os.readlink(name, dir_fd=where.fd))
             # A path whose id is not of this hash would let a push overwrite another key's file.
             if match and {_tag_of(match[2]), _tag_of(match[4] or match[2])} == {tag}:
                 return match[1], match[3] or ""
         return "", ""
 
     def _link(self, tag: str, path: str, behind: str = "", sync: bool = False) -> None:
-        """Make the link keys/<hash>, if it would change; remove it if there is no task."""
+        """Make the link of a key, if it would change; remove it if there is no task."""
         link = f"keys/{tag}"
         if not path:
             self._files.remove(link)
@@ -4403,45 +4346,44 @@ class _Keys:
     # Finding
 
     def find(self, tag: str) -> tuple[str, str]:
-        """Return the paths of the task of a key, and of the payload behind the task, or "". If the
-        link is wrong, correct it. If the task has ended, make a task of the payload. The caller
-        holds the lock of the key."""
+        """Return the paths of a key's task and of the payload behind it, or "". Promote a payload
+        without a task. The caller holds the lock."""
         task, behind = self._linked(tag)
-        # CRASH: the link may name a path where no file is, for the task or for the payload. A
-        # process died between a link and the rename that follows it or that came before it.
-        path = self._locate(task, *_LIVE)
-        payload = self._locate(behind, "keys")
-        if task and not path and (aside := self._locate(task, "keys")):
-            # CRASH: a process died in _replace(). The task is in keys/.
-            path = self._promote(aside)
-        if behind and not payload:
-            # CRASH: a process promoted the payload, and died before it linked the task. Then a task
-            # has the id of the payload, even if a person has moved the older task, which had ended,
-            # back to pending/.
-            path = self._locate(behind, *_LIVE) or path
-        elif not path:
-            # CRASH: a process died after the task ended and before it promoted the payload. Or a
-            # person removed the task.
-            path, payload = self._promote(payload), ""
-        with suppress(OSError):  # the link is a hint: a wrong one is corrected
+        path, payload = self._located(task, behind)
+        if path.startswith("keys/"):
+            path = self._promote(path)
+        with suppress(OSError):  # a wrong link is corrected later
             if (path, payload) != (task, behind):
                 self._link(tag, path, payload)
         return path, payload
 
+    def _located(self, task: str, behind: str) -> tuple[str, str]:
+        """Return where the two files of a link are now, or "". If the first one is in keys/, it is
+        to be promoted."""
+        # CRASH (KeyedInterrupted): a process dies between a link and the rename before or after it,
+        # and no file is at a path of the link. Or it dies in _swap_aside(): the task is in keys/.
+        path = self._locate(task, *_LIVE, "keys")
+        payload = self._locate(behind, "keys", *_LIVE)
+        # CRASH (Keyed, KeyedInterrupted): a process dies after the task ended, before it promotes
+        # the payload, or before it links the promoted one. Then the payload is the task, even if a
+        # person has moved the older task back to pending/.
+        if payload and not (path and payload.startswith("keys/")):
+            return payload, ""
+        return path, payload
+
     def _locate(self, path: str, *where: str) -> str:
-        """Return `path` if its file exists, or if `path` is "". If the file is missing, look for a
-        file with the same id in the directories `where`. Return the path of that file, or ""."""
-        if not path or (_state_of(path) in where and self._files.exists(path)):
+        """Return `path` if it exists, else the path of its id in the directories `where`, or ""."""
+        if not path or self._files.exists(path):
             return path
         entry = self._files.find_id(_id_of(path), *where)
         return entry.path if entry else ""
 
     def may_have_task(self, tag: str) -> bool:
-        """Return whether a key may have a task: whether it has a link. Takes no lock."""
-        return self._linked(tag)[0] != ""
+        """Say, without the lock, whether a key may have a task."""
+        return not self.has_links or self._linked(tag)[0] != ""
 
     def path_of(self, tag: str) -> str:
-        """Return the path of a key's task, or "" if the key has no task."""
+        """Return the path of a key's task, or ""."""
         if not self.may_have_task(tag):
             self._files.lstat("pending")  # a missing pending/ is disk trouble
             return ""
@@ -4451,21 +4393,8 @@ class _Keys:
         except OSError as error:
             if error.errno not in _REFUSED_ERRNOS:
                 raise
-        # This user may only read the queue: look without the lock, and without a correction.
-        task, behind = self._linked(tag)
-        return self._locate(task, *_LIVE) or self._locate(behind, "keys", *_LIVE)
-
-    def newest_path(self, entry: _Entry) -> str:
-        """Return the path of the payload to show for a task: that of the newer payload behind a
-        task that waits, or else the path of the task.
-
-        RACE: a worker claims the task, and takes the newer payload along, before the caller reads
-        the payload. Then no file is at the returned path."""
-        if _is_keyed(entry.id) and entry.directory in _WAITING_DIRS:
-            path, behind = self._linked(_tag_of(entry.id))
-            if behind and _id_of(path) == entry.id:
-                return behind
-        return entry.path
+        # this user may only read the queue
+        return self._located(*self._linked(tag))[0]
 
     # Pushing
 
@@ -4476,11 +4405,8 @@ class _Keys:
         if_in_flight: str,
         due_ns: int | None,
     ) -> str:
-        """Push a payload for an encoded key.
-
-        Returns the id of the task that gets the payload, or the payload's own id if it is put
-        behind a leased task. Returns "" if a pop() or a person moved the task meanwhile: the caller
-        must try again. Raises KeyInFlight."""
+        """Push a payload. Return the id of the task that gets it, or its own id behind a leased
+        task. Return "" if the task has moved: the caller must try again. Raises KeyInFlight."""
         tag = _key_tag(name)
         if self._has_lock(tag):
             # A signal handler or a finalizer has interrupted a call between two of its steps.
@@ -4492,223 +4418,162 @@ class _Keys:
             if is_leased and if_in_flight == "reject":
                 raise KeyInFlight(_decode_key(name), _id_of(path))
             header = _header(payload, name)
-            new_file = self._files.replacement(self._clock.new_id(), header, payload)
-            with self._repaired_after_error(), new_file as new_path:
+            new_id = self._clock.new_id()
+            with self._files.replacement(new_id, header, payload) as new_path:
                 if path and not is_leased:
                     return self._replace(new_path, path, behind, due_ns)
                 is_update = is_leased and if_in_flight == "update"
-                return self._add(
-                    *(tag, new_path, path, behind), due_ns=due_ns, is_update=is_update
-                )
+                target = self._path_behind(tag, path, behind, due_ns, is_update)
+                self._add(new_path, path, behind, target)
+                return _id_of(path if _is_update(target) else target)
 
-    @contextmanager
-    def _repaired_after_error(self) -> Iterator[None]:
-        """After an error in the block, let repair() run soon. A task may be in keys/, or a payload
-        in keys/ may have to become a task."""
+    def _swap(self, new_path: str, older: str, target: str) -> None:
+        """Rename the older payload to `target`, then the new one over it; or neither."""
         try:
-            yield
+            if older not in ("", target):
+                self._files.move(older, target)
+            self._files.move(new_path, target)  # the push is committed
         except BaseException:
-            self._repair_soon()
+            # Ctrl-C may have come after the second rename
+            with suppress(OSError):
+                if self._files.exists(new_path):
+                    self._files.move(target, older)
             raise
 
-    def _repair_soon(self) -> None:
-        self._worker.maintenance.sooner("repair", _BASE_INTERVAL_S)
+    def _swap_aside(self, new_path: str, path: str, target: str) -> str:
+        """Move a task that will wait at `target` into keys/, where no pop() claims it, and replace
+        its payload. Return its path there. Raises FileNotFoundError if the task is gone."""
+        # The name has the new time: the new payload must not be delivered before it.
+        is_scheduled = target.startswith("scheduled/")
+        ident = _id_of(path)
+        aside = _payload_path(ident, _stamp_of(target) if is_scheduled else None)
+        self._swap(new_path, path, aside)
+        if "~" in path:  # only such a task may have been delivered before
+            self._files.remove(f"checkpoints/{ident}")
+        return aside
 
     def _replace(
         self, new_path: str, path: str, behind: str, due_ns: int | None
     ) -> str:
-        """Replace the payload of the waiting task at `path` by the file `new_path`, and set its
-        attempts to 0. Return the id of the task, or "" if the task is no longer at `path`."""
-        ident = _id_of(path)
+        """Replace the payload of a waiting task. Return its id, or "" if the task has moved."""
         target = _fresh_path(path, due_ns)
-        # In keys/, the task has its new time: the new payload must not be delivered before it.
-        is_scheduled = target.startswith("scheduled/")
-        aside = _payload_path(ident, _stamp_of(target) if is_scheduled else None)
         try:
-            # No pop() can claim the task from now on.
-            self._files.move(path, aside)
+            aside = self._swap_aside(new_path, path, target)
         except FileNotFoundError:
-            # RACE: a pop() claimed the task, or a person moved it, after find().
-            for directory in _WAITING_DIRS:  # a missing directory is disk trouble
-                self._files.lstat(directory)
-            # it may be missing, because a person has moved the task here
+            # RACE (Keyed): a pop() claims the task after find(), or a person moves it. Or keys/ is
+            # missing.
             self._make_dir("keys")
             self._files.remove(new_path)
             return ""
-        try:
-            self._files.move_onto(new_path, aside)  # the push is committed
-        except BaseException:
-            # Ctrl-C may have come after the rename.
-            with suppress(OSError):
-                if self._files.exists(new_path):
-                    self._files.move(aside, path)
-            raise
         if behind:
-            # If this fails, the claim takes the older payload along, so the push must raise.
+            # If this fails, the older payload is delivered, so the push must raise.
             self._files.unlink_if_exists(behind)
-        if "~" in path:  # only such a task may have been delivered before
-            self._files.remove(f"checkpoints/{ident}")
-        try:
+        # The new payload is in the queue: after an error, find() or repair() makes the task of it.
+        with suppress(OSError):
             self._files.move(aside, target)
-            self._link(_tag_of(ident), target)
-        except OSError as error:
-            # The new payload is in the queue: find() or repair() makes the task of it.
-            _raise_if_no_errno(error)
-            self._repair_soon()
+            self._link(_tag_of(path), target)
         self._worker.note_arrival(target)
         if target != path:
             # else btrfs could show both names after the sync of the file alone
             self._files.sync_dir(os.path.dirname(path))
         self._files.sync_with_dir(target)
-        return ident
+        return _id_of(path)
 
-    def _add(
-        self,
-        tag: str,
-        new_path: str,
-        path: str,
-        behind: str,
-        *,
-        due_ns: int | None,
-        is_update: bool,
+    def _path_behind(
+        self, tag: str, path: str, behind: str, due_ns: int | None, is_update: bool
     ) -> str:
-        """If the key has no task, make a task of the file `new_path`. If it has a leased task at
-        `path`, put the file behind the task, in place of an older payload."""
+        """Return the path for a payload behind the leased task at `path`, in place of the payload
+        `behind`. If there is no task, return that of a new task."""
+        ident = _id_of(behind)
+        if not behind:
+            order_ns = self._clock.next_order()
+            # The payload is younger than the task, even if the clock of this host is behind. But a
+            # forged id of the far future is not followed.
+            if path and order_ns <= _stamp_of(_id_of(path)) < _latest_order_ns():
+                order_ns = _stamp_of(_id_of(path)) + 1
+            ident = _new_name(order_ns, tag)
         is_update = is_update and (not behind or _is_update(behind))
-        ident = _id_of(behind) or self._new_id_after(path, tag)
-        target = _payload_path(ident, due_ns, is_update)
-        if not path:
-            target = _task_path(target)
+        payload = _payload_path(ident, due_ns, is_update)
+        return payload if path else _task_path(payload)
+
+    def _add(self, new_path: str, path: str, behind: str, target: str) -> None:
+        """Rename a new file to `target`: as a task, or behind the leased task at `path`."""
         try:
-            # Link first. Without a link, a later push would add a second task of the key, and a
-            # claim would not take the payload along: see to_deliver().
-            self._link(tag, path or target, target if path else "", sync=True)
-            if behind not in ("", target):
-                # CRASH: the older payload has the new time.
-                self._files.move(behind, target)
-            self._files.move(new_path, target)
+            # Link first. Without a link, a later push would add a second task of the key, or a
+            # claim would miss the payload.
+            self._link(
+                _tag_of(target), path or target, target if path else "", sync=True
+            )
+            self._swap(new_path, behind, target)
             self._files.sync_dir(os.path.dirname(target))
         except BaseException:
-            with suppress(OSError):
-                if not behind:
-                    self._files.remove(target)
-                elif self._files.exists(new_path):
-                    self._files.move(target, behind)
-            # RACE: a worker claims the new task before remove(). Then find() finds the lease.
-            with suppress(OSError):
-                self.find(tag)
+            if not behind:
+                self._files.remove(target)
             raise
         self._worker.note_arrival(target)
-        return _id_of(path) if is_update else ident
-
-    def _new_id_after(self, path: str, tag: str) -> str:
-        """Return an id that is younger than that of the task at `path`, even if the clock of this
-        host is behind. A forged id of the far future is not followed."""
-        order_ns = self._clock.next_order()
-        if path and _stamp_of(_id_of(path)) < _latest_order_ns():
-            order_ns = max(order_ns, _stamp_of(_id_of(path)) + 1)
-        return _new_name(order_ns, tag)
 
     # Claiming
 
     def to_deliver(self, lease: _Lease, data: bytes) -> bytes | None:
-        """Return the payload to deliver for a task that was just claimed. data: what was read from
-        its file. Returns None if the task is not to be delivered now: it is a dead letter, or waits
-        again. Raises FileNotFoundError if the file of the lease is gone.
-
-        In the common case, the link names this task and no payload behind it, and no lock is taken.
-        No payload is missed: a push first links a payload, and then puts it behind the task, and
-        the link is read here after the claim. If the link names no task or another one, a person or
-        power loss was at work, and _link_or_give_way() decides under the lock."""
+        """Return the payload of a claimed task, which is `data`, or None if the task became a dead
+        letter or waits again. Raises FileNotFoundError if the lease is gone."""
         tag = _tag_of(lease.path)
-        if self._has_nothing_behind(tag, lease.path):
+        path, behind = self._linked(tag) if self.has_links else ("", "")
+        # RACE (Keyed): the lease ends before the link is read, and `data` is an older payload. So
+        # the lease must exist after the link was read.
+        self._files.lstat(lease.path)
+        if _id_of(path) == _id_of(lease.path) and not behind:
             return data
         with self.lock(tag, time.monotonic() + self.claim_wait_s):
-            behind = self._link_or_give_way(tag, lease.path)
-            if behind is None:
-                return None
-            return self._take_along(lease, behind) if behind else data
-
-    def _has_nothing_behind(self, tag: str, lease: str) -> bool:
-        path, behind = self._linked(tag)
-        # RACE: the lease ends before the link is read here. Another worker claims the task, and
-        # takes the newer payload along. But `data` is the older payload. So the lease must exist
-        # after the link was read.
-        self._files.lstat(lease)
-        return _id_of(path) == _id_of(lease) and not behind
+            newer = self._link_or_give_way(tag, lease.path)
+            if newer:
+                # The claim before was undone. The task waits again, with the newer payload.
+                waiting = self.move_keyed(lease.path, lease.source)
+                self._worker.note_arrival(waiting)
+            return data if newer == "" else None
 
     def _link_or_give_way(self, tag: str, lease: str) -> str | None:
-        """Link the task with this lease, and return the path of the payload behind it, or "". If
-        the key has another task, make a dead letter of the leased one, and return None."""
+        """Return the path of the payload behind a leased task, or "". If the key has another task,
+        make a dead letter of the leased one, and return None."""
         self._files.lstat(lease)  # raises if the lease is gone
         path, behind = self.find(tag)
         if path and _id_of(path) != _id_of(lease):
             self._quarantine_second(path, lease)
             return None
-        # An error undoes the claim. If the task were delivered, but not linked, a push would add a
-        # second task.
+        # An error undoes the claim: a push would add a second task beside one without a link.
         self._link(tag, lease, behind)
         return behind
 
     def _quarantine_second(self, other: str, path: str) -> None:
         self._worker.quarantine(path, f"its key has another task: {_id_of(other)}")
 
-    def _take_along(self, lease: _Lease, behind: str) -> bytes | None:
-        """Replace the payload of a leased task by the newer payload behind it, and return it.
-
-        Returns None if the task waits again. The newer payload is due later, and waits in
-        scheduled/. Or the lease counts the attempts of the older payload, but the newer one must
-        begin with a first attempt, at the next claim."""
-        path = lease.path
-        ident, tag = _id_of(path), _tag_of(path)
-        due_ns = _later_ns(behind)
-        self._files.remove(f"checkpoints/{ident}")  # of the older payload
-        if _is_update(behind) or (due_ns is None and _attempts_of(path) == 1):
-            # RACE: a person moves the lease before the rename. Then FileNotFoundError is raised,
-            # and the payload stays behind.
-            self._files.move_onto(behind, path)
-            with suppress(OSError):
-                self._link(tag, path)
-            return self._files.read_path(path)[0]
-        target = self._files.move(path, _fresh_path(lease.source, due_ns))
-        if due_ns is not None:  # no pop() claims a task in scheduled/
-            self._files.move_onto(behind, target)
-            behind = ""
-        with suppress(OSError):
-            self._link(tag, target, behind)
-        self._worker.note_arrival(target)
-        return None
-
     # Moving
 
     def move_keyed(self, source: str, target: str, until_s: float = _FOREVER_S) -> str:
-        """Move a task with a key under the lock of the key, and return its new path.
-
-        If the task ends, the payload behind it becomes a task. If the task waits again, the payload
-        stays behind it, the attempts are set to 0, and the due time of the payload holds if it is
-        later. Raises FileNotFoundError if the task is gone, BlockingIOError as lock() does."""
+        """Move a task, and return its new path. Raises FileNotFoundError if the task is gone,
+        BlockingIOError as lock() does."""
         tag = _tag_of(source)
         with self.lock(tag, until_s):
             path, behind = self._linked(tag)
             is_linked = _id_of(path) == _id_of(source)
             behind = self._locate(behind, "keys") if is_linked else ""
-            if behind and not _is_update(behind) and _state_of(target) in _WAITING_DIRS:
-                target = _fresh_path(target, _later_ns(behind))
-            with self._repaired_after_error():
-                target = self._files.move(source, target)
-            # The task has moved. After an error, repair() does the rest.
-            with suppress(OSError), self._repaired_after_error():
-                if is_linked:
-                    is_over = _ends_at(target)
-                    path, behind = (
-                        (self._promote(behind), "") if is_over else (target, behind)
-                    )
-                    self._link(tag, path, behind)
+            if behind and _state_of(target) in _WAITING_DIRS:
+                if not _is_update(behind):
+                    target = _fresh_path(target, _payload_due_ns(behind))
+                source = self._swap_aside(behind, source, target)
+                behind = ""
+            target = self._files.move(source, target)
+            # The task has moved. After an error, find() or repair() does the rest.
+            with suppress(OSError):
+                if is_linked and _ends_at(target):
+                    self._link(tag, self._promote(behind))
+                elif is_linked:
+                    self._link(tag, target, behind)
         return target
 
     def _promote(self, payload: str) -> str:
-        """Make a task of a payload in keys/, and return the path of the task. Return "" if there is
-        none, or if it is a payload of "update", which ends with the task and is removed."""
+        """Make a task of a payload in keys/, and return its path. Return "" if it is missing, or
+        of "update": then it is removed."""
         if not payload:
             return ""
         if _is_update(payload):
@@ -4723,13 +4588,8 @@ class _Keys:
         return path
 
     def reserve(self, source: str, target: str) -> None:
-        """Link the path that the failed task at `source` will have. Raises KeyInFlight if the key
-        has another task, FileNotFoundError if the failed task is gone. A corrupt record is not
-        linked: a later pop() quarantines it."""
-        try:
-            _, key = self._files.read_path(source)
-        except CorruptTask:
-            return
+        """Link the path that a failed task will have. Raises KeyInFlight, FileNotFoundError."""
+        key, _ = self._files.head(source)
         path, _ = self.find(_tag_of(source))
         if path:
             raise KeyInFlight(key or "", _id_of(path))
@@ -4738,61 +4598,47 @@ class _Keys:
     # Repair
 
     def repair(self) -> None:
-        """Promote the payloads whose task is gone, remove the links of keys without a task, and
-        link the payloads that no link names, because power loss or a person removed the link."""
+        """Promote payloads without a task, link those that no link names, and remove links without
+        a task."""
         payloads = defaultdict[str, list[str]](list)
-        for path in self._paths():
-            if "-" in path:
-                payloads[_tag_of(path)].append(path)
+        for entry in self._files.entries("keys"):
+            payloads[_tag_of(entry.id)].append(entry.path)
 
         def repair(tag: str) -> None:
             try:
                 with self.lock(tag, 0):
-                    self._repair(tag, payloads.get(tag, []))
+                    self._repair(tag, payloads[tag])
             except BlockingIOError:
-                # RACE: another process pushes or moves a task under the lock
+                # RACE (Races): another process pushes or moves a task under the lock.
                 self._worker.maintenance.sooner("repair", 1)
 
         _for_each(repair, sorted({*map(_tag_of, self.paths_without_task()), *payloads}))
 
     def _repair(self, tag: str, payloads: list[str]) -> None:
-        """Repair one key. Of the records in keys/ that no link names, only the youngest stays, if
-        it is younger than the linked payload, or else than the task: a later push has replaced the
-        others."""
+        """Keep the payload that was written last, if it is younger than the task."""
         path, behind = self.find(tag)
-        if not path:
-            self._link(tag, "")  # also one whose text is not valid
-        strays = [
-            it
-            for it in payloads
-            if it != behind and stat.S_ISREG(self._files.mode_of(it))
-        ]
-        if not strays:
-            return
-        youngest = max([*filter(None, [behind or path]), *strays], key=self._written_ns)
-        for it in {*strays, behind} - {youngest, ""}:
-            self._files.remove(it)
-        if youngest in strays:
-            self._link(tag, path or self._promote(youngest), youngest if path else "")
+        left = [it for it in payloads if it != behind and self._files.exists(it)]
+        for stray in sorted(left, key=self._written_ns, reverse=True):
+            known = behind or path
+            if known and self._written_ns(stray) <= self._written_ns(known):
+                self._files.remove(stray)
+            elif path:
+                self._files.remove(behind)
+                behind = stray
+            else:
+                path = self._promote(stray)
+        self._link(tag, path, behind)
 
     def _written_ns(self, path: str) -> int:
-        with _ignore_missing():  # RACE: a pop() or a person moves the task
-            return self._files.lstat(path).st_mtime_ns
-        return _MAX_STAMP_NS
+        return self._files.lstat(path).st_mtime_ns
 
     def paths_without_task(self) -> list[str]:
         """Return the paths in keys/ whose hash has no task."""
-        found = self._paths()
-        busy = (
-            {_tag_of(entry.id) for entry in self._files.find(*_LIVE)}
-            if found
-            else set()
-        )
-        return [path for path in found if _tag_of(path) not in busy]
-
-    def _paths(self) -> list[str]:
         names = sorted(self._files.names("keys"))
-        return [f"keys/{it}" for it in names if _parse_tag(it) or _FORMS["keys"](it)]
+        names = [it for it in names if _parse_tag(it) or _FORMS["keys"](it)]
+        live = self._files.find(*_LIVE) if names else ()
+        busy = {_tag_of(entry.id) for entry in live}
+        return [f"keys/{it}" for it in names if _tag_of(it) not in busy]
 
 
 # ==================================================================================================
@@ -6150,52 +5996,42 @@ class TicketQueue:
 # 20. Other file systems: those that other hosts may write to, and systems without flock.
 #    _open_files() chooses the classes.
 #
-#    TOPIC: what differs on other file systems. Five facts about NFS and GlusterFS have names. The
-#    comments in this part give these names in parentheses.
+#    TOPIC: what differs on other file systems. Five facts have names, which stand in parentheses in
+#    the comments of this part.
 #
-#      stale     After a change by another host, a host may see old names and contents for 30 s on
-#                NFS, and old contents for a second on GlusterFS. A listing, a rename, and a read
-#                that follows a listing are never stale, because the server itself answers them. So
-#                the tasks of a key are found by listings, and there are no links.
-#
-#      replaced  If another file was renamed over a file, the name may still lead to the old file,
-#                even after a listing (GlusterFS). Then open(), read() or close() raises ESTALE or
-#                ENOENT. The next attempt looks the name up again.
-#
-#      healed    If a host was down or cut off while a file was renamed, the old name of the file
-#                may come back (GlusterFS). Then a finished task may come once more, an older
-#                payload too, and a late worker may not be told. If a key has several tasks for this
-#                reason, the youngest counts.
-#
-#      replies   A rename that was carried out may raise ENOENT (NFS): the server reboots before it
-#                has answered, and the client repeats the request. So after ENOENT, a look at both
-#                paths tells whether the file has moved. GlusterFS loses no replies, but a replica
-#                may show a failed rename as carried out. So nothing is checked there.
-#
-#      flock     A host that is cut off from the network may lose its locks, and is not told (both).
+#      stale     A host may see another host's change late: names and contents after 30 s on NFS,
+#                contents after a second on GlusterFS. A listing, a rename, and a read after a
+#                listing are never stale. So the tasks of a key are found by listings.
+#      replaced  If another file was renamed over a file, open(), read() or close() may raise ESTALE
+#                or ENOENT (GlusterFS). The next attempt looks the name up again.
+#      healed    The old name of a file that was renamed during an outage may come back (GlusterFS).
+#                Then a finished task or an older payload may come once more, and a late worker may
+#                not be told.
+#      replies   A rename that was carried out may raise ENOENT (NFS): the server reboots before its
+#                answer, and the client asks again. GlusterFS loses no replies, but a replica may
+#                show a failed rename as carried out. So nothing is checked on FUSE (*).
+#      flock     A host that is cut off may lose its locks, and is not told (both).
 #
 #    The overrides, the facts that make them necessary, and the file systems ("both": NFS and
-#    GlusterFS). With a *, the override does nothing more on FUSE.
+#    GlusterFS):
 #
 #      _SharedLock.reading_is_enough         flock (NFS)
 #      _SharedFiles.syncs_after_rename       a torn file would be visible to other hosts (both)
-#      _SharedFiles.head, lstat, text        replaced (GlusterFS)
-#      _SharedFiles.sync_file, open_lock     replaced (GlusterFS)
-#      _SharedFiles.exists, has_work, names  stale (NFS)
+#      _SharedFiles.head, text, sync_file    replaced (GlusterFS)
+#      _SharedFiles.open_lock                replaced (GlusterFS)
+#      _SharedFiles.lstat                    stale (NFS), replaced (GlusterFS)
+#      _SharedFiles.names                    stale (NFS)
 #      _SharedFiles.read                     stale (both), replaced (GlusterFS)
-#      _SharedFiles.move, move_onto *        replies (NFS)
-#      _SharedFiles.unlink *                 replies (NFS)
+#      _SharedFiles.move *                   replies (NFS)
 #      _SharedFiles.shrink                   stale (both)
 #      _SharedLeaseDir.claim *               replies (NFS)
+#      _SharedKeys.has_links, _link          stale (both)
 #      _SharedKeys._linked                   stale, flock (both), healed (GlusterFS)
-#      _SharedKeys._link, may_have_task      stale (both)
-#      _SharedKeys._has_nothing_behind       stale (both)
-#      _SharedKeys.newest_path               stale (both)
 #      _SharedKeys._link_or_give_way         flock (both), healed (GlusterFS)
-#      _SharedNumbers.draw                   stale, flock (both)
+#      _SharedKeys.claim_wait_s              an outage lasts for seconds (both)
+#      _SharedNumbers.draw, remove_dir       stale, flock (both)
 #      _SharedNumbers.check                  flock (both)
 #      _SharedNumbers.late_part              a host may be cut off or stopped for long (both)
-#      _SharedNumbers.remove_dir             stale (both)
 #
 #    Without flock (Python has no module fcntl), the leases of a worker that died or was closed end
 #    at their deadlines only. Tasks with a key and tickets are not available.
@@ -6204,18 +6040,14 @@ class TicketQueue:
 _FUSE_TYPE = 0x65735546  # f_type of every FUSE mount, not of GlusterFS alone
 # The attempts to look at a file that may have been replaced. More than three were never needed.
 _LOOKS = 4
-
-# A listed name that leads to no file is a phantom after _LISTED_LOOKS looks. The pauses between
-# these looks take about _STALE_S seconds in all.
-_STALE_S = 12.0
-_LISTED_LOOKS = 33
+# how long a task of a key waits if an older task of the key may run
+_STALE_NS = 12 * 10**9
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def _open_files(data_dir: str, is_durable: bool) -> _Files:
     """Make data_dir if it is missing, open it, and return the _Files object for its file system.
-    Other hosts may write to a file system whose type is not in _LOCAL_TYPES. Where statfs(2) does
-    not exist (not Linux), every file system counts as local."""
+    Where statfs(2) does not exist (not Linux), every file system counts as local."""
     data_dir = data_dir.rstrip(os.sep) or os.sep
     _make_dir(data_dir, 0o700, is_durable)
     root = _OpenFile(None, data_dir, _ROOT_FLAGS)
@@ -6225,17 +6057,12 @@ def _open_files(data_dir: str, is_durable: bool) -> _Files:
         root.path = os.path.join(os.getcwd(), data_dir)
     fs_type = _fs_type(root)
     if fs_type not in (0, *_LOCAL_TYPES):
-        files: _Files = _SharedFiles(root, is_durable, fs_type)
-        files.parts = _SharedLeaseDir, _SharedKeys, _SharedNumbers
-    elif fcntl is None:
-        files = _UnlockedFiles(root, is_durable)
-        files.parts = _UnlockedLeaseDir, _Keys, _Numbers
-    else:
-        files = _Files(root, is_durable)
-        files.parts = _LeaseDir, _Keys, _Numbers
-        # An overlay is not certainly local: its upper directory may also be used by its own path,
-        # and locks taken there do not exclude locks taken through the overlay.
-        files.is_local = fs_type in _LOCAL_TYPES - {_OVERLAY_TYPE}
+        return _SharedFiles(root, is_durable, fs_type)
+    files = _Files(root, is_durable)
+    files.parts = _LeaseDir, _Keys, _Numbers
+    # An overlay is not certainly local: its upper directory may also be used by its own path, and
+    # locks taken there do not exclude locks taken through the overlay.
+    files.is_local = fs_type in _LOCAL_TYPES - {_OVERLAY_TYPE}
     return files
 
 
@@ -6243,45 +6070,18 @@ def _trust_problem(files: _Files) -> str:
     """Say who else decides what this process works on, if it runs as root; else return ""."""
     if not hasattr(os, "geteuid") or os.geteuid() != 0:
         return ""
-    status = files.root.status()
-    if status.st_uid:
-        return (
-            f"root works on the queue of user {status.st_uid}; better: runuser -u OWNER"
-        )
-    if files.mode & 0o022:
-        return (
-            "root works on a queue that others may write to; better: runuser -u OWNER"
-        )
-    return ""
-
-
-class _Unlocked(_OpenFile):
-    """Stands for the lock of a lease directory where flock is missing."""
-
-    def try_shared(self) -> bool | None:
-        return None
-
-    try_exclusive = try_shared
-
-
-class _UnlockedFiles(_Files):
-    def open_lock(self, path: str, flags: int = _LOCK_FLAGS) -> _FileLock:
-        raise OSError(errno.ENOTSUP, _NO_FLOCK, f"{self.path}/{path}")
-
-    def lock_dir(self, directory: str) -> Any:
-        return _Unlocked(self.root, directory)
-
-
-class _UnlockedLeaseDir(_LeaseDir):
-    def claim(self, directory: str, name: str, lease: _Lease) -> bool:
-        # A task with a key could be leased, but never finished: its key can't be locked.
-        return not _is_keyed(_id_of(name)) and super().claim(directory, name, lease)
+    owner = files.root.status().st_uid
+    if not owner and not files.mode & 0o022:
+        return ""
+    whose = (
+        f"the queue of user {owner}" if owner else "a queue that others may write to"
+    )
+    return f"root works on {whose}; better: runuser -u OWNER"
 
 
 def _afresh(look: _Method) -> _Method:
-    """Return a method that calls `look`, and again after ENOENT or ESTALE, up to _LOOKS times
-    (replaced). Each call looks the name up again. The last ENOENT or ESTALE is raised as
-    FileNotFoundError."""
+    """Return a method that calls `look` up to _LOOKS times after ENOENT or ESTALE (replaced), and
+    then raises FileNotFoundError."""
 
     @functools.wraps(look)
     def call(*args: Any) -> Any:
@@ -6304,230 +6104,164 @@ class _SharedLock(_FileLock):
 
 
 class _SharedFiles(_Files):
-    """The steps on files that other hosts read and write at the same time. is_fuse: the file system
-    is treated as GlusterFS, which heals names and loses no replies."""
+    """The steps on files that other hosts use, too. is_fuse: it counts as GlusterFS."""
 
-    # A file is synced before its rename. Otherwise another host could read a torn file between the
-    # rename and the sync.
     syncs_after_rename = False
 
     def __init__(self, root: _OpenFile, is_durable: bool, fs_type: int) -> None:
         super().__init__(root, is_durable)
         self.is_fuse = fs_type == _FUSE_TYPE
+        self.parts = _SharedLeaseDir, _SharedKeys, _SharedNumbers
 
     # Looking
 
     head = _afresh(_Files.head)
-    lstat = _afresh(_Files.lstat)
     text = _afresh(_Files.text)
     _read_once = _afresh(_Files.read)
     sync_file = _afresh(_Files.sync_file)
+    open_lock = _afresh(_Files.open_lock)
+    lock_class = _SharedLock
 
     def _refresh(self, directory: str) -> None:
-        """Open a directory, so that the names in it are looked up anew (close-to-open, see
-        nfs(5))."""
-        with suppress(OSError):
-            # the look that follows meets the same trouble, and raises OSError
+        """Have the names in a directory looked up anew (close-to-open, see nfs(5))."""
+        with suppress(OSError):  # the look that follows raises the error
             _OpenFile(self.root, directory or ".").close()
 
-    def exists(self, path: str) -> bool:
+    @_afresh
+    def lstat(self, path: str) -> os.stat_result:
         self._refresh(os.path.dirname(path))
-        return super().exists(path)
+        return super().lstat(path)
 
     def names(self, directory: str) -> list[str]:
-        found = super().names(directory)
-        if not found and directory not in _STATE_DIRS:
+        if directory not in _STATE_DIRS:
             self._refresh("")  # another host may just have made the directory
-            found = super().names(directory)
-        return found
-
-    def has_work(self) -> bool:
-        self._refresh("")  # another host may just have made keys/
-        return super().has_work()
+        return super().names(directory)
 
     def read(self, directory: str, name: str, ident: str) -> _Record:
-        """Read a record. If another host may have replaced the file before, list the directory
-        first: then the read is not stale. Read again while the listing shows the name
-        (replaced)."""
-        state = _state_of(directory)
-        if not (state == "checkpoints" or (state == "inflight" and _is_keyed(ident))):
-            return self._read_once(directory, name, ident)
-        # A number of looks, not a time: while a mount hangs, time passes without an answer.
-        for pause_s in itertools.islice(
-            _backoff_s(0.001, _STALE_S / 24), _LISTED_LOOKS
-        ):
-            is_listed = name in self.names(directory)
-            try:
-                return self._read_once(directory, name, ident)
-            except FileNotFoundError:
-                if not is_listed:
-                    raise
-            time.sleep(pause_s)
-        raise _os_error(errno.ENOENT, f"{directory}/{name}")
+        if directory == "checkpoints" or _is_keyed(ident):
+            # another host may have replaced the file (stale)
+            self.names(directory)
+        return self._read_once(directory, name, ident)
 
     # Moving
 
     def move(self, source: str, target: str) -> str:
-        with self._found_moved(source, target):
-            super().move(source, target)
-        return target
-
-    def move_onto(self, source: str, target: str) -> None:
-        with self._found_moved(source, target):
-            super().move_onto(source, target)
-
-    @contextmanager
-    def _found_moved(self, source: str, target: str) -> Iterator[None]:
-        """For a block that renames source to target, or removes it (target ""): suppress a
-        FileNotFoundError if the rename was carried out in spite of it (replies)."""
-        before = None
         began_ns = _wall_ns()
+        # RACE (LostReply): the deadline of a lease has passed, and another worker has reclaimed the
+        # task and ended it in the same way. Then the error is raised.
         is_lease = _state_of(source) == "inflight"
-        # RACE: the deadline of a lease has passed, and another worker has reclaimed the task and
-        # ended it in the same way. Then the error is not suppressed.
-        if not (
-            self.is_fuse or (is_lease and _stamp_of(source) <= self.clock.now_ns())
-        ):
-            before = super().lstat(source)
+        is_late = is_lease and _stamp_of(source) <= self.clock.now_ns()
+        before = None if self.is_fuse or is_late else _Files.lstat(self, source)
         try:
-            yield
+            super().move(source, target)
         except FileNotFoundError:
             if before is None or not self._was_moved(before, began_ns, source, target):
                 raise
+        return target
 
     def _was_moved(
         self, before: os.stat_result, began_ns: int, source: str, target: str
     ) -> bool:
-        """Return whether this call has moved a file from source to target. before: the result of
-        lstat() before the call, which began at began_ns (wall clock)."""
+        """Say whether a rename that raised ENOENT was carried out (replies). before: the result of
+        lstat() at the time began_ns (wall clock)."""
         if self.exists(source):
             return False
         is_ours = _state_of(source) == "creating"
-        # Others remove a file in creating/ only after an hour. So if a file is gone within half an
-        # hour, this call has moved it. RACE: another worker moves the file on from the target.
+        # Others remove a file in creating/ only after an hour, so this call has moved it.
+        # RACE (LostReply): another worker moves the file on from the target.
         if not target or (
             is_ours and _wall_ns() < before.st_mtime_ns + _LEFTOVER_NS // 2
         ):
             return True
-        if not self.exists(target):
-            return False
-        after = self.lstat(target)
-        # If the last change is older than the call, another host moved the file. The clocks of
-        # hosts agree to a second.
-        return os.path.samestat(before, after) and after.st_ctime_ns > began_ns - 10**9
-
-    @_afresh
-    def open_lock(self, path: str, flags: int = _LOCK_FLAGS) -> _FileLock:
-        where, _ = self.place(path)
-        return _SharedLock(where, os.path.basename(path), flags, self.lock_mode())
+        with suppress(FileNotFoundError):
+            after = self.lstat(target)
+            # RACE (LostReply): another host moved the file before the call. The clocks of hosts
+            # agree to a second.
+            is_new = after.st_ctime_ns > began_ns - 10**9
+            return is_new and os.path.samestat(before, after)
+        return False
 
     def shrink(self, new_name: str) -> None:
-        """Do nothing: other hosts might look into the old directory for a long time (stale)."""
+        """Do nothing: other hosts might look into the old directory for long (stale)."""
 
 
 class _SharedLeaseDir(_LeaseDir):
-    def claim(self, directory: str, name: str, lease: _Lease) -> bool:
-        return super().claim(directory, name, lease) or self._was_claimed(lease.path)
+    _files: _SharedFiles
 
-    def _was_claimed(self, lease: str) -> bool:
-        """Return whether a claim that returned False was carried out (replies)."""
-        files: Any = self._files
-        if files.is_fuse or self._held is None:
-            return False
-        try:
-            names = files.names(self.directory)
-            if os.path.basename(lease) in names:
-                return True
-            is_gone = not names and not self._held.is_at_path()
-        except OSError:
-            self.orphans[lease] = None  # the listing failed, so the lease may be there
-            is_gone = True
-        if is_gone:
-            self._worker.maintenance.drop_batch()
-        return False
+    def claim(self, directory: str, name: str, lease: _Lease) -> bool:
+        if super().claim(directory, name, lease):
+            return True
+        # If the listing raises an error, the caller undoes the claim.
+        is_checked = not self._files.is_fuse
+        return is_checked and lease.name in self._files.names(self.directory)
 
 
 class _SharedKeys(_Keys):
-    """Finds the tasks of a key by listings, because links could be stale."""
+    """Finds the tasks of a key by listings."""
 
-    claim_wait_s = 60.0  # an outage of a server or of a brick lasts for seconds
+    claim_wait_s = 60.0
+    has_links = False
 
-    def _linked(self, tag: str, but: str = "") -> tuple[str, str]:
-        """Return the paths of a key's task and of the payload behind it, as the listings show them,
-        without the file at `but`. If this thread has the lock, remove an older payload."""
-        path = behind = ""
-        for entry in self._files.find("keys", *_LIVE):
-            if _tag_of(entry.id) != tag or entry.path == but:
-                continue
-            # RACE: a host is cut off while it pushes a payload, and loses the lock (flock). Another
-            # host pushes a payload, too. Then both are in keys/.
-            if entry.directory == "keys":
-                older, behind = sorted((behind, entry.path), key=_id_of)
-                if older and _id_of(older) != _id_of(behind) and self._has_lock(tag):
+    def _listed(self, tag: str) -> tuple[list[str], str]:
+        """Return the paths of a key's tasks, the oldest first, and of the newest payload behind
+        them, or ""."""
+        found = [it for it in self._files.find("keys", *_LIVE) if _tag_of(it.id) == tag]
+        found.sort(key=lambda it: it.id)
+        tasks = [it.path for it in found if it.directory != "keys"]
+        payloads = [it.path for it in found if it.directory == "keys"]
+        behind = payloads[-1] if payloads else ""
+        if not tasks:
+            # CRASH (KeyedInterruptedOnSharedFileSystem): a process dies in _swap_aside(). The older
+            # payload is that of the task.
+            tasks = payloads[:-1]
+        elif self._has_lock(tag):
+            # RACE (KeyedOnSharedFileSystem): a host is cut off while it pushes a payload, and loses
+            # the lock (flock). Another host pushes a payload, too.
+            for older in payloads:
+                if _id_of(older) != _id_of(behind):
                     self._files.remove(older)
-            # The youngest task counts, because an older task may have come back (healed).
-            elif entry.id >= _id_of(path):
-                path = entry.path
-        # An older payload was promoted or replaced, and then its name came back (healed).
-        return path, behind if _id_of(behind) > _id_of(path) else ""
+        # The name of an older payload, or of an older task, may have come back (healed).
+        is_newer = not tasks or _id_of(behind) > _id_of(tasks[-1])
+        return tasks, behind if is_newer else ""
+
+    def _linked(self, tag: str) -> tuple[str, str]:
+        tasks, behind = self._listed(tag)
+        return tasks[-1] if tasks else "", behind
 
     def _link(self, tag: str, path: str, behind: str = "", sync: bool = False) -> None:
-        # There is no link. But with `sync`, the caller may need keys/ next, for a payload.
+        # with `sync`, the caller may put a payload into keys/ next
         if sync:
             self._make_dir("keys")
 
-    def may_have_task(self, tag: str) -> bool:
-        return True
-
-    def newest_path(self, entry: _Entry) -> str:
-        # super().newest_path() lists all tasks, so call it only if keys/ has a payload of this
-        # hash.
-        tag = _tag_of(entry.id)
-        is_behind = any(_tag_of(it.id) == tag for it in self._files.entries("keys"))
-        return super().newest_path(entry) if is_behind else entry.path
-
-    def _has_nothing_behind(self, tag: str, lease: str) -> bool:
-        return False
-
     def _link_or_give_way(self, tag: str, lease: str) -> str | None:
-        """Return the path of the payload behind a claimed task, or "". If the key has another task,
-        one of the two gives way: return None if it is the claimed one."""
-        # RACE: two workers claim the two tasks of a key at once. Each lists the directories after
-        # its own claim. The worker of the older task finds the younger one, and quarantines the
-        # older one. So at most one of the two runs.
-        directory, ident = os.path.dirname(lease), _id_of(lease)
-        if os.path.basename(lease) not in self._files.names(directory):
+        # RACE (KeyedOnSharedFileSystem): two workers claim the two tasks of a key at once. Each
+        # lists the directories after its own claim, and the older task gives way.
+        tasks, behind = self._listed(tag)
+        if lease not in tasks:
             raise _os_error(errno.ENOENT, lease)
-        path, behind = self._linked(tag, but=lease)
-        other = _id_of(path)
-        # The younger task counts. But a leased older task may run, or only its lease may have come
-        # back (healed). So the claimed task waits until that deadline, uncounted, for at most
-        # _STALE_S.
-        if other > ident:
-            self._quarantine_second(path, lease)
+        if _id_of(tasks[-1]) != _id_of(lease):
+            self._quarantine_second(tasks[-1], lease)
             return None
-        if path and other < ident:
-            left_ns = self._worker.left_ns(path) if _state_of(path) == "inflight" else 0
-            if left_ns > 0:
-                due_ns = _wall_ns() + min(left_ns, int(_STALE_S * 1e9))
-                target = (
-                    f"scheduled/{_task_name(due_ns, _attempts_of(lease) - 1, ident)}"
-                )
-                self._worker.note_arrival(self._files.move(lease, target))
-                return None
-            self._quarantine_second(lease, path)
-        return behind if _id_of(behind) > ident else ""
+        older = tasks[0]
+        if _id_of(older) == _id_of(lease):
+            return behind
+        if _state_of(older) == "inflight" and self._worker.left_ns(older) > 0:
+            # The older task may run, or its lease has come back (healed). The claimed one waits.
+            target = _fresh_path(lease, _wall_ns() + _STALE_NS)
+            self._worker.note_arrival(self._files.move(lease, target))
+            return None
+        self._quarantine_second(lease, older)
+        return behind
 
 
 class _SharedNumbers(_Numbers):
-    """The numbers of the tickets, on a file system that other hosts write to. The last number is in
-    the name of an empty file, last~<number>, because contents may be stale, but a listing is not.
-    If two hosts hold the lock of "last" (flock), one of their renames fails."""
+    """The last number is in the name of an empty file, last~<number>. If two hosts hold the lock
+    of "last" (flock), one of their renames fails."""
 
-    # RACE: another host finds this member's ticket stale, and is about to remove the ticket and to
-    # take the turn. Then the member touches the ticket, too late, and finds it first in line. So
-    # the member gives up a ticket that was not touched for three quarters of stale_timeout. The
-    # last quarter is for clocks that differ.
+    # RACE (SharedTickets): another host finds this member's ticket stale, and is about to remove
+    # it. Then the member touches the ticket, too late, and finds it first in line. So the member
+    # gives up a ticket that was not touched for three quarters of stale_timeout. The last quarter
+    # is for clocks that differ.
     late_part = 0.75
     _parse = re.compile(r"last~[0-9]{20}").fullmatch
 
@@ -6545,19 +6279,17 @@ class _SharedNumbers(_Numbers):
         return max(filter(self._parse, self._files.names("")), default="")
 
     def check(self, number: int) -> None:
-        """Raise FileExistsError if another host drew a higher number before this ticket was in
-        line."""
-        # RACE: this host lost the lock of "last" between draw() and the rename of the ticket
-        # (flock). Another host drew a higher number, was the first in line, and may have its turn
-        # now. The lower number of this ticket would give this member a turn at the same time.
+        """Raise FileExistsError if another host drew a higher number since draw()."""
+        # RACE (SharedTickets): this host lost the lock of "last" between draw() and the rename of
+        # the ticket (flock). Another host drew a higher number, and may have its turn now. The
+        # lower number would give this member a turn at the same time.
         if self._last_name() > f"last~{number:020d}":
             raise FileExistsError(
                 errno.EEXIST, "another host was faster", self._files.path
             )
 
     def remove_dir(self) -> None:
-        """Do nothing: another host could open and lock a removed "last" (stale), and two hosts
-        would hold the lock of one line."""
+        """Do nothing: two hosts could lock the removed "last" (stale) and a new one."""
 
 
 # ==================================================================================================

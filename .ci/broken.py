@@ -594,6 +594,7 @@ a lock that was freed is taken within some hundredths of a second | LockWaits
 a push that interrupted a call for the same key raises EDEADLK | LockWaits
 -        if self._has_lock(tag):
 +        if not tag:
+             # A signal handler
 a child forked unseen by Python makes ids of its own | Reported
 -        if os.getpid() != _process_id:  # inlined: a call would be 5 % of push()
 +        if not _process_id:
@@ -624,49 +625,43 @@ a forked child opens its directories anew | Liveness
 a pop() does not wait for long for the lock of a key | LockWaits hangs
 -        with self.lock(tag, time.monotonic() + self.claim_wait_s):
 +        with self.lock(tag):
-             behind = self._link_or_give_way
+             newer = self._link_or_give_way
 no pop() claims a task while its payload is replaced | KeyedConcurrency
 -        aside = _payload_path(ident, _stamp_of(target) if is_scheduled else None)
 +        aside = path
 a push that replaces a payload delivers the new one | Model
--            self._files.move_onto(new_path, aside)  # the push is committed
+-            self._files.move(new_path, target)  # the push is committed
 +            self._files.remove(new_path)
 a payload whose replacement was interrupted is not delivered before its due time | KeyedInterrupted
 -        aside = _payload_path(ident, _stamp_of(target) if is_scheduled else None)
 +        aside = _payload_path(ident, None)
 a payload that replaces another starts with attempt 1 | Model
 -        target = _fresh_path(path, due_ns)
--        # In keys/, the task has its new time
 +        target = path if due_ns is None else _fresh_path(path, due_ns)
-+        # In keys/, the task has its new time
+         try:
+             aside
 a push whose task was claimed meanwhile is not lost | Keyed
              self._files.remove(new_path)
 -            return ""
 +            return ident
-after a replacement, no older payload comes from behind the task | KeyedInterrupted
+after a replacement, no older payload comes from behind the task | Keyed
 -            self._files.unlink_if_exists(behind)
 a push does not raise an error after its payload is in the queue | Keyed
-             # The new payload is in the queue: find() or repair() makes the task of it.
--            _raise_if_no_errno(error)
-+            raise
-a payload in keys/ becomes a task soon after a push that raised an error | Keyed
--            self._repair_soon()
-             raise
+-        with suppress(OSError):
++        with suppress(ZeroDivisionError):
+             self._files.move(aside, target)
 a payload whose replacement ended by a kill becomes a task | KeyedInterrupted
--        if task and not path and (aside := self._locate(task, "keys")):
-+        if not tag and (aside := self._locate(task, "keys")):
+-        path = self._locate(task, *_LIVE, "keys")
++        path = self._locate(task, *_LIVE)
 a payload of "update" ends with its task | Model
 -        if _is_update(payload):
 +        if not payload:
-a payload of "update" does not reset the attempts of its task | Model
--        if _is_update(behind) or (due_ns is None
-+        if (due_ns is None
 a task that is released keeps its attempts in spite of a payload of "update" | Model
--            if behind and not _is_update(behind) and
-+            if behind and
+-                if not _is_update(behind):
++                if behind:
 a push with if_in_flight="update" returns the id of the leased task | Model
--        return _id_of(path) if is_update else ident
-+        return ident
+-                return _id_of(path if _is_update(target) else target)
++                return _id_of(target)
 a pop() that close() meets does not open the lease directory again | InterruptedDelivery
 -            if self._lease_dir.close_count != close_count:
 -                return False
@@ -795,12 +790,13 @@ a renewal never shortens a lease | Model
 -                length_ns = max(lease.length_ns, self.left_ns(lease.path))
 +                length_ns = lease.length_ns
 the lock of a key is taken | KeyedConcurrency
--                lock.acquire_exclusive(until_s)
+-            lock.acquire_exclusive(until_s)
+             _key_locks
 the lock file of a key is never removed | -
 ; hosts: key ~ crowded|overlapping; nfs: keys ~ crowded|overlapping
-             if lock is not outer:
-+                os.unlink(lock.path)
-                 lock.close()
+             _key_locks[self._holder(tag)] = lock
+             yield
++            os.unlink(lock.path)
 a task in flight is found by its key | Model; hosts: key ~ found nothing
 -        return self._worker.keys.path_of(_key_tag(_encode_key(key))) != ""
 +        path = self._worker.keys.path_of(_key_tag(_encode_key(key)))
@@ -812,29 +808,23 @@ a push with if_in_flight="reject" raises an error if the task of the key is leas
 -            if is_leased and if_in_flight == "reject":
 +            if is_leased and if_in_flight == "refuse":
 done() promotes the payload that is buffered behind a task | Keyed; fuzz: lives; storm: ~ keys:
--(self._promote(behind), "") if is_over
-+("", "") if is_over
+-                    self._link(tag, self._promote(behind))
++                    self._link(tag, "")
 a claim takes along the payload that is buffered behind a task | Keyed
--        return _id_of(path) == _id_of(lease) and not behind
-+        return _id_of(path) == _id_of(lease)
+-        if _id_of(path) == _id_of(lease.path) and not behind:
++        if _id_of(path) == _id_of(lease.path):
 a claim whose lease has ended delivers no older payload | Keyed
--        self._files.lstat(lease)
-         return _id_of(path) == _id_of(lease) and not behind
+-        self._files.lstat(lease.path)
 a buffered payload is not delivered before its due time | Keyed
--        due_ns = _later_ns(behind)
-+        due_ns = None
-a task that is released waits for the due time of its buffered payload | Keyed
--                target = _fresh_path(target, _later_ns(behind))
-+                target = _fresh_path(target, None)
-a buffered payload starts with attempt 1, even after an undone claim | Keyed
--(due_ns is None and _attempts_of(path) == 1)
-+(due_ns is None)
+-                    target = _fresh_path(target, _payload_due_ns(behind))
++                    target = _fresh_path(target, None)
 a schedule() that raised an error does not change the due time of the buffered payload | Keyed
--                    self._files.move(target, behind)
+-                    self._files.move(target, older)
++                    pass
 a buffered payload starts with attempt 1 | Model
--                target = _fresh_path(target, _later_ns(behind))
-+                due_ns = _later_ns(behind)
-+                target = target if due_ns is None else _fresh_path(target, due_ns)
+-                    target = _fresh_path(target, _payload_due_ns(behind))
++                    due_ns = _payload_due_ns(behind)
++                    target = target if due_ns is None else _fresh_path(target, due_ns)
 a task is delivered again if Ctrl-C ends the block of processing() | Work
 -        except BaseException:  # trouble with the disk; str() of
 +        except Exception:  # trouble with the disk; str() of
@@ -849,24 +839,26 @@ an error of a listing is raised in the coroutine that waits | Coroutines
 -                request.answer.set_exception(error)
 +                request.answer.set_result(task)
 a payload that no link names does not replace a younger payload | Keyed
--        youngest = max([*filter(None, [behind or path]), *strays], key=self._written_ns)
-+        youngest = max(strays, key=self._written_ns)
+-            if known and self._written_ns(stray) <= self._written_ns(known):
++            if not stray:
 of the payloads that no link names, the one written last stays, whatever its id | Keyed
--        youngest = max([*filter(None, [behind or path]), *strays], key=self._written_ns)
-+        youngest = max([*filter(None, [behind or path]), *strays], key=_id_of)
+-        for stray in sorted(left, key=self._written_ns, reverse=True):
++        for stray in sorted(left, key=_id_of, reverse=True):
+             known = behind or path
+-            if known and self._written_ns(stray) <= self._written_ns(known):
++            if known and _id_of(stray) <= _id_of(known):
 of the payloads that no link names, only one stays | Keyed
--            self._files.remove(it)
-+            pass
-         if youngest in strays:
+-                self._files.remove(stray)
++                pass
 a payload that no link names is delivered | Keyed
--        if youngest in strays:
-+        if youngest == tag:
+-                path = self._promote(stray)
++                pass
 a keyed task that a person moved back is linked before its delivery | Keyed
 -        self._link(tag, lease, behind)
          return behind
 after a promotion, the promoted payload is the key's task, not the older task | Keyed
--        if behind and not payload:
-+        if behind and payload is None:
+-        if payload and not (path and payload.startswith("keys/")):
++        if payload and not path:
 moving due tasks does not hold the lock for long | Lifecycle
 -lambda _: time.monotonic() < end_s, due
 +lambda _: True, due
@@ -874,34 +866,34 @@ the newer of two payloads behind a leased task is kept | Model
 -        is_update = is_update and (not behind or _is_update(behind))
 +        _is_update(behind)
 a push with a key makes the link before it puts the payload in place | Durability hangs
--            self._link(tag, path or target, target if path else "", sync=True)
+-            self._link(
+-                _tag_of(target), path or target, target if path else "", sync=True
+-            )
+             self._swap(new_path, behind, target)
 sync_after_write: the link of a key is synced before the payload is put in place | Durability
--            self._link(tag, path or target, target if path else "", sync=True)
-+            self._link(tag, path or target, target if path else "")
+-                _tag_of(target), path or target, target if path else "", sync=True
++                _tag_of(target), path or target, target if path else ""
 a second task of a key, put in place by hand, becomes a dead letter | Keyed
 -        if path and _id_of(path) != _id_of(lease):
 +        if not tag:
 a record that a healed replica brings back does not become its key's task | Healed
--            elif entry.id >= _id_of(path):
-+            else:
+-        return tasks[-1] if tasks else "", behind
++        return tasks[0] if tasks else "", behind
 if an older task of a key comes back, the newer task does not become a dead letter | Healed
--        if other > ident:
-+        if path and other != ident:
+-        if _id_of(tasks[-1]) != _id_of(lease):
++        if _id_of(tasks[0]) != _id_of(tasks[-1]):
 a younger task of a key waits while an older one runs | KeyedOnSharedFileSystem
--            if left_ns > 0:
-+            if not tag:
-a payload that a healed replica brings back in keys/ is not promoted after a younger task | Healed
--        return path, behind if _id_of(behind) > _id_of(path) else ""
-+        return path, behind
-a payload that a healed replica brings back in keys/ is not taken along by a claim | Healed
--        return behind if _id_of(behind) > ident else ""
-+        return behind
+-        if _state_of(older) == "inflight" and self._worker.left_ns(older) > 0:
++        if not older:
+a payload that a healed replica brings back in keys/ does not replace a younger one | Healed
+-        return tasks, behind if is_newer else ""
++        return tasks, behind
 the older of two payloads that two hosts put behind a task is removed | KeyedOnSharedFileSystem
 -                    self._files.remove(older)
 sync_after_write: a replaced payload is synced in its place | Durability
              self._files.sync_dir(os.path.dirname(path))
 -        self._files.sync_with_dir(target)
-         return ident
+         return _id_of(path)
 sync_after_write: a promoted payload is synced | Durability
 -        self._files.sync_with_dir(path)
          return path
@@ -917,14 +909,15 @@ sync_after_write: a due task is synced in pending/ | Durability
 keep_done=False: the directory is synced after the removal | Durability
 -            self.files.sync_dir(os.path.dirname(lease.path))
 a payload pushed behind a task has a later order, even if clocks differ | KeyedOnSharedFileSystem
--            order_ns = max(order_ns, _stamp_of(_id_of(path)) + 1)
+-                order_ns = _stamp_of(_id_of(path)) + 1
++                pass
 a payload pushed behind a task with a forged id has an order of the present | Trust
--        if path and _stamp_of(_id_of(path)) < _latest_order_ns():
-+        if path:
+-            if path and order_ns <= _stamp_of(_id_of(path)) < _latest_order_ns():
++            if path and order_ns <= _stamp_of(_id_of(path)):
 a payload that replaces an older one does not get the checkpoint of the older one | Cost
 -            self._files.remove(f"checkpoints/{ident}")
-a payload that a claim takes along does not get the checkpoint of the older one | Keyed
--        self._files.remove(f"checkpoints/{ident}")  # of the older payload
++            pass
+         return aside
 retry() of a task raises an error if its key has another task | Model
          if path:
 -            raise KeyInFlight(key or "", _id_of(path))
@@ -983,17 +976,11 @@ work() leaves the signal handlers as they were | Work
 work() runs no more than `concurrency` handlers | Work
 -for _ in range(self._concurrency)
 +for _ in range(self._concurrency + 1)
-rm cancels a task even while its payload is replaced | KeyedInterrupted
--        self.lstat(target)
-         # an override of move()
 an exception that a signal handler raises while a lock is closed is not lost | Faults
          except OSError as error:
              # the work under the lock is done, so ignore a disk error
 -            _raise_if_no_errno(error)
 +            pass
-a payload scheduled behind a task moves with the task to the new time | Keyed
--            self._files.move_onto(behind, target)
--            behind = ""
 if a lease can't be reclaimed because its key's lock is held, the lease is reclaimed later | Keyed
              # RACE: another process holds the key's lock. The next reclaim tries again.
 -            return
@@ -1066,7 +1053,9 @@ a renewal gets a key's lock even if the key is pushed all the time | Races
 -            self._keep_lease(time.monotonic() + wait_s)
 +            self._keep_lease(0.0)
 a push whose payload can't be put in place gives the task back at once | Keyed
--                    self._files.move(aside, path)
+-                if self._files.exists(new_path):
++                if not new_path:
+                     self._files.move(target, older)
 repair() retries soon if a key's lock is held | Races
 -                self._worker.maintenance.sooner("repair", 1)
 take_async() retries soon if a key's lock is held | Races
@@ -1138,11 +1127,11 @@ a rename whose reply was lost counts as done | LostReply; nfs: replay ~ but:
 -            if before is None or not self._was_moved(before, began_ns, source, target):
 +            if source:
 a rename whose reply was lost counts as done only if the same file is at the target | LostReply
--        return os.path.samestat(before, after) and after.st_ctime_ns > began_ns - 10**9
-+        return after.st_ctime_ns > began_ns - 10**9
+-            return is_new and os.path.samestat(before, after)
++            return is_new
 a file that another host moved before the call does not count as moved by the call | LostReply
--        return os.path.samestat(before, after) and after.st_ctime_ns > began_ns - 10**9
-+        return os.path.samestat(before, after)
+-            return is_new and os.path.samestat(before, after)
++            return os.path.samestat(before, after)
 a young file that left creating/ has arrived, even if another worker has moved it on | LostReply
 -        is_ours = _state_of(source) == "creating"
 +        is_ours = False
@@ -1153,11 +1142,11 @@ a host whose queue clock is ahead does not remove files that others write | Lost
 -            return self._files.lstat(entry.path).st_ctime_ns < _wall_ns() - age_ns
 +            return bool(self._files.lstat(entry.path))
 after the deadline, a rename of a lease that raised an error does not count as done | LostReply
--            self.is_fuse or (is_lease and _stamp_of(source) <= self.clock.now_ns())
-+            self.is_fuse
+-        before = None if self.is_fuse or is_late else _Files.lstat(self, source)
++        before = None if self.is_fuse else _Files.lstat(self, source)
 a claim whose reply was lost is a delivery | InterruptedOnSharedFileSystem
--            if os.path.basename(lease) in names:
-+            if not lease:
+-        is_checked = not self._files.is_fuse
++        is_checked = not name
 a sync of a file that another host moved is not an error | Healed
 -    sync_file = _afresh(_Files.sync_file)
 +    _sync = _afresh(_Files.sync_file)
@@ -1167,9 +1156,6 @@ an error of statfs() is raised | Faults
 a file that was replaced is looked up again | Healed hangs
 -        for _ in range(_LOOKS):
 +        for _ in range(1):
-a file that a listing shows is read again if it is not found | InterruptedOnSharedFileSystem
--            _backoff_s(0.001, _STALE_S / 24), _LISTED_LOOKS
-+            _backoff_s(0.001, _STALE_S / 24), 1
 a command's exit status is 1 for a FemtoQueueError, 2 for another error | CommandLine
 -        return 1 if isinstance(error, FemtoQueueError) else 2
 +        return 2 if isinstance(error, FemtoQueueError) else 1

@@ -47,7 +47,8 @@ Keys and tickets, without faults. On each host two processes push tasks of one k
 keys, then of fifty. Two others pop, take, release, fail and finish these tasks. All four look up
 keys by contains(), peek() and take(). Proved:
 
-  - A key has at most one task that waits or is in flight, and at most one buffered payload.
+  - A key has at most one task that waits or is in flight, and at most one buffered payload. While a
+    buffered payload replaces that of its task, both are in keys/, and there is no such task.
   - Deliveries of a key do not overlap in time. A delivery has a payload at least as new as the last
     push that had returned when pop() or take() was called. The last delivery has the last payload.
     If pushes overlap in time, any of them may be the last.

@@ -53,11 +53,12 @@ HELPERS = {  # functions that rename or unlink, but are not a step in the table 
     *(
         "_Keys._link",
         "_Keys._repair",
+        "_Keys._swap",
         "_Keys.move_keyed",
         "_SharedKeys._link_or_give_way",
     ),
     *(
-        "_SharedKeys._linked",
+        "_SharedKeys._listed",
         "_Maintenance._purge_done",
         "_Maintenance.remove_stale_files",
     ),
