@@ -4839,29 +4839,25 @@ class _Keys:
 #    A wait repeats a look until something is found, and sleeps between two looks. A look is a
 #    function that returns what it found, or None.
 #    Invariant: a wait gets its watcher, then looks once more, and only then sleeps. If a task comes
-#    after this look, the watcher exists already, and the task ends the sleep. A sleep ends in these
-#    cases:
-#    - A file comes to pending/ or scheduled/, or a name in data_dir is added or removed, such as
-#      PAUSED. On Linux, inotify reports the changes that any process of this host makes.
-#    - The time of the next maintenance has come (_Maintenance.wake_s).
-#    - The timeout of the wait is over, or another thread calls close(): _Watcher.wake().
-#    - A short time is over, where a task may come without an event: inotify is missing, or other
-#      hosts write to the file system. For drain() and join(), no event reports an empty queue.
-#    A coroutine never looks itself: one thread of the queue object looks for all its coroutines.
+#    after this look, the task ends the sleep. A sleep ends in these cases:
+#    - inotify reports a new file in pending/ or scheduled/, or a new or removed name in data_dir.
+#    - The time of the next maintenance has come, or the timeout of the wait is over.
+#    - _Watcher.wake() is called, for example by close() in another thread.
+#    - A short time is over, if no event may come: inotify is missing, other hosts write to the file
+#      system, or drain() or join() waits until the queue is empty.
+#    One thread of the queue object looks for all its coroutines.
 # ==================================================================================================
 
-# Masks of inotify(7). _IN_COMES: a file was created in the directory, or moved into it. With the
-# first number (IN_ONLYDIR), inotify refuses to watch anything but a directory. _IN_GOES: a file was
-# deleted or moved away. It is needed for data_dir only, where the removal of PAUSED ends a sleep.
-_IN_COMES, _IN_GOES = 0x01000000 | 0x100 | 0x80, 0x200 | 0x40
-# data_dir is watched first. If pending/ is replaced while the watches are added, the watch of
-# data_dir reports the new directory.
+# Masks of inotify(7). _IN_COMES: IN_ONLYDIR; a file was created, or moved in. _IN_GOES: a file was
+# deleted, or moved away.
+_IN_COMES = 0x01000000 | 0x100 | 0x80
+_IN_GOES = 0x200 | 0x40
 _WATCHED = (
     ("", _IN_COMES | _IN_GOES),
     ("pending", _IN_COMES),
     ("scheduled", _IN_COMES),
 )
-# the thread that serves coroutines ends after this time without a request
+# the thread that serves coroutines ends this time after the last request
 _SERVER_LINGER_S = 1.0
 # unused watchers to keep: by default a user may have 128 instances of inotify
 _MAX_IDLE = 4
@@ -4870,186 +4866,116 @@ _Look = Callable[[], "_Found | None"]
 
 
 def _readable(fds: Iterable[int], seconds: float) -> list[int]:
-    """Wait until a descriptor can be read, for at most `seconds`. Return those that can be read.
+    """Wait for at most `seconds`, and return the descriptors that can be read."""
+    import selectors
 
-    eventlet removes select.poll(). select.select() takes its place for descriptors below 1024. With
-    a higher one, return an empty list after 50 ms at the latest, so that the wait looks again."""
-    import select
-
-    if not hasattr(select, "poll"):
-        try:
-            return select.select([*fds], [], [], seconds)[0]
-        except ValueError:
-            time.sleep(min(seconds, 0.05))
-            return []
-    poll = select.poll()
+    # poll(2) needs no descriptor of its own. eventlet removes it.
+    selector = getattr(selectors, "PollSelector", selectors.SelectSelector)()
     for fd in fds:
-        poll.register(fd, select.POLLIN)
-    return [fd for fd, _ in poll.poll(int(seconds * 1000) + 1)]
+        selector.register(fd, selectors.EVENT_READ)
+    return [key.fd for key, _ in selector.select(seconds)]
 
 
 class _Watcher:
-    """Sleeps until a file comes to pending/ or scheduled/, a name in data_dir is added or removed,
-    or wake() is called. Each wait has its own watcher.
+    """Sleeps until an event comes, or wake() is called. Used by one wait at a time.
 
-    sees_all: no event is missed. If it is False, the caller must keep each sleep short."""
+    sees_all: no event is missed. If it is False, each sleep must be short."""
 
     def __init__(self, files: _Files) -> None:
-        # The descriptors of inotify and of an eventfd for wake(). Empty if inotify is missing.
-        self._fds: list[int] = []
-        self._watches: list[int] = []
         self._path = files.path
-        # If inotify is missing, this lock takes the place of the eventfd: wake() releases the lock.
+        self._watches: list[int] = []
+        # If inotify is missing, a sleep waits for this lock, and wake() releases it.
         self._wake_lock = threading.Lock()
         self._wake_lock.acquire()
-        # Before a descriptor is open, because _fs_type() may raise.
-        is_local = _fs_type(files.root) in _LOCAL_TYPES
-        # inotify_init1() returns -1 if this user has too many instances.
-        fd = _libc().inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC) if _libc() else -1
-        self.sees_all = is_local and fd >= 0
-        if fd >= 0:
-            self._fds.append(fd)
-            self._fds.append(os.eventfd(0, os.O_NONBLOCK | os.O_CLOEXEC))
+        self.sees_all = _fs_type(files.root) in _LOCAL_TYPES
+        self._fd = -1
+        if _libc():
+            # -1 if this user has too many instances; then no watch can be added
+            self._fd = _libc().inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
             self._watch()
-        # A forked child shares the descriptors, and the parent would miss every event that the
-        # child reads. So the child closes its copies.
-        _fork_hooks[self] = _Watcher.close
 
     def _watch(self) -> bool:
-        """Watch the directories that are now at their paths. Return whether one is another than at
-        the last call, because pending/ was replaced. The first call returns True."""
-        fd, add_watch = self._fds[0], _libc().inotify_add_watch
+        """Watch the directories. Return True if one was replaced, or wake() was called."""
         before = self._watches
         self._watches = [
-            add_watch(fd, os.fsencode(f"{self._path}/{name}"), events)
+            _libc().inotify_add_watch(
+                self._fd, os.fsencode(f"{self._path}/{name}"), events
+            )
             for name, events in _WATCHED
         ]
         self.sees_all &= min(self._watches) >= 0
         return self._watches != before
 
     def sleep(self, seconds: float) -> None:
-        """Sleep until an event or a call of wake(), for at most `seconds`.
-
-        If a directory was replaced since the last call, return at once, because a task may have
-        come to the new directory before it was watched."""
-        if not self._fds:
+        if self._fd < 0:
             self._wake_lock.acquire(timeout=seconds)
-            return
-        if self._watch():
-            return
-        for fd in _readable(self._fds, seconds):
-            os.read(fd, 1 << 16)
+        # RACE (WaitingWithInotify): another process pushes into a new directory before it is
+        # watched. So after a new watch, do not sleep: the caller looks again.
+        elif not self._watch() and _readable([self._fd], seconds):
+            os.read(self._fd, 1 << 16)
 
     def wake(self) -> None:
-        """End the sleep. If the watcher does not sleep now, the next sleep ends at once. May be
-        called in any thread, and in a signal handler."""
-        if not self._fds:
-            with suppress(RuntimeError):  # the lock is free: wake() was called before
-                self._wake_lock.release()
+        """End the sleep, or else the next one. May be called in a signal handler."""
+        if self._fd >= 0:
+            # The kernel reports the removal (IN_IGNORED), and the next sleep() watches again.
+            _libc().inotify_rm_watch(self._fd, self._watches[-1])
             return
-        os.eventfd_write(self._fds[1], 1)
-
-    def close(self) -> None:
-        while self._fds:
-            os.close(self._fds.pop())
+        with suppress(RuntimeError):  # the lock is free: wake() was called before
+            self._wake_lock.release()
 
     def __del__(self) -> None:
-        with suppress(Exception):  # as in _OpenFile
-            self.close()
+        with suppress(Exception):  # it is not open; or as in _OpenFile
+            os.close(self._fd)
 
 
-class _Request:
-    """The wait of one coroutine. Requests with the same `line` look for the same task, and are
-    served in the order of their arrival."""
+class _Request(NamedTuple):
+    """The wait of a coroutine. Requests with the same `line` look for the same task."""
 
-    is_over = False  # True: the timeout of the wait is over
-
-    def __init__(self, look: _Look[FemtoTask], line: str, close_count: int) -> None:
-        import asyncio
-        from concurrent.futures import Future
-
-        self.look = look
-        self.line = line
-        self.close_count = close_count
-        self.loop = asyncio.get_running_loop()
-        self.answer: Future[FemtoTask | None] = Future()
+    look: _Look[FemtoTask]
+    end_s: float
+    line: str
+    answer: Any  # a concurrent.futures.Future
 
 
 class _Waits:
-    """The waits on one queue object."""
-
     def __init__(self, worker: _Worker) -> None:
         self._worker = worker
         self._lease_dir = worker.lease_dir
         self._pid = os.getpid()
         self._watchers: set[_Watcher] = set()  # the watchers of the current waits
-        # Watchers for the next waits. If a watcher still has an old event, the next wait does one
-        # look more than needed.
-        self._idle: list[_Watcher] = []
-        # By the id() of the request, in the order of their arrival. Weak: a request lives as long
-        # as the event loop or the frame of its coroutine holds it.
-        self._requests: weakref.WeakValueDictionary[int, _Request] = (
-            weakref.WeakValueDictionary()
-        )
-        # Held while a request is added, and while the thread that serves them starts or ends.
-        self._lock = threading.RLock()
-        self._is_serving = False  # True: the thread that serves the requests runs
+        self._idle: list[_Watcher] = []  # the watchers for the next waits
+        # In the order of their arrival. While there are any, a thread runs _serve().
+        self._requests: list[_Request] = []
+        self._lock = threading.Lock()  # held while `_requests` changes
 
     def wait_for(
         self, look: _Look[_Found], end_s: float, has_events: bool = True
     ) -> _Found | None:
-        """Repeat the look until it finds something, and return what it found. Return None at the
-        time end_s (monotonic clock), or when another thread calls close().
-
-        has_events: False if no event reports what the wait is for. Then all sleeps are short."""
+        """Repeat the look until it finds something, and return that. Return None at the time end_s,
+        or after a close(). has_events: events report what the wait is for."""
         close_count = self._lease_dir.close_count
         pauses_s = _backoff_s(0.001, self._worker.poll_interval_s)
         found = look()
         if found is not None or time.monotonic() >= end_s:
             return found
-        with self._watcher(close_count) as watcher:
+        with self._watcher() as watcher:
             while self._lease_dir.close_count == close_count:
                 found = look()
                 left_s = end_s - time.monotonic()
                 if found is not None or left_s <= 0:
                     return found
                 rest_s = self._worker.maintenance.wake_s - time.monotonic()
-                pause_s = next(pauses_s)
-                # If rest_s is not positive, some maintenance is overdue: its time has just come,
-                # another thread runs it now, or this look runs none. Then sleep for the short
-                # pause.
-                if rest_s <= 0:
-                    rest_s = pause_s
-                elif not (watcher.sees_all and has_events):
-                    rest_s = min(rest_s, pause_s)
+                # The maintenance may be overdue: another thread runs it, or this look runs none.
+                if rest_s <= 0 or not (watcher.sees_all and has_events):
+                    rest_s = next(pauses_s)
                 watcher.sleep(min(left_s, rest_s))
         return None
 
-    def _give_back(self, found: object, until_s: float = _FOREVER_S) -> None:
-        """Put a task back, uncounted, because the wait that found it has ended. If it cannot be put
-        back now, the next reclaim does it.
-
-        until_s: as in _Keys.lock(). A coroutine passes 0: the event loop must not stand still. If
-        the lock is not free, a thread of its own waits."""
-        # In a forked child the task belongs to the parent: do nothing.
-        if not isinstance(found, FemtoTask) or os.getpid() != self._pid:
-            return
-        self._lease_dir.orphans.setdefault(found.path, _lease_of(found).source)
-        try:
-            with self._worker.keys.lock_of(found.id, until_s), self._worker.lock:
-                self._worker.reclaim(found.path)
-        except OSError as error:
-            if isinstance(error, BlockingIOError) and not until_s:
-                threading.Thread(
-                    target=self._give_back, args=(found,), daemon=True
-                ).start()
-            else:
-                _log().warning("task %s is given back later: %s", found.id, error)
-
     @contextmanager
-    def _watcher(self, close_count: int) -> Iterator[_Watcher]:
+    def _watcher(self) -> Iterator[_Watcher]:
+        idle = self._idle
         try:
-            watcher = self._idle.pop()
+            watcher = idle.pop()
         except IndexError:
             watcher = _Watcher(self._worker.files)
         self._watchers.add(watcher)
@@ -5057,20 +4983,19 @@ class _Waits:
             yield watcher
         finally:
             self._watchers.discard(watcher)
-            # Keep the watcher for another wait, but not after close(). A watcher that is not kept
-            # is closed with its last reference.
-            is_open = self._lease_dir.close_count == close_count
-            if is_open and watcher.sees_all and len(self._idle) < _MAX_IDLE:
-                self._idle.append(watcher)
+            # After a close(), nothing else refers to this list.
+            if watcher.sees_all and len(idle) < _MAX_IDLE:
+                idle.append(watcher)
 
     def end_all(self) -> None:
-        """Wake all waits, and drop the watchers that no wait uses. close() has added 1 to
-        `close_count` before this call, so that each wait ends when it wakes."""
+        """End all waits. The caller has added 1 to `close_count`."""
+        for request in [*self._requests]:
+            with suppress(Exception):  # InvalidStateError: it has an answer
+                request.answer.set_result(None)
         self._wake()
-        # RACE: another thread is in _wake(), and calls wake() of a watcher whose wait has ended,
-        # after the clear() here. So the watchers are not closed here, but with their last
-        # reference.
-        self._idle.clear()
+        # RACE (Waiting): another thread is in _wake(), and calls wake() of a watcher whose wait has
+        # ended, after the list is dropped here. So a watcher is closed with its last reference.
+        self._idle = []
 
     def _wake(self) -> None:
         for watcher in [*self._watchers]:
@@ -5081,98 +5006,80 @@ class _Waits:
     async def wait_for_async(
         self, look: _Look[FemtoTask], end_s: float, line: str
     ) -> FemtoTask | None:
-        """Wait as wait_for() does, without blocking the event loop. line: see _Request."""
+        """Do what wait_for() does. line: see _Request."""
         import asyncio
+        from concurrent.futures import Future
 
-        request = _Request(look, line, self._lease_dir.close_count)
-        left_s = min(end_s - time.monotonic(), _FOREVER_NS / 1e9)
-        # The timer also keeps the request alive: the event loop has only a weak reference to the
-        # asyncio.Task of this coroutine.
-        timer = request.loop.call_later(left_s, self._time_out, request)
+        answer: Future[FemtoTask | None] = Future()
         try:
             with self._lock:
-                self._requests[id(request)] = request
-                if self._is_serving:
-                    # if the thread does not sleep, its next sleep ends at once
-                    self._wake()
-                else:
+                if not self._requests:
                     threading.Thread(target=self._serve, daemon=True).start()
-                    self._is_serving = True
-            return await asyncio.wrap_future(request.answer)
+                request = _Request(look, end_s, line, answer)
+                self._requests = [*self._requests, request]
+            self._wake()
+            return await asyncio.wrap_future(answer)
         except BaseException:
-            # the coroutine was cancelled, or the answer is an exception
-            # RACE: the thread sets a task as the answer before the cancel() of the answer here.
-            # Then put that task back.
-            if not request.answer.cancel() and request.answer.exception() is None:
-                self._give_back(request.answer.result(), 0)
+            # RACE (Coroutines): the coroutine was cancelled, and the thread answers with a task
+            # before the cancel() here. Put the task back, in a thread: its key may be locked.
+            if not answer.cancel() and answer.exception() is None:
+                threading.Thread(
+                    target=self._give_back, args=(answer.result(),), daemon=True
+                ).start()
             raise
-        finally:
-            timer.cancel()
-            self._requests.pop(id(request), None)
-
-    def _time_out(self, request: _Request) -> None:
-        request.is_over = True
-        self._wake()
 
     def _serve(self) -> None:
-        """Look for tasks for all waiting coroutines, until none waits. An exception of a look goes
-        to its request. Any other exception ends the thread, and goes to all that wait."""
-        try:
-            while True:
-                self.wait_for(self._look_for_all, time.monotonic() + _SERVER_LINGER_S)
-                # RACE: a coroutine adds its request now, under the lock. If this thread does not
-                # see it, the coroutine sees that _is_serving is False, and starts another thread.
-                with self._lock:
-                    if not self._requests:
-                        self._is_serving = False
-                        return
-        except BaseException as error:
+        """Look for tasks for all coroutines, until none has waited for _SERVER_LINGER_S."""
+        while True:
+            # RACE (Coroutines): a coroutine adds its request now. If this thread does not see the
+            # request, the coroutine sees an empty list, and starts another thread.
             with self._lock:
-                self._is_serving = False
-            for request in [*self._requests.values()]:
-                self._answer(request, None, error)
-
-    def _look_for_all(self) -> None:
-        """Look for the first request of each line; after an answer, for the next of the same line.
-        A request whose timeout is over gets a last look."""
-        empty_lines = set()
-        for request in [*self._requests.values()]:
-            # An event loop that does not run could not take the task.
-            if request.answer.done() or not request.loop.is_running():
-                continue
-            # read before the look, so that a look follows the timeout
-            is_over = request.is_over
-            is_closed = self._lease_dir.close_count != request.close_count
-            if request.line in empty_lines and not (is_over or is_closed):
-                continue
+                requests = [it for it in self._requests if not it.answer.done()]
+                self._requests = requests
+            if not requests:
+                return
+            linger_s = time.monotonic() + _SERVER_LINGER_S
+            end_s = min(linger_s, *(it.end_s for it in requests))
+            self._request = requests[0]
             try:
-                task = None if is_closed else request.look()
+                self.wait_for(functools.partial(self._look_for, requests), end_s)
             except BaseException as error:
-                self._answer(request, None, error)
-                continue
-            if task is not None or is_over or is_closed:
-                self._answer(request, task)
-            if task is None:
-                empty_lines.add(request.line)
+                with suppress(Exception):  # InvalidStateError: cancelled
+                    self._request.answer.set_exception(error)
 
-    def _answer(
-        self,
-        request: _Request,
-        task: FemtoTask | None,
-        error: BaseException | None = None,
-    ) -> None:
-        """Answer a coroutine with a task, None or an error. If its wait has already ended, put the
-        task back."""
+    def _look_for(self, requests: list[_Request]) -> bool | None:
+        """Look for the first request of each line; after an answer, for the next of the same line.
+        Return True if a request was added, to end the wait. An error is of `_request`."""
         from concurrent.futures import InvalidStateError
 
-        self._requests.pop(id(request), None)
-        try:
-            if error is None:
-                request.answer.set_result(task)
-            else:
-                request.answer.set_exception(error)
-        except InvalidStateError:  # RACE: the coroutine was cancelled
-            self._give_back(task)
+        empty_lines = set[str]()
+        for request in requests:
+            # first, so that a look follows the timeout
+            is_over = time.monotonic() >= request.end_s
+            if request.answer.done() or (request.line in empty_lines and not is_over):
+                continue
+            self._request = request
+            task = request.look()
+            if task is None:
+                empty_lines.add(request.line)
+            if task is not None or is_over:
+                try:
+                    request.answer.set_result(task)
+                except InvalidStateError:
+                    # RACE (Coroutines): the coroutine was cancelled, or close() was called.
+                    self._give_back(task)
+        return self._requests is not requests or None
+
+    def _give_back(self, task: FemtoTask | None) -> None:
+        """Put a task back, uncounted: the wait that found it has ended."""
+        # In a forked child the task belongs to the parent.
+        if task is None or os.getpid() != self._pid:
+            return
+        self._lease_dir.orphans.setdefault(task.path, _lease_of(task).source)
+        key_lock = self._worker.keys.lock_of(task.id, _FOREVER_S)
+        # After an error, the next reclaim puts the task back.
+        with suppress(OSError), key_lock, self._worker.lock:
+            self._worker.reclaim(task.path)
 
 
 # ==================================================================================================

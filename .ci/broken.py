@@ -848,8 +848,8 @@ a part of the maintenance pauses for longer than it took | Faults
 -                    ended_s + self.every_s[what], self.rested_s[what]
 +                    ended_s, 0
 an error of a listing is raised in the coroutine that waits | Coroutines
--                request.answer.set_exception(error)
-+                request.answer.set_result(task)
+-                    self._request.answer.set_exception(error)
++                    self._request.answer.set_result(None)
 a payload that no link names does not replace a younger payload | Keyed
 -        youngest = max([*filter(None, [behind or path]), *strays], key=self._written_ns)
 +        youngest = max(strays, key=self._written_ns)
@@ -935,8 +935,8 @@ close() ends a wait in another thread | Waiting hangs
 -            while self._lease_dir.close_count == close_count:
 +            while True:
 a wait notices that pending/ was replaced | WaitingWithInotify hangs
--        if self._watch():
-+        if not self._watches:
+-        elif not self._watch() and
++        elif
 a wait lists a replaced pending/ once more before it sleeps | WaitingWithInotify hangs
 -        return self._watches != before
 +        return False
@@ -944,10 +944,9 @@ a `pop` that can't print the payload does not print the path of the lease | Comm
 -                _put(sys.stdout, task.data)
 +                sys.stdout.buffer.write(task.data)
 a cancelled pop_async() loses no task | Coroutines hangs
--        except InvalidStateError:  # RACE: the coroutine was cancelled
--            self._give_back(task)
-+        except InvalidStateError:
-+            pass
+                     # RACE (Coroutines): the coroutine was cancelled, or close() was called.
+-                    self._give_back(task)
++                    pass
 Ctrl-C in processing() does not count an attempt | Processing
 -            queue.release(task, front=True, counted=False)
 +            queue.release(task, front=True)
@@ -1082,13 +1081,16 @@ a task that this user could not claim is tried again after a minute | TroubleOfO
 - in self.barred.items() if until_s > now_s
 + in self.barred.items()
 a task found for a coroutine that was cancelled goes back | Coroutines
--                self._give_back(request.answer.result(), 0)
+-            if not answer.cancel() and answer.exception() is None:
++            if not answer.cancel() and answer.exception():
 a task that a wait gives back is not counted | Coroutines hangs
--        self._lease_dir.orphans.setdefault(found.path, _lease_of(found).source)
-+        self._lease_dir.orphans.setdefault(found.path)
+-        self._lease_dir.orphans.setdefault(task.path, _lease_of(task).source)
++        self._lease_dir.orphans.setdefault(task.path)
 a cancelled coroutine does not wait for the lock of a key | Coroutines hangs
--                self._give_back(request.answer.result(), 0)
-+                self._give_back(request.answer.result())
+-                    target=self._give_back, args=(answer.result(),), daemon=True
+-                ).start()
++                    target=self._give_back, args=(answer.result(),), daemon=True
++                ).run()
 work() raises the error of a task that can't be ended | Work
 -                self._error = self._error or error
 `release --all` gives back a task that is renewed meanwhile | CommandLine
