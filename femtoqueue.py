@@ -3937,7 +3937,7 @@ class FemtoQueue:
         gives the running tasks back, and work() returns. It ends a handler in this thread by
         KeyboardInterrupt; in other threads, the tasks raise LeaseLost. Raises the exception of a
         handler that is not an Exception, and the OSError of pop() or of the end of a delivery. An
-        OSError with a `task_id` (see pop()) is logged, and raised after 30 s of such errors.
+        OSError with a `task_id` (see pop()) is only logged.
         """
         import inspect
 
@@ -5353,9 +5353,8 @@ class _Processing:
 #    whatever step of the pool a signal interrupts.
 # ==================================================================================================
 
-_TROUBLE_S = 30.0  # the longest series of errors with a task_id: see _take_untroubled()
-# Two signals within so many seconds count as one. timeout(1) sends two, one to the process and one
-# to the process group. A terminal that is closed may send SIGHUP in the same way.
+# Two signals within so many seconds count as one. timeout(1) sends one to the process, and one to
+# the process group.
 _ONE_SIGNAL_S = 0.3
 # the pause between two looks at `signals`, while handlers run in threads
 _SIGNAL_POLL_S = 0.15
@@ -5367,10 +5366,10 @@ _AFTER_FAILURE = {
 
 
 def _write_stop_line(begin: bytes) -> None:
-    """Write `begin`, and a line about the first signal, unless the write would block."""
+    """Write `begin` and a line about the first signal, unless the write would block."""
     import select
 
-    with suppress(OSError, ValueError):
+    with suppress(OSError):
         if select.select([], [2], [], 0)[1]:
             text = (
                 b"femtoqueue: the running tasks may finish; a second signal ends them\n"
@@ -5379,8 +5378,8 @@ def _write_stop_line(begin: bytes) -> None:
 
 
 class _WorkerPool:
-    """The loop of work(): takes tasks and calls the handler for each, in `concurrency` threads. If
-    `concurrency` is 1, work() runs the loop in the calling thread."""
+    """Takes tasks and calls the handler for each, in `concurrency` threads. One thread is the
+    calling thread."""
 
     stops: tuple[str, ...] = ("SIGINT", "SIGTERM")  # the signals that stop the pool
 
@@ -5397,33 +5396,29 @@ class _WorkerPool:
     ) -> None:
         import signal
 
-        self._queue, self._handler, self._concurrency = queue, handler, concurrency
-        self._drain, self._is_stopped = drain, is_stopped
+        self._queue = queue
+        self._handler = handler
+        self._concurrency = concurrency
+        self._drain = drain
+        self._is_stopped = is_stopped
         self._is_threaded = concurrency > 1
         self._idle_timeout_s = idle_timeout_s
         self._idle_end_s = _end_s(idle_timeout_s, "idle_timeout_s")
-        # The time when the pool stops taking tasks (monotonic clock). 0: the queue is drained, or
-        # this worker has been idle for idle_timeout_s.
+        # when the pool stops taking tasks; 0: it is idle, or the queue is drained
         self._end_s = _end_s(time_limit_s, "time_limit_s")
         self.stop_numbers = [int(signal.Signals[name]) for name in self.stops]
-        self.signals: list[int] = []  # the signals that _on_signal() did not ignore
-        self._last_signal_s = 0.0
+        self.signals: list[int] = []  # those that count
+        self._last_signal_s = -_FOREVER_S
         self.counts: Counter[str] = Counter()  # by the fields of WorkCounts
-        # By the id() of the task. A task is here from before its handler is called until its
-        # delivery is counted. The thread that removes the task counts the delivery.
+        # by the id() of the task, until its delivery is counted
         self._running: dict[int, FemtoTask] = {}
-        # held while `_running` or `counts` changes
-        self._changed = threading.Condition()
+        self._changed = threading.Condition()  # held while a delivery is counted
         self._take_lock = threading.Lock()  # held by the thread that takes a task
-        # When the current series of errors with a task_id began (monotonic clock). inf: there is no
-        # series.
-        self._trouble_s = float("inf")
         self._is_interruptible = False  # True: the second signal interrupts the handler
         self._error: BaseException | None = None  # the exception that ends the pool
 
     def run(self) -> WorkCounts:
-        """Work until the pool is told to stop, or no work is left, and return the counts. Raises
-        the exception that ended the pool. But after a signal, an OSError is only logged."""
+        """Work, and return the counts. Raises the exception that ended the pool."""
         with self._signals_handled():
             if self._is_threaded:
                 self._work_in_threads()
@@ -5431,14 +5426,11 @@ class _WorkerPool:
                 self._work()
             if len(self.signals) > 1:
                 self._abort()
-            elif isinstance(self._error, OSError) and self.signals:
-                _log().error("work ends by a signal; before it: %s", self._error)
-            elif self._error is not None:
+            elif self._error:
                 raise self._error
         return WorkCounts(**self.counts)
 
     def _work_in_threads(self) -> None:
-        """Run the loop in threads, until they end or the second signal comes."""
         # Daemon threads, so that a handler that never returns does not keep the process alive.
         threads = [
             threading.Thread(target=self._work, daemon=True)
@@ -5452,113 +5444,79 @@ class _WorkerPool:
                 raise
         for thread in threads:
             while thread.is_alive() and len(self.signals) < 2:
-                # A signal does not end join(), even if the handler of the signal runs meanwhile. So
-                # join() waits for a moment only, and `signals` is tested again.
+                # A signal does not end join(), so wait for a moment only.
                 thread.join(_SIGNAL_POLL_S)
 
     def _work(self) -> None:
-        """Take tasks and handle them. An exception that comes here stops all threads."""
         try:
             while True:
                 with self._take_lock:
                     if self._is_stopping():
                         return
-                    task = self._take_untroubled()
+                    task = self._take()
                 if task is not None:
                     self._process(task)
         except BaseException as error:
             self._error = self._error or error
 
     def _is_stopping(self) -> bool:
-        is_over = (
-            self.signals or self._error is not None or time.monotonic() >= self._end_s
-        )
-        return bool(is_over or self._is_stopped())
-
-    def _take_untroubled(self) -> FemtoTask | None:
-        """Take a task as _take() does. Log an error with a task_id, and return None: the other
-        tasks are not affected. Raises such an error when a series of them has lasted for
-        _TROUBLE_S, and no handler runs. Raises other errors of the disk."""
-        try:
-            task = self._take()
-        except (OSError, MemoryError) as error:
-            ident, now_s = getattr(error, "task_id", ""), time.monotonic()
-            self._trouble_s = min(self._trouble_s, now_s)
-            if not ident and self._is_passing(error):
-                return None
-            if not ident or (
-                now_s - self._trouble_s > _TROUBLE_S and not self._running
-            ):
-                raise
-            why = str(error) or type(error).__name__
-            _log().error("task %s is passed over: %s", ident, why)
-            time.sleep(_BASE_INTERVAL_S)  # it may be the only task
-            return None
-        # With drain, a wait without a task does not end the series: the pool may be waiting for the
-        # tasks that make trouble.
-        if task is not None or not self._drain:
-            self._trouble_s = float("inf")
-        return task
+        is_over = time.monotonic() >= self._end_s
+        return bool(is_over or self.signals or self._error or self._is_stopped())
 
     def _take(self) -> FemtoTask | None:
-        """Take a task, put it into `_running`, and return it. Return None if none comes within
-        _BASE_INTERVAL_S: the wait is short, because is_stopped() makes no event."""
-        queue, wait_s = self._queue, _BASE_INTERVAL_S
-        task: FemtoTask | None = (
-            next(queue.drain(wait_s), None) if self._drain else queue.pop(wait_s)
-        )
-        # drain() may have ended because its timeout is over, so ask join().
-        is_drained = self._drain and task is None and queue.join(0)
-        with self._changed:
-            if task is None:
-                is_idle = not self._running and time.monotonic() >= self._idle_end_s
-                if is_drained or is_idle:
+        """Take a task, put it into `_running`, and return it. Return None if none comes soon."""
+        queue = self._queue
+        task: FemtoTask | None = None
+        try:
+            if self._drain:
+                task = next(queue.drain(_BASE_INTERVAL_S), None)
+                # drain() may have ended because its timeout is over, so ask join().
+                if task is None and queue.join(0):
                     self._end_s = 0.0
-                return None
-            if not self._is_stopping():
-                self._running[id(task)] = task
-                return task
-        self._give_back(task)
-        return None
+            else:
+                task = queue.pop(_BASE_INTERVAL_S)
+        except (OSError, MemoryError) as error:
+            if not self._is_passing(error):
+                raise
+        if task is None:
+            if not self._running and time.monotonic() >= self._idle_end_s:
+                self._end_s = 0.0
+        elif self._is_stopping():
+            self._give_back(task)
+            task = None
+        else:
+            self._running[id(task)] = task
+        return task
 
     def _process(self, task: FemtoTask) -> None:
-        """Call the handler for a task, within processing(), and count how the delivery ended. Log
-        an Exception."""
-        processing, lease, has_begun = (
-            self._queue.processing(task),
-            _lease_of(task),
-            False,
-        )
+        """Call the handler, and count how the delivery ended. Log an Exception."""
+        lease = _lease_of(task)
+        has_begun = False
         try:
-            with processing:
+            with self._queue.processing(task):
                 has_begun = True
                 self._handle(task)
         except LeaseLost as error:
             _log().warning("%s", error)
         except Exception as error:
-            cause = (type(error), error, _handler_frames(error))
-            tell = _log().warning if lease.outcome == "retried" else _log().error
-            text = self._failure_text(task, lease.outcome, error)
-            tell(
-                "%s",
-                text,
-                exc_info=None if isinstance(error, _CommandFailed) else cause,
-            )
-            # Without an outcome, the delivery has not ended: the disk failed, or no thread could be
-            # started to renew the lease. So `error` ends the pool, unless it is of one file: the
-            # task is taken back.
-            if not lease.outcome and getattr(error, "errno", None) in _ONE_FILE_ERRNOS:
-                time.sleep(_BASE_INTERVAL_S)
-            elif not lease.outcome:
-                if has_begun or not self._is_passing(error):
+            log = _log().warning if lease.outcome == "retried" else _log().error
+            cause = None
+            if not isinstance(error, _CommandFailed):
+                cause = error.with_traceback(_handler_frames(error))
+            log("%s", self._failure_text(task, lease.outcome, error), exc_info=cause)
+            # Without an outcome, the delivery has not ended: the disk failed, or there is no thread
+            # to renew the lease.
+            if not lease.outcome:
+                if getattr(error, "errno", None) in _ONE_FILE_ERRNOS:
+                    time.sleep(_BASE_INTERVAL_S)
+                elif not self._is_passing(error):
                     self._error = self._error or error
-                if not has_begun:
-                    self._give_back(task)
+            if not has_begun:
+                self._give_back(task)
         finally:
-            self._count(task, lease.outcome or "lost")
+            self._count(task)
 
     def _failure_text(self, task: FemtoTask, outcome: str, error: Exception) -> str:
-        """Return the line of the log about a failed attempt."""
         why = type(error).__name__
         with suppress(Exception):  # str() of the handler's exception may raise
             why = str(error).partition("\n")[0]
@@ -5566,16 +5524,20 @@ class _WorkerPool:
         return f"{task.id}: try {task.attempts} failed, {then}: {why}"
 
     def _is_passing(self, error: BaseException) -> bool:
-        """Return True if the pool should go on after an error of its own. A subclass may wait
-        first."""
-        return False
+        """Return True, after a pause, if the pool can go on after an error of its own."""
+        ident = getattr(error, "task_id", "")
+        if ident:
+            _log().error("task %s is passed over: %r", ident, error)
+            time.sleep(_BASE_INTERVAL_S)  # it may be the only task
+        return bool(ident)
 
-    def _count(self, task: FemtoTask, outcome: str) -> None:
+    def _count(self, task: FemtoTask) -> None:
         with self._changed:
+            # first, because another thread in _take() reads `_running` first
             self._idle_end_s = _end_s(self._idle_timeout_s)
-            # RACE: _process() and _abort(), in two threads, end the same delivery.
+            # RACE (Work): _process() and _abort(), in two threads, end the same delivery.
             if self._running.pop(id(task), None) is not None:
-                self.counts[outcome] += 1
+                self.counts[_lease_of(task).outcome or "lost"] += 1
             self._changed.notify_all()
 
     def _handle(self, task: FemtoTask) -> None:
@@ -5586,61 +5548,50 @@ class _WorkerPool:
             self._is_interruptible = False
 
     def _abort(self) -> None:
-        """Give back the tasks that other threads handle."""
         for task in [*self._running.values()]:
-            if self._give_back(task):
-                self._count(task, "released")
+            self._give_back(task)
+            self._count(task)
 
-    def _give_back(self, task: FemtoTask) -> bool:
-        """Release a task to the place of its push, uncounted. Return whether this was done. After
-        an OSError, the next reclaim takes the task back."""
+    def _give_back(self, task: FemtoTask) -> None:
+        """Release a task, uncounted. After an error, the next reclaim takes it back."""
         try:
             self._queue.release(task, front=True, counted=False)
-            return True
-        except LeaseLost:
-            pass
-        except OSError as error:
-            _log().warning("task %s is not given back: %s", task.id, error)
+        except (LeaseLost, OSError):
+            # No log: after the second signal, another thread may be stuck in the write of one.
             self._queue.processing(task).leave_to_reclaim()
-        return False
 
     @contextmanager
     def _signals_handled(self) -> Iterator[None]:
-        """While the block runs, pass the signals in `stops` to _on_signal(). Python allows this in
-        the main thread only: elsewhere, do nothing."""
+        """In the main thread, pass the signals in `stops` to _on_signal()."""
         import signal
 
         is_main = threading.current_thread() is threading.main_thread()
-        # A signal that is ignored, for example because of nohup, stays ignored. A handler that was
-        # not set by Python (getsignal() returns None) stays, too.
-        kept, pid = (signal.SIG_IGN, None), os.getpid()
+        # Keep what nohup ignores, and handlers of C code (None).
+        kept = (signal.SIG_IGN, None)
         numbers = self.stop_numbers if is_main else []
         before = {n: it for n in numbers if (it := signal.getsignal(n)) not in kept}
 
-        def handle(number: int, frame: object) -> None:
-            if os.getpid() == pid:
-                self._on_signal(number)
-            else:
-                # in a child that a task's handler forked: act on the signal as before work()
-                signal.signal(number, before[number])
-                os.kill(os.getpid(), number)
-
-        try:
-            for number in before:
-                signal.signal(number, handle)
-            yield
-        finally:
+        def restore(_: object) -> None:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
+        # a child that a task's handler forks acts on signals as before work()
+        _fork_hooks[self] = restore
+        try:
+            for number in before:
+                signal.signal(number, lambda number, _: self._on_signal(number))
+            yield
+        finally:
+            _fork_hooks.pop(self)(self)
+
     def _tell_stop(self) -> None:
-        """Write a line about the first signal. Runs in the signal handler."""
+        """Runs in the signal handler."""
         _write_stop_line(b"\n")  # a terminal may show "^C" in front
 
     def _on_signal(self, number: int) -> None:
-        """Note a signal. The first one stops the pool. The second one ends a handler in this thread
-        by KeyboardInterrupt, and run() gives the running tasks back. A third one is only noted."""
-        if self.signals and time.monotonic() < self._last_signal_s + _ONE_SIGNAL_S:
+        """Note a signal. The first one stops the pool. After the second one, run() gives the
+        running tasks back."""
+        if time.monotonic() < self._last_signal_s + _ONE_SIGNAL_S:
             return
         self._last_signal_s = time.monotonic()
         self.signals.append(number)
@@ -7368,7 +7319,7 @@ class _CommandPool(_WorkerPool):
 
     def _is_passing(self, error: BaseException) -> bool:
         if not _is_shortage(error):
-            return False
+            return super()._is_passing(error)
         _log().warning("%s; trying again", error)
         self._is_told.wait(_BASE_INTERVAL_S)
         return True

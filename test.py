@@ -197,7 +197,6 @@ SEAMS = {
 CONSTANTS = {
     "one signal": "_ONE_SIGNAL_S",
     "grace": "_GRACE_S",
-    "trouble": "_TROUBLE_S",
     "report": "_REPORT_S",
     "base interval": "_BASE_INTERVAL_S",
     "longest pause": "_LONGEST_PAUSE_S",
@@ -6761,16 +6760,6 @@ class TroubleOfOneTask(QueueCase):
             (dead,) = q.tasks("failed")
             self.assertEqual(dead.id, bad)
 
-    def test_work_raises_when_every_task_is_unreadable_for_too_long(self) -> None:
-        q = self.queue()
-        idents = q.push_many([b"bad"] * 3)
-        with (
-            with_constant("trouble", -1.0),
-            self.with_unreadable(*idents),
-            self.assertRaises(PermissionError),
-        ):
-            q.work(lambda task: None, drain=True)
-
     def test_work_pauses_after_a_task_that_it_passes_over(self) -> None:
         """The task may be the only one. Without a pause, its errors would fill the log."""
         self.set_constant("base interval", 0.0625)
@@ -9613,36 +9602,18 @@ class Work(QueueCase):
     def test_work_raises_a_disk_error_of_pop_when_running_tasks_are_finished(
         self,
     ) -> None:
-        # But if a signal comes while work() waits for the running tasks, work() only logs the
-        # error, and returns. If the error were raised, a caller that calls work() again after an
-        # OSError would never learn of the signal.
-        for number, is_signal in enumerate((False, True), 1):
-            q, broken, counts = self.queue(), threading.Event(), None
-            q.push(b"x")
+        q, broken = self.queue(), threading.Event()
+        q.push(b"x")
 
-            def fail(
-                name: str, args: tuple[Any, ...], broken: threading.Event = broken
-            ) -> None:
-                if (
-                    name == "list"
-                    and args[0].endswith("pending")
-                    and not self.names("pending")
-                ):
-                    broken.set()
-                    raise_errno(errno.ENOSPC)
+        def fail(name: str, args: tuple[Any, ...]) -> None:
+            is_listing = name == "list" and args[0].endswith("pending")
+            if is_listing and not self.names("pending"):
+                broken.set()
+                raise_errno(errno.ENOSPC)
 
-            def handle(
-                _: object, event: Any = broken, is_signal: bool = is_signal
-            ) -> None:
-                event.wait(60)
-                if is_signal:
-                    os.kill(os.getpid(), signal.SIGTERM)
-
-            with hooked(fail), contextlib.suppress(OSError):
-                counts = q.work(handle, concurrency=2)
-            self.assertEqual(
-                (counts is not None, self.states()), (is_signal, {"done": number})
-            )
+        with hooked(fail), self.assertRaises(OSError):
+            q.work(lambda _: broken.wait(60), concurrency=2)
+        self.assertEqual(self.states(), {"done": 1})
 
     def test_work_returns_when_idle_but_not_while_it_runs_a_task(self) -> None:
         """An idle work() returns even if other workers hold leases, but not while a task of its own

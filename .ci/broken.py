@@ -336,8 +336,6 @@ a scheduled task whose reading failed keeps its due time | Lifecycle
 +        if is_its_own or not is_passing:
 work() pauses after a task that it passes over | TroubleOfOneTask
 -            time.sleep(_BASE_INTERVAL_S)  # it may be the only task
-work() ends if no task can be read | TroubleOfOneTask hangs
--            self._trouble_s = min(self._trouble_s, now_s)
 root changes the mode only of a file that it made itself | ManyUsers
 -                return self._create(flags | os.O_EXCL)
 +                return self._create(flags)
@@ -356,8 +354,8 @@ a checkpoint that this user may not read does not stop the delivery | ManyUsers
 +    except CorruptTask as error:
 +        _log().warning("%s: no
 work() goes on if the end of a task fails because of the task's file | Work
--            if not lease.outcome and getattr(error, "errno", None) in _ONE_FILE_ERRNOS:
-+            if lease is None:
+-                if getattr(error, "errno", None) in _ONE_FILE_ERRNOS:
++                if lease is None:
 a clock file whose time no honest clock shows is written again | Ordering
 -        return anchor_ns if _EARLIEST_NS <= now_ns < _LATEST_CLOCK_NS else None
 +        return anchor_ns or None
@@ -974,11 +972,11 @@ a copy of a TicketQueue holds no ticket | Tickets
 -    def __reduce__(self) -> tuple[Any, ...]:  # a copy holds no ticket
 +    def _reduce(self) -> tuple[Any, ...]:
 two signals at the same time count as one | Work
--        if self.signals and time.monotonic() < self._last_signal_s + _ONE_SIGNAL_S:
-+        if self.signals and time.monotonic() < self._last_signal_s:
+-        if time.monotonic() < self._last_signal_s + _ONE_SIGNAL_S:
++        if time.monotonic() < self._last_signal_s:
 a signal does not lose a task that was just claimed | Work
--        self._give_back(task)
-         return None
+-            self._give_back(task)
+             task = None
 work() leaves the signal handlers as they were | Work
 -                signal.signal(number, handler)
 work() runs no more than `concurrency` handlers | Work
@@ -1103,11 +1101,11 @@ a command that is ended by a signal of its own has failed | CommandLine
 -        return status != 0 and self._is_told
 +        return status < 0 or status != 0 and self._is_told
 a worker that runs a task is not idle | Work
--                is_idle = not self._running and time.monotonic() >= self._idle_end_s
-+                is_idle = time.monotonic() >= self._idle_end_s
+-            if not self._running and time.monotonic() >= self._idle_end_s:
++            if time.monotonic() >= self._idle_end_s:
 a worker takes no task after its time limit | Work
--or time.monotonic() >= self._end_s
-+or not self._end_s
+-        is_over = time.monotonic() >= self._end_s
++        is_over = not self._end_s
 release() refuses a delay together with front=True | Lifecycle
 - or (front and delay_s):
 +:
