@@ -5535,7 +5535,7 @@ class _WorkerPool:
         with self._changed:
             # first, because another thread in _take() reads `_running` first
             self._idle_end_s = _end_s(self._idle_timeout_s)
-            # RACE (Work): _process() and _abort(), in two threads, end the same delivery.
+            # _process() and _abort() may end the same delivery, in two threads: count it once.
             if self._running.pop(id(task), None) is not None:
                 self.counts[_lease_of(task).outcome or "lost"] += 1
             self._changed.notify_all()
