@@ -3902,7 +3902,7 @@ class FemtoQueue:
         gives the running tasks back, and work() returns. It ends a handler in this thread by
         KeyboardInterrupt; in other threads, the tasks raise LeaseLost. Raises the exception of a
         handler that is not an Exception, and the OSError of pop() or of the end of a delivery. An
-        OSError with a `task_id` (see pop()) is logged, and raised after 30 s of such errors.
+        OSError with a `task_id` (see pop()) is only logged.
         """
         import inspect
 
@@ -4646,29 +4646,25 @@ class _Keys:
 #    A wait repeats a look until something is found, and sleeps between two looks. A look is a
 #    function that returns what it found, or None.
 #    Invariant: a wait gets its watcher, then looks once more, and only then sleeps. If a task comes
-#    after this look, the watcher exists already, and the task ends the sleep. A sleep ends in these
-#    cases:
-#    - A file comes to pending/ or scheduled/, or a name in data_dir is added or removed, such as
-#      PAUSED. On Linux, inotify reports the changes that any process of this host makes.
-#    - The time of the next maintenance has come (_Maintenance.wake_s).
-#    - The timeout of the wait is over, or another thread calls close(): _Watcher.wake().
-#    - A short time is over, where a task may come without an event: inotify is missing, or other
-#      hosts write to the file system. For drain() and join(), no event reports an empty queue.
-#    A coroutine never looks itself: one thread of the queue object looks for all its coroutines.
+#    after this look, the task ends the sleep. A sleep ends in these cases:
+#    - inotify reports a new file in pending/ or scheduled/, or a new or removed name in data_dir.
+#    - The time of the next maintenance has come, or the timeout of the wait is over.
+#    - _Watcher.wake() is called, for example by close() in another thread.
+#    - A short time is over, if no event may come: inotify is missing, other hosts write to the file
+#      system, or drain() or join() waits until the queue is empty.
+#    One thread of the queue object looks for all its coroutines.
 # ==================================================================================================
 
-# Masks of inotify(7). _IN_COMES: a file was created in the directory, or moved into it. With the
-# first number (IN_ONLYDIR), inotify refuses to watch anything but a directory. _IN_GOES: a file was
-# deleted or moved away. It is needed for data_dir only, where the removal of PAUSED ends a sleep.
-_IN_COMES, _IN_GOES = 0x01000000 | 0x100 | 0x80, 0x200 | 0x40
-# data_dir is watched first. If pending/ is replaced while the watches are added, the watch of
-# data_dir reports the new directory.
+# Masks of inotify(7). _IN_COMES: IN_ONLYDIR; a file was created, or moved in. _IN_GOES: a file was
+# deleted, or moved away.
+_IN_COMES = 0x01000000 | 0x100 | 0x80
+_IN_GOES = 0x200 | 0x40
 _WATCHED = (
     ("", _IN_COMES | _IN_GOES),
     ("pending", _IN_COMES),
     ("scheduled", _IN_COMES),
 )
-# the thread that serves coroutines ends after this time without a request
+# the thread that serves coroutines ends this time after the last request
 _SERVER_LINGER_S = 1.0
 # unused watchers to keep: by default a user may have 128 instances of inotify
 _MAX_IDLE = 4
@@ -4677,186 +4673,116 @@ _Look = Callable[[], "_Found | None"]
 
 
 def _readable(fds: Iterable[int], seconds: float) -> list[int]:
-    """Wait until a descriptor can be read, for at most `seconds`. Return those that can be read.
+    """Wait for at most `seconds`, and return the descriptors that can be read."""
+    import selectors
 
-    eventlet removes select.poll(). select.select() takes its place for descriptors below 1024. With
-    a higher one, return an empty list after 50 ms at the latest, so that the wait looks again."""
-    import select
-
-    if not hasattr(select, "poll"):
-        try:
-            return select.select([*fds], [], [], seconds)[0]
-        except ValueError:
-            time.sleep(min(seconds, 0.05))
-            return []
-    poll = select.poll()
+    # poll(2) needs no descriptor of its own. eventlet removes it.
+    selector = getattr(selectors, "PollSelector", selectors.SelectSelector)()
     for fd in fds:
-        poll.register(fd, select.POLLIN)
-    return [fd for fd, _ in poll.poll(int(seconds * 1000) + 1)]
+        selector.register(fd, selectors.EVENT_READ)
+    return [key.fd for key, _ in selector.select(seconds)]
 
 
 class _Watcher:
-    """Sleeps until a file comes to pending/ or scheduled/, a name in data_dir is added or removed,
-    or wake() is called. Each wait has its own watcher.
+    """Sleeps until an event comes, or wake() is called. Used by one wait at a time.
 
-    sees_all: no event is missed. If it is False, the caller must keep each sleep short."""
+    sees_all: no event is missed. If it is False, each sleep must be short."""
 
     def __init__(self, files: _Files) -> None:
-        # The descriptors of inotify and of an eventfd for wake(). Empty if inotify is missing.
-        self._fds: list[int] = []
-        self._watches: list[int] = []
         self._path = files.path
-        # If inotify is missing, this lock takes the place of the eventfd: wake() releases the lock.
+        self._watches: list[int] = []
+        # If inotify is missing, a sleep waits for this lock, and wake() releases it.
         self._wake_lock = threading.Lock()
         self._wake_lock.acquire()
-        # Before a descriptor is open, because _fs_type() may raise.
-        is_local = _fs_type(files.root) in _LOCAL_TYPES
-        # inotify_init1() returns -1 if this user has too many instances.
-        fd = _libc().inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC) if _libc() else -1
-        self.sees_all = is_local and fd >= 0
-        if fd >= 0:
-            self._fds.append(fd)
-            self._fds.append(os.eventfd(0, os.O_NONBLOCK | os.O_CLOEXEC))
+        self.sees_all = _fs_type(files.root) in _LOCAL_TYPES
+        self._fd = -1
+        if _libc():
+            # -1 if this user has too many instances; then no watch can be added
+            self._fd = _libc().inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
             self._watch()
-        # A forked child shares the descriptors, and the parent would miss every event that the
-        # child reads. So the child closes its copies.
-        _fork_hooks[self] = _Watcher.close
 
     def _watch(self) -> bool:
-        """Watch the directories that are now at their paths. Return whether one is another than at
-        the last call, because pending/ was replaced. The first call returns True."""
-        fd, add_watch = self._fds[0], _libc().inotify_add_watch
+        """Watch the directories. Return True if one was replaced, or wake() was called."""
         before = self._watches
         self._watches = [
-            add_watch(fd, os.fsencode(f"{self._path}/{name}"), events)
+            _libc().inotify_add_watch(
+                self._fd, os.fsencode(f"{self._path}/{name}"), events
+            )
             for name, events in _WATCHED
         ]
         self.sees_all &= min(self._watches) >= 0
         return self._watches != before
 
     def sleep(self, seconds: float) -> None:
-        """Sleep until an event or a call of wake(), for at most `seconds`.
-
-        If a directory was replaced since the last call, return at once, because a task may have
-        come to the new directory before it was watched."""
-        if not self._fds:
+        if self._fd < 0:
             self._wake_lock.acquire(timeout=seconds)
-            return
-        if self._watch():
-            return
-        for fd in _readable(self._fds, seconds):
-            os.read(fd, 1 << 16)
+        # RACE (WaitingWithInotify): another process pushes into a new directory before it is
+        # watched. So after a new watch, do not sleep: the caller looks again.
+        elif not self._watch() and _readable([self._fd], seconds):
+            os.read(self._fd, 1 << 16)
 
     def wake(self) -> None:
-        """End the sleep. If the watcher does not sleep now, the next sleep ends at once. May be
-        called in any thread, and in a signal handler."""
-        if not self._fds:
-            with suppress(RuntimeError):  # the lock is free: wake() was called before
-                self._wake_lock.release()
+        """End the sleep, or else the next one. May be called in a signal handler."""
+        if self._fd >= 0:
+            # The kernel reports the removal (IN_IGNORED), and the next sleep() watches again.
+            _libc().inotify_rm_watch(self._fd, self._watches[-1])
             return
-        os.eventfd_write(self._fds[1], 1)
-
-    def close(self) -> None:
-        while self._fds:
-            os.close(self._fds.pop())
+        with suppress(RuntimeError):  # the lock is free: wake() was called before
+            self._wake_lock.release()
 
     def __del__(self) -> None:
-        with suppress(Exception):  # as in _OpenFile
-            self.close()
+        with suppress(Exception):  # it is not open; or as in _OpenFile
+            os.close(self._fd)
 
 
-class _Request:
-    """The wait of one coroutine. Requests with the same `line` look for the same task, and are
-    served in the order of their arrival."""
+class _Request(NamedTuple):
+    """The wait of a coroutine. Requests with the same `line` look for the same task."""
 
-    is_over = False  # True: the timeout of the wait is over
-
-    def __init__(self, look: _Look[FemtoTask], line: str, close_count: int) -> None:
-        import asyncio
-        from concurrent.futures import Future
-
-        self.look = look
-        self.line = line
-        self.close_count = close_count
-        self.loop = asyncio.get_running_loop()
-        self.answer: Future[FemtoTask | None] = Future()
+    look: _Look[FemtoTask]
+    end_s: float
+    line: str
+    answer: Any  # a concurrent.futures.Future
 
 
 class _Waits:
-    """The waits on one queue object."""
-
     def __init__(self, worker: _Worker) -> None:
         self._worker = worker
         self._lease_dir = worker.lease_dir
         self._pid = os.getpid()
         self._watchers: set[_Watcher] = set()  # the watchers of the current waits
-        # Watchers for the next waits. If a watcher still has an old event, the next wait does one
-        # look more than needed.
-        self._idle: list[_Watcher] = []
-        # By the id() of the request, in the order of their arrival. Weak: a request lives as long
-        # as the event loop or the frame of its coroutine holds it.
-        self._requests: weakref.WeakValueDictionary[int, _Request] = (
-            weakref.WeakValueDictionary()
-        )
-        # Held while a request is added, and while the thread that serves them starts or ends.
-        self._lock = threading.RLock()
-        self._is_serving = False  # True: the thread that serves the requests runs
+        self._idle: list[_Watcher] = []  # the watchers for the next waits
+        # In the order of their arrival. While there are any, a thread runs _serve().
+        self._requests: list[_Request] = []
+        self._lock = threading.Lock()  # held while `_requests` changes
 
     def wait_for(
         self, look: _Look[_Found], end_s: float, has_events: bool = True
     ) -> _Found | None:
-        """Repeat the look until it finds something, and return what it found. Return None at the
-        time end_s (monotonic clock), or when another thread calls close().
-
-        has_events: False if no event reports what the wait is for. Then all sleeps are short."""
+        """Repeat the look until it finds something, and return that. Return None at the time end_s,
+        or after a close(). has_events: events report what the wait is for."""
         close_count = self._lease_dir.close_count
         pauses_s = _backoff_s(0.001, self._worker.poll_interval_s)
         found = look()
         if found is not None or time.monotonic() >= end_s:
             return found
-        with self._watcher(close_count) as watcher:
+        with self._watcher() as watcher:
             while self._lease_dir.close_count == close_count:
                 found = look()
                 left_s = end_s - time.monotonic()
                 if found is not None or left_s <= 0:
                     return found
                 rest_s = self._worker.maintenance.wake_s - time.monotonic()
-                pause_s = next(pauses_s)
-                # If rest_s is not positive, some maintenance is overdue: its time has just come,
-                # another thread runs it now, or this look runs none. Then sleep for the short
-                # pause.
-                if rest_s <= 0:
-                    rest_s = pause_s
-                elif not (watcher.sees_all and has_events):
-                    rest_s = min(rest_s, pause_s)
+                # The maintenance may be overdue: another thread runs it, or this look runs none.
+                if rest_s <= 0 or not (watcher.sees_all and has_events):
+                    rest_s = next(pauses_s)
                 watcher.sleep(min(left_s, rest_s))
         return None
 
-    def _give_back(self, found: object, until_s: float = _FOREVER_S) -> None:
-        """Put a task back, uncounted, because the wait that found it has ended. If it cannot be put
-        back now, the next reclaim does it.
-
-        until_s: as in _Keys.lock(). A coroutine passes 0: the event loop must not stand still. If
-        the lock is not free, a thread of its own waits."""
-        # In a forked child the task belongs to the parent: do nothing.
-        if not isinstance(found, FemtoTask) or os.getpid() != self._pid:
-            return
-        self._lease_dir.orphans.setdefault(found.path, _lease_of(found).source)
-        try:
-            with self._worker.keys.lock_of(found.id, until_s), self._worker.lock:
-                self._worker.reclaim(found.path)
-        except OSError as error:
-            if isinstance(error, BlockingIOError) and not until_s:
-                threading.Thread(
-                    target=self._give_back, args=(found,), daemon=True
-                ).start()
-            else:
-                _log().warning("task %s is given back later: %s", found.id, error)
-
     @contextmanager
-    def _watcher(self, close_count: int) -> Iterator[_Watcher]:
+    def _watcher(self) -> Iterator[_Watcher]:
+        idle = self._idle
         try:
-            watcher = self._idle.pop()
+            watcher = idle.pop()
         except IndexError:
             watcher = _Watcher(self._worker.files)
         self._watchers.add(watcher)
@@ -4864,20 +4790,19 @@ class _Waits:
             yield watcher
         finally:
             self._watchers.discard(watcher)
-            # Keep the watcher for another wait, but not after close(). A watcher that is not kept
-            # is closed with its last reference.
-            is_open = self._lease_dir.close_count == close_count
-            if is_open and watcher.sees_all and len(self._idle) < _MAX_IDLE:
-                self._idle.append(watcher)
+            # After a close(), nothing else refers to this list.
+            if watcher.sees_all and len(idle) < _MAX_IDLE:
+                idle.append(watcher)
 
     def end_all(self) -> None:
-        """Wake all waits, and drop the watchers that no wait uses. close() has added 1 to
-        `close_count` before this call, so that each wait ends when it wakes."""
+        """End all waits. The caller has added 1 to `close_count`."""
+        for request in [*self._requests]:
+            with suppress(Exception):  # InvalidStateError: it has an answer
+                request.answer.set_result(None)
         self._wake()
-        # RACE: another thread is in _wake(), and calls wake() of a watcher whose wait has ended,
-        # after the clear() here. So the watchers are not closed here, but with their last
-        # reference.
-        self._idle.clear()
+        # RACE (Waiting): another thread is in _wake(), and calls wake() of a watcher whose wait has
+        # ended, after the list is dropped here. So a watcher is closed with its last reference.
+        self._idle = []
 
     def _wake(self) -> None:
         for watcher in [*self._watchers]:
@@ -4888,98 +4813,80 @@ class _Waits:
     async def wait_for_async(
         self, look: _Look[FemtoTask], end_s: float, line: str
     ) -> FemtoTask | None:
-        """Wait as wait_for() does, without blocking the event loop. line: see _Request."""
+        """Do what wait_for() does. line: see _Request."""
         import asyncio
+        from concurrent.futures import Future
 
-        request = _Request(look, line, self._lease_dir.close_count)
-        left_s = min(end_s - time.monotonic(), _FOREVER_NS / 1e9)
-        # The timer also keeps the request alive: the event loop has only a weak reference to the
-        # asyncio.Task of this coroutine.
-        timer = request.loop.call_later(left_s, self._time_out, request)
+        answer: Future[FemtoTask | None] = Future()
         try:
             with self._lock:
-                self._requests[id(request)] = request
-                if self._is_serving:
-                    # if the thread does not sleep, its next sleep ends at once
-                    self._wake()
-                else:
+                if not self._requests:
                     threading.Thread(target=self._serve, daemon=True).start()
-                    self._is_serving = True
-            return await asyncio.wrap_future(request.answer)
+                request = _Request(look, end_s, line, answer)
+                self._requests = [*self._requests, request]
+            self._wake()
+            return await asyncio.wrap_future(answer)
         except BaseException:
-            # the coroutine was cancelled, or the answer is an exception
-            # RACE: the thread sets a task as the answer before the cancel() of the answer here.
-            # Then put that task back.
-            if not request.answer.cancel() and request.answer.exception() is None:
-                self._give_back(request.answer.result(), 0)
+            # RACE (Coroutines): the coroutine was cancelled, and the thread answers with a task
+            # before the cancel() here. Put the task back, in a thread: its key may be locked.
+            if not answer.cancel() and answer.exception() is None:
+                threading.Thread(
+                    target=self._give_back, args=(answer.result(),), daemon=True
+                ).start()
             raise
-        finally:
-            timer.cancel()
-            self._requests.pop(id(request), None)
-
-    def _time_out(self, request: _Request) -> None:
-        request.is_over = True
-        self._wake()
 
     def _serve(self) -> None:
-        """Look for tasks for all waiting coroutines, until none waits. An exception of a look goes
-        to its request. Any other exception ends the thread, and goes to all that wait."""
-        try:
-            while True:
-                self.wait_for(self._look_for_all, time.monotonic() + _SERVER_LINGER_S)
-                # RACE: a coroutine adds its request now, under the lock. If this thread does not
-                # see it, the coroutine sees that _is_serving is False, and starts another thread.
-                with self._lock:
-                    if not self._requests:
-                        self._is_serving = False
-                        return
-        except BaseException as error:
+        """Look for tasks for all coroutines, until none has waited for _SERVER_LINGER_S."""
+        while True:
+            # RACE (Coroutines): a coroutine adds its request now. If this thread does not see the
+            # request, the coroutine sees an empty list, and starts another thread.
             with self._lock:
-                self._is_serving = False
-            for request in [*self._requests.values()]:
-                self._answer(request, None, error)
-
-    def _look_for_all(self) -> None:
-        """Look for the first request of each line; after an answer, for the next of the same line.
-        A request whose timeout is over gets a last look."""
-        empty_lines = set()
-        for request in [*self._requests.values()]:
-            # An event loop that does not run could not take the task.
-            if request.answer.done() or not request.loop.is_running():
-                continue
-            # read before the look, so that a look follows the timeout
-            is_over = request.is_over
-            is_closed = self._lease_dir.close_count != request.close_count
-            if request.line in empty_lines and not (is_over or is_closed):
-                continue
+                requests = [it for it in self._requests if not it.answer.done()]
+                self._requests = requests
+            if not requests:
+                return
+            linger_s = time.monotonic() + _SERVER_LINGER_S
+            end_s = min(linger_s, *(it.end_s for it in requests))
+            self._request = requests[0]
             try:
-                task = None if is_closed else request.look()
+                self.wait_for(functools.partial(self._look_for, requests), end_s)
             except BaseException as error:
-                self._answer(request, None, error)
-                continue
-            if task is not None or is_over or is_closed:
-                self._answer(request, task)
-            if task is None:
-                empty_lines.add(request.line)
+                with suppress(Exception):  # InvalidStateError: cancelled
+                    self._request.answer.set_exception(error)
 
-    def _answer(
-        self,
-        request: _Request,
-        task: FemtoTask | None,
-        error: BaseException | None = None,
-    ) -> None:
-        """Answer a coroutine with a task, None or an error. If its wait has already ended, put the
-        task back."""
+    def _look_for(self, requests: list[_Request]) -> bool | None:
+        """Look for the first request of each line; after an answer, for the next of the same line.
+        Return True if a request was added, to end the wait. An error is of `_request`."""
         from concurrent.futures import InvalidStateError
 
-        self._requests.pop(id(request), None)
-        try:
-            if error is None:
-                request.answer.set_result(task)
-            else:
-                request.answer.set_exception(error)
-        except InvalidStateError:  # RACE: the coroutine was cancelled
-            self._give_back(task)
+        empty_lines = set[str]()
+        for request in requests:
+            # first, so that a look follows the timeout
+            is_over = time.monotonic() >= request.end_s
+            if request.answer.done() or (request.line in empty_lines and not is_over):
+                continue
+            self._request = request
+            task = request.look()
+            if task is None:
+                empty_lines.add(request.line)
+            if task is not None or is_over:
+                try:
+                    request.answer.set_result(task)
+                except InvalidStateError:
+                    # RACE (Coroutines): the coroutine was cancelled, or close() was called.
+                    self._give_back(task)
+        return self._requests is not requests or None
+
+    def _give_back(self, task: FemtoTask | None) -> None:
+        """Put a task back, uncounted: the wait that found it has ended."""
+        # In a forked child the task belongs to the parent.
+        if task is None or os.getpid() != self._pid:
+            return
+        self._lease_dir.orphans.setdefault(task.path, _lease_of(task).source)
+        key_lock = self._worker.keys.lock_of(task.id, _FOREVER_S)
+        # After an error, the next reclaim puts the task back.
+        with suppress(OSError), key_lock, self._worker.lock:
+            self._worker.reclaim(task.path)
 
 
 # ==================================================================================================
@@ -5210,9 +5117,8 @@ class _Processing:
 #    whatever step of the pool a signal interrupts.
 # ==================================================================================================
 
-_TROUBLE_S = 30.0  # the longest series of errors with a task_id: see _take_untroubled()
-# Two signals within so many seconds count as one. timeout(1) sends two, one to the process and one
-# to the process group. A terminal that is closed may send SIGHUP in the same way.
+# Two signals within so many seconds count as one. timeout(1) sends one to the process, and one to
+# the process group.
 _ONE_SIGNAL_S = 0.3
 # the pause between two looks at `signals`, while handlers run in threads
 _SIGNAL_POLL_S = 0.15
@@ -5224,10 +5130,10 @@ _AFTER_FAILURE = {
 
 
 def _write_stop_line(begin: bytes) -> None:
-    """Write `begin`, and a line about the first signal, unless the write would block."""
+    """Write `begin` and a line about the first signal, unless the write would block."""
     import select
 
-    with suppress(OSError, ValueError):
+    with suppress(OSError):
         if select.select([], [2], [], 0)[1]:
             text = (
                 b"femtoqueue: the running tasks may finish; a second signal ends them\n"
@@ -5236,8 +5142,8 @@ def _write_stop_line(begin: bytes) -> None:
 
 
 class _WorkerPool:
-    """The loop of work(): takes tasks and calls the handler for each, in `concurrency` threads. If
-    `concurrency` is 1, work() runs the loop in the calling thread."""
+    """Takes tasks and calls the handler for each, in `concurrency` threads. One thread is the
+    calling thread."""
 
     stops: tuple[str, ...] = ("SIGINT", "SIGTERM")  # the signals that stop the pool
 
@@ -5254,33 +5160,29 @@ class _WorkerPool:
     ) -> None:
         import signal
 
-        self._queue, self._handler, self._concurrency = queue, handler, concurrency
-        self._drain, self._is_stopped = drain, is_stopped
+        self._queue = queue
+        self._handler = handler
+        self._concurrency = concurrency
+        self._drain = drain
+        self._is_stopped = is_stopped
         self._is_threaded = concurrency > 1
         self._idle_timeout_s = idle_timeout_s
         self._idle_end_s = _end_s(idle_timeout_s, "idle_timeout_s")
-        # The time when the pool stops taking tasks (monotonic clock). 0: the queue is drained, or
-        # this worker has been idle for idle_timeout_s.
+        # when the pool stops taking tasks; 0: it is idle, or the queue is drained
         self._end_s = _end_s(time_limit_s, "time_limit_s")
         self.stop_numbers = [int(signal.Signals[name]) for name in self.stops]
-        self.signals: list[int] = []  # the signals that _on_signal() did not ignore
-        self._last_signal_s = 0.0
+        self.signals: list[int] = []  # those that count
+        self._last_signal_s = -_FOREVER_S
         self.counts: Counter[str] = Counter()  # by the fields of WorkCounts
-        # By the id() of the task. A task is here from before its handler is called until its
-        # delivery is counted. The thread that removes the task counts the delivery.
+        # by the id() of the task, until its delivery is counted
         self._running: dict[int, FemtoTask] = {}
-        # held while `_running` or `counts` changes
-        self._changed = threading.Condition()
+        self._changed = threading.Condition()  # held while a delivery is counted
         self._take_lock = threading.Lock()  # held by the thread that takes a task
-        # When the current series of errors with a task_id began (monotonic clock). inf: there is no
-        # series.
-        self._trouble_s = float("inf")
         self._is_interruptible = False  # True: the second signal interrupts the handler
         self._error: BaseException | None = None  # the exception that ends the pool
 
     def run(self) -> WorkCounts:
-        """Work until the pool is told to stop, or no work is left, and return the counts. Raises
-        the exception that ended the pool. But after a signal, an OSError is only logged."""
+        """Work, and return the counts. Raises the exception that ended the pool."""
         with self._signals_handled():
             if self._is_threaded:
                 self._work_in_threads()
@@ -5288,14 +5190,11 @@ class _WorkerPool:
                 self._work()
             if len(self.signals) > 1:
                 self._abort()
-            elif isinstance(self._error, OSError) and self.signals:
-                _log().error("work ends by a signal; before it: %s", self._error)
-            elif self._error is not None:
+            elif self._error:
                 raise self._error
         return WorkCounts(**self.counts)
 
     def _work_in_threads(self) -> None:
-        """Run the loop in threads, until they end or the second signal comes."""
         # Daemon threads, so that a handler that never returns does not keep the process alive.
         threads = [
             threading.Thread(target=self._work, daemon=True)
@@ -5309,113 +5208,79 @@ class _WorkerPool:
                 raise
         for thread in threads:
             while thread.is_alive() and len(self.signals) < 2:
-                # A signal does not end join(), even if the handler of the signal runs meanwhile. So
-                # join() waits for a moment only, and `signals` is tested again.
+                # A signal does not end join(), so wait for a moment only.
                 thread.join(_SIGNAL_POLL_S)
 
     def _work(self) -> None:
-        """Take tasks and handle them. An exception that comes here stops all threads."""
         try:
             while True:
                 with self._take_lock:
                     if self._is_stopping():
                         return
-                    task = self._take_untroubled()
+                    task = self._take()
                 if task is not None:
                     self._process(task)
         except BaseException as error:
             self._error = self._error or error
 
     def _is_stopping(self) -> bool:
-        is_over = (
-            self.signals or self._error is not None or time.monotonic() >= self._end_s
-        )
-        return bool(is_over or self._is_stopped())
-
-    def _take_untroubled(self) -> FemtoTask | None:
-        """Take a task as _take() does. Log an error with a task_id, and return None: the other
-        tasks are not affected. Raises such an error when a series of them has lasted for
-        _TROUBLE_S, and no handler runs. Raises other errors of the disk."""
-        try:
-            task = self._take()
-        except (OSError, MemoryError) as error:
-            ident, now_s = getattr(error, "task_id", ""), time.monotonic()
-            self._trouble_s = min(self._trouble_s, now_s)
-            if not ident and self._is_passing(error):
-                return None
-            if not ident or (
-                now_s - self._trouble_s > _TROUBLE_S and not self._running
-            ):
-                raise
-            why = str(error) or type(error).__name__
-            _log().error("task %s is passed over: %s", ident, why)
-            time.sleep(_BASE_INTERVAL_S)  # it may be the only task
-            return None
-        # With drain, a wait without a task does not end the series: the pool may be waiting for the
-        # tasks that make trouble.
-        if task is not None or not self._drain:
-            self._trouble_s = float("inf")
-        return task
+        is_over = time.monotonic() >= self._end_s
+        return bool(is_over or self.signals or self._error or self._is_stopped())
 
     def _take(self) -> FemtoTask | None:
-        """Take a task, put it into `_running`, and return it. Return None if none comes within
-        _BASE_INTERVAL_S: the wait is short, because is_stopped() makes no event."""
-        queue, wait_s = self._queue, _BASE_INTERVAL_S
-        task: FemtoTask | None = (
-            next(queue.drain(wait_s), None) if self._drain else queue.pop(wait_s)
-        )
-        # drain() may have ended because its timeout is over, so ask join().
-        is_drained = self._drain and task is None and queue.join(0)
-        with self._changed:
-            if task is None:
-                is_idle = not self._running and time.monotonic() >= self._idle_end_s
-                if is_drained or is_idle:
+        """Take a task, put it into `_running`, and return it. Return None if none comes soon."""
+        queue = self._queue
+        task: FemtoTask | None = None
+        try:
+            if self._drain:
+                task = next(queue.drain(_BASE_INTERVAL_S), None)
+                # drain() may have ended because its timeout is over, so ask join().
+                if task is None and queue.join(0):
                     self._end_s = 0.0
-                return None
-            if not self._is_stopping():
-                self._running[id(task)] = task
-                return task
-        self._give_back(task)
-        return None
+            else:
+                task = queue.pop(_BASE_INTERVAL_S)
+        except (OSError, MemoryError) as error:
+            if not self._is_passing(error):
+                raise
+        if task is None:
+            if not self._running and time.monotonic() >= self._idle_end_s:
+                self._end_s = 0.0
+        elif self._is_stopping():
+            self._give_back(task)
+            task = None
+        else:
+            self._running[id(task)] = task
+        return task
 
     def _process(self, task: FemtoTask) -> None:
-        """Call the handler for a task, within processing(), and count how the delivery ended. Log
-        an Exception."""
-        processing, lease, has_begun = (
-            self._queue.processing(task),
-            _lease_of(task),
-            False,
-        )
+        """Call the handler, and count how the delivery ended. Log an Exception."""
+        lease = _lease_of(task)
+        has_begun = False
         try:
-            with processing:
+            with self._queue.processing(task):
                 has_begun = True
                 self._handle(task)
         except LeaseLost as error:
             _log().warning("%s", error)
         except Exception as error:
-            cause = (type(error), error, _handler_frames(error))
-            tell = _log().warning if lease.outcome == "retried" else _log().error
-            text = self._failure_text(task, lease.outcome, error)
-            tell(
-                "%s",
-                text,
-                exc_info=None if isinstance(error, _CommandFailed) else cause,
-            )
-            # Without an outcome, the delivery has not ended: the disk failed, or no thread could be
-            # started to renew the lease. So `error` ends the pool, unless it is of one file: the
-            # task is taken back.
-            if not lease.outcome and getattr(error, "errno", None) in _ONE_FILE_ERRNOS:
-                time.sleep(_BASE_INTERVAL_S)
-            elif not lease.outcome:
-                if has_begun or not self._is_passing(error):
+            log = _log().warning if lease.outcome == "retried" else _log().error
+            cause = None
+            if not isinstance(error, _CommandFailed):
+                cause = error.with_traceback(_handler_frames(error))
+            log("%s", self._failure_text(task, lease.outcome, error), exc_info=cause)
+            # Without an outcome, the delivery has not ended: the disk failed, or there is no thread
+            # to renew the lease.
+            if not lease.outcome:
+                if getattr(error, "errno", None) in _ONE_FILE_ERRNOS:
+                    time.sleep(_BASE_INTERVAL_S)
+                elif not self._is_passing(error):
                     self._error = self._error or error
-                if not has_begun:
-                    self._give_back(task)
+            if not has_begun:
+                self._give_back(task)
         finally:
-            self._count(task, lease.outcome or "lost")
+            self._count(task)
 
     def _failure_text(self, task: FemtoTask, outcome: str, error: Exception) -> str:
-        """Return the line of the log about a failed attempt."""
         why = type(error).__name__
         with suppress(Exception):  # str() of the handler's exception may raise
             why = str(error).partition("\n")[0]
@@ -5423,16 +5288,20 @@ class _WorkerPool:
         return f"{task.id}: try {task.attempts} failed, {then}: {why}"
 
     def _is_passing(self, error: BaseException) -> bool:
-        """Return True if the pool should go on after an error of its own. A subclass may wait
-        first."""
-        return False
+        """Return True, after a pause, if the pool can go on after an error of its own."""
+        ident = getattr(error, "task_id", "")
+        if ident:
+            _log().error("task %s is passed over: %r", ident, error)
+            time.sleep(_BASE_INTERVAL_S)  # it may be the only task
+        return bool(ident)
 
-    def _count(self, task: FemtoTask, outcome: str) -> None:
+    def _count(self, task: FemtoTask) -> None:
         with self._changed:
+            # first, because another thread in _take() reads `_running` first
             self._idle_end_s = _end_s(self._idle_timeout_s)
-            # RACE: _process() and _abort(), in two threads, end the same delivery.
+            # _process() and _abort() may end the same delivery, in two threads: count it once.
             if self._running.pop(id(task), None) is not None:
-                self.counts[outcome] += 1
+                self.counts[_lease_of(task).outcome or "lost"] += 1
             self._changed.notify_all()
 
     def _handle(self, task: FemtoTask) -> None:
@@ -5443,61 +5312,50 @@ class _WorkerPool:
             self._is_interruptible = False
 
     def _abort(self) -> None:
-        """Give back the tasks that other threads handle."""
         for task in [*self._running.values()]:
-            if self._give_back(task):
-                self._count(task, "released")
+            self._give_back(task)
+            self._count(task)
 
-    def _give_back(self, task: FemtoTask) -> bool:
-        """Release a task to the place of its push, uncounted. Return whether this was done. After
-        an OSError, the next reclaim takes the task back."""
+    def _give_back(self, task: FemtoTask) -> None:
+        """Release a task, uncounted. After an error, the next reclaim takes it back."""
         try:
             self._queue.release(task, front=True, counted=False)
-            return True
-        except LeaseLost:
-            pass
-        except OSError as error:
-            _log().warning("task %s is not given back: %s", task.id, error)
+        except (LeaseLost, OSError):
+            # No log: after the second signal, another thread may be stuck in the write of one.
             self._queue.processing(task).leave_to_reclaim()
-        return False
 
     @contextmanager
     def _signals_handled(self) -> Iterator[None]:
-        """While the block runs, pass the signals in `stops` to _on_signal(). Python allows this in
-        the main thread only: elsewhere, do nothing."""
+        """In the main thread, pass the signals in `stops` to _on_signal()."""
         import signal
 
         is_main = threading.current_thread() is threading.main_thread()
-        # A signal that is ignored, for example because of nohup, stays ignored. A handler that was
-        # not set by Python (getsignal() returns None) stays, too.
-        kept, pid = (signal.SIG_IGN, None), os.getpid()
+        # Keep what nohup ignores, and handlers of C code (None).
+        kept = (signal.SIG_IGN, None)
         numbers = self.stop_numbers if is_main else []
         before = {n: it for n in numbers if (it := signal.getsignal(n)) not in kept}
 
-        def handle(number: int, frame: object) -> None:
-            if os.getpid() == pid:
-                self._on_signal(number)
-            else:
-                # in a child that a task's handler forked: act on the signal as before work()
-                signal.signal(number, before[number])
-                os.kill(os.getpid(), number)
-
-        try:
-            for number in before:
-                signal.signal(number, handle)
-            yield
-        finally:
+        def restore(_: object) -> None:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
+        # a child that a task's handler forks acts on signals as before work()
+        _fork_hooks[self] = restore
+        try:
+            for number in before:
+                signal.signal(number, lambda number, _: self._on_signal(number))
+            yield
+        finally:
+            _fork_hooks.pop(self)(self)
+
     def _tell_stop(self) -> None:
-        """Write a line about the first signal. Runs in the signal handler."""
+        """Runs in the signal handler."""
         _write_stop_line(b"\n")  # a terminal may show "^C" in front
 
     def _on_signal(self, number: int) -> None:
-        """Note a signal. The first one stops the pool. The second one ends a handler in this thread
-        by KeyboardInterrupt, and run() gives the running tasks back. A third one is only noted."""
-        if self.signals and time.monotonic() < self._last_signal_s + _ONE_SIGNAL_S:
+        """Note a signal. The first one stops the pool. After the second one, run() gives the
+        running tasks back."""
+        if time.monotonic() < self._last_signal_s + _ONE_SIGNAL_S:
             return
         self._last_signal_s = time.monotonic()
         self.signals.append(number)
@@ -7032,7 +6890,7 @@ class _CommandPool(_WorkerPool):
 
     def _is_passing(self, error: BaseException) -> bool:
         if not _is_shortage(error):
-            return False
+            return super()._is_passing(error)
         _log().warning("%s; trying again", error)
         self._is_told.wait(_BASE_INTERVAL_S)
         return True

@@ -50,6 +50,7 @@ import py_compile
 import random
 import re
 import select
+import selectors
 import shlex
 import shutil
 import signal
@@ -287,7 +288,6 @@ SEAMS = {
 CONSTANTS = {
     "one signal": "_ONE_SIGNAL_S",
     "grace": "_GRACE_S",
-    "trouble": "_TROUBLE_S",
     "report": "_REPORT_S",
     "base interval": "_BASE_INTERVAL_S",
     "longest pause": "_LONGEST_PAUSE_S",
@@ -3083,7 +3083,7 @@ class InterruptedDelivery(QueueCase):
 
     DELIVERS = (  # the functions of femtoqueue that take part in a delivery
         *("pop", "take_oldest", "claim", "_deliver"),
-        *("_look_for_all", "_answer", "wait_for_async"),
+        *("_look_for", "_serve", "wait_for_async"),
     )
 
     def test_queue_object_in_a_reference_cycle_gives_its_task_back_silently(
@@ -6868,16 +6868,6 @@ class TroubleOfOneTask(QueueCase):
             (dead,) = q.tasks("failed")
             self.assertEqual(dead.id, bad)
 
-    def test_work_raises_when_every_task_is_unreadable_for_too_long(self) -> None:
-        q = self.queue()
-        idents = q.push_many([b"bad"] * 3)
-        with (
-            with_constant("trouble", -1.0),
-            self.with_unreadable(*idents),
-            self.assertRaises(PermissionError),
-        ):
-            q.work(lambda task: None, drain=True)
-
     def test_work_pauses_after_a_task_that_it_passes_over(self) -> None:
         """The task may be the only one. Without a pause, its errors would fill the log."""
         self.set_constant("base interval", 0.0625)
@@ -8273,22 +8263,12 @@ class MissingFunctions(QueueCase):
     def test_waiting_pop_is_woken_where_poll_is_missing(self) -> None:
         # In a program that eventlet has patched, only select.select() exists.
         q = self.queue()
-        with mock.patch.object(select, "poll", create=True):
-            del select.poll
+        with mock.patch.object(selectors, "PollSelector"):
+            del selectors.PollSelector
             self.assertIsNone(q.pop(0.01))
             threading.Timer(0.05, q.push, [b"x"]).start()
             task = q.pop(60)
         self.assertEqual(task and task.data, b"x")
-
-    def test_wait_times_out_where_select_refuses_a_high_descriptor(self) -> None:
-        # select.select() raises ValueError for descriptors of 1024 and more.
-        q, refused = self.queue(), ValueError("filedescriptor out of range in select()")
-        with (
-            mock.patch.object(select, "poll", create=True),
-            mock.patch.object(select, "select", side_effect=refused),
-        ):
-            del select.poll
-            self.assertIsNone(q.pop(0.01))
 
     def check_lease_ends_by_deadline(self, module: Any) -> None:
         """Fail unless, in this module, a lease ends at its deadline and no worker is taken for
@@ -8605,21 +8585,21 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
-Poll = Callable[[int], "list[Any]"]  # select.poll().poll
+Poll = Callable[[int], "list[Any]"]
 
 
 def hooked_poll(wait: Callable[[Poll, int], list[Any]]) -> Any:
-    """Let femtoqueue call wait(poll, ms) where it would call poll(ms) to wait for its descriptors.
-    `poll` is the poll() method of the system."""
-    system_poll = select.poll
+    """Let femtoqueue call wait(poll, ms) where it would wait for its descriptors for `ms`. poll(ms)
+    does so."""
+    system_select = selectors.PollSelector.select
 
-    def hooked() -> Any:
-        poll = system_poll()
-        return types.SimpleNamespace(
-            register=poll.register, poll=functools.partial(wait, poll.poll)
-        )
+    def hooked(selector: selectors.PollSelector, timeout: float) -> list[Any]:
+        def poll(ms: int) -> list[Any]:
+            return system_select(selector, ms / 1000)
 
-    return mock.patch("select.poll", hooked)
+        return wait(poll, int(timeout * 1000) + 1)
+
+    return mock.patch.object(selectors.PollSelector, "select", hooked)
 
 
 @contextlib.contextmanager
@@ -8692,12 +8672,13 @@ class Waiting(QueueCase):
         self.assertIsNone(q.pop(0.01))
         idle = list(q._worker.waits._idle)  # empty where femtoqueue polls
 
-        def write(fd: int, value: int) -> None:
+        def remove(fd: int, _: int) -> None:
             q.close()
             # raises if `fd` is closed: its number may then be another file's
             os.fstat(fd)
 
-        with mock.patch("os.eventfd_write", write, create=True):
+        library = mock.Mock(inotify_rm_watch=remove)
+        with seam("C library", mock.Mock(return_value=library)):
             while idle:
                 # RACE: another thread wakes a wait that has just ended
                 idle.pop().wake()
@@ -8979,23 +8960,18 @@ class Coroutines(QueueCase, unittest.IsolatedAsyncioTestCase):
             PATIENCE_S, lambda: [it.cancel() for it in asyncio.all_tasks(loop)]
         )
 
-    async def test_close_just_before_a_wait_is_in_line_ends_it(self) -> None:
-        # RACE: another thread closes the queue after pop_async() has begun, but before its request
-        # is in line. The wait must end: otherwise it would lease a task and give the task back,
-        # again and again.
-        q, loop = self.queue(), asyncio.get_running_loop()
-        q.push(b"x")
-        call_later = loop.call_later
-
-        def close_first(*args: Any) -> Any:
-            q.close()
-            return call_later(*args)
-
-        with mock.patch.object(loop, "call_later", close_first):
-            waiter = asyncio.ensure_future(q.pop_async())
-            await asyncio.sleep(0)
-        self.assertIsNone(await asyncio.wait_for(waiter, 10))
-        self.assertEqual(self.states(), {"pending": 1})
+    async def test_close_ends_all_waits_even_while_the_thread_looks_for_them(
+        self,
+    ) -> None:
+        """close() ends all waits of coroutines, also while a task is found for one of them."""
+        q = self.queue()
+        waits = asyncio.gather(q.pop_async(), q.take_async("k"), q.pop_async(60))
+        await asyncio.sleep(0)
+        with hooked(at_call("open", "inflight-n1/", q.close, times=1)):
+            q.push(b"x")
+            self.assertEqual(await waits, [None] * 3)
+        # The thread may take the task once more. Then it gives the task back.
+        await asyncio.to_thread(until, lambda: self.states() == {"pending": 1})
 
     async def test_wait_that_begins_while_the_thread_ends_is_served_by_one_thread(
         self,
@@ -9018,7 +8994,8 @@ class Coroutines(QueueCase, unittest.IsolatedAsyncioTestCase):
         def serving() -> int:
             return sum(it.daemon and it not in before for it in threading.enumerate())
 
-        await q.pop_async(0)
+        q.push(b"x")
+        await q.pop_async()
         clock.monotonic = reading  # type: ignore[method-assign]
         clock.advance(60)
         self.assertTrue(await asyncio.to_thread(is_ending.wait, 60))
@@ -9736,36 +9713,18 @@ class Work(QueueCase):
     def test_work_raises_a_disk_error_of_pop_when_running_tasks_are_finished(
         self,
     ) -> None:
-        # But if a signal comes while work() waits for the running tasks, work() only logs the
-        # error, and returns. If the error were raised, a caller that calls work() again after an
-        # OSError would never learn of the signal.
-        for number, is_signal in enumerate((False, True), 1):
-            q, broken, counts = self.queue(), threading.Event(), None
-            q.push(b"x")
+        q, broken = self.queue(), threading.Event()
+        q.push(b"x")
 
-            def fail(
-                name: str, args: tuple[Any, ...], broken: threading.Event = broken
-            ) -> None:
-                if (
-                    name == "list"
-                    and args[0].endswith("pending")
-                    and not self.names("pending")
-                ):
-                    broken.set()
-                    raise_errno(errno.ENOSPC)
+        def fail(name: str, args: tuple[Any, ...]) -> None:
+            is_listing = name == "list" and args[0].endswith("pending")
+            if is_listing and not self.names("pending"):
+                broken.set()
+                raise_errno(errno.ENOSPC)
 
-            def handle(
-                _: object, event: Any = broken, is_signal: bool = is_signal
-            ) -> None:
-                event.wait(60)
-                if is_signal:
-                    os.kill(os.getpid(), signal.SIGTERM)
-
-            with hooked(fail), contextlib.suppress(OSError):
-                counts = q.work(handle, concurrency=2)
-            self.assertEqual(
-                (counts is not None, self.states()), (is_signal, {"done": number})
-            )
+        with hooked(fail), self.assertRaises(OSError):
+            q.work(lambda _: broken.wait(60), concurrency=2)
+        self.assertEqual(self.states(), {"done": 1})
 
     def test_work_returns_when_idle_but_not_while_it_runs_a_task(self) -> None:
         """An idle work() returns even if other workers hold leases, but not while a task of its own

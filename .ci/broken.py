@@ -336,8 +336,6 @@ a scheduled task whose reading failed keeps its due time | Lifecycle
 +        if is_its_own or not is_passing:
 work() pauses after a task that it passes over | TroubleOfOneTask
 -            time.sleep(_BASE_INTERVAL_S)  # it may be the only task
-work() ends if no task can be read | TroubleOfOneTask hangs
--            self._trouble_s = min(self._trouble_s, now_s)
 root changes the mode only of a file that it made itself | ManyUsers
 -                return self._create(flags | os.O_EXCL)
 +                return self._create(flags)
@@ -354,8 +352,8 @@ a checkpoint that this user may not read does not stop the delivery | ManyUsers
 -    except (CorruptTask, FileNotFoundError, PermissionError) as error:
 +    except (CorruptTask, FileNotFoundError) as error:
 work() goes on if the end of a task fails because of the task's file | Work
--            if not lease.outcome and getattr(error, "errno", None) in _ONE_FILE_ERRNOS:
-+            if lease is None:
+-                if getattr(error, "errno", None) in _ONE_FILE_ERRNOS:
++                if lease is None:
 a clock file whose time no honest clock shows is written again | Ordering
 -        return anchor_ns if _EARLIEST_NS <= now_ns < _LATEST_CLOCK_NS else None
 +        return anchor_ns or None
@@ -836,8 +834,8 @@ a part of the maintenance pauses for longer than it took | Faults
 -                    ended_s + self.every_s[what], self.rested_s[what]
 +                    ended_s, 0
 an error of a listing is raised in the coroutine that waits | Coroutines
--                request.answer.set_exception(error)
-+                request.answer.set_result(task)
+-                    self._request.answer.set_exception(error)
++                    self._request.answer.set_result(None)
 a payload that no link names does not replace a younger payload | Keyed
 -            if known and self._written_ns(stray) <= self._written_ns(known):
 +            if not stray:
@@ -926,8 +924,8 @@ close() ends a wait in another thread | Waiting hangs
 -            while self._lease_dir.close_count == close_count:
 +            while True:
 a wait notices that pending/ was replaced | WaitingWithInotify hangs
--        if self._watch():
-+        if not self._watches:
+-        elif not self._watch() and
++        elif
 a wait lists a replaced pending/ once more before it sleeps | WaitingWithInotify hangs
 -        return self._watches != before
 +        return False
@@ -935,10 +933,9 @@ a `pop` that can't print the payload does not print the path of the lease | Comm
 -                _put(1, task.data)
 +                sys.stdout.buffer.write(task.data)
 a cancelled pop_async() loses no task | Coroutines hangs
--        except InvalidStateError:  # RACE: the coroutine was cancelled
--            self._give_back(task)
-+        except InvalidStateError:
-+            pass
+                     # RACE (Coroutines): the coroutine was cancelled, or close() was called.
+-                    self._give_back(task)
++                    pass
 Ctrl-C in processing() does not count an attempt | Processing
 -            queue.release(task, front=True, counted=False)
 +            queue.release(task, front=True)
@@ -966,11 +963,11 @@ a copy of a TicketQueue holds no ticket | Tickets
 -    def __reduce__(self) -> tuple[Any, ...]:  # a copy holds no ticket
 +    def _reduce(self) -> tuple[Any, ...]:
 two signals at the same time count as one | Work
--        if self.signals and time.monotonic() < self._last_signal_s + _ONE_SIGNAL_S:
-+        if self.signals and time.monotonic() < self._last_signal_s:
+-        if time.monotonic() < self._last_signal_s + _ONE_SIGNAL_S:
++        if time.monotonic() < self._last_signal_s:
 a signal does not lose a task that was just claimed | Work
--        self._give_back(task)
-         return None
+-            self._give_back(task)
+             task = None
 work() leaves the signal handlers as they were | Work
 -                signal.signal(number, handler)
 work() runs no more than `concurrency` handlers | Work
@@ -1069,13 +1066,16 @@ a task that this user could not claim is tried again after a minute | TroubleOfO
 - in self.barred.items() if until_s > now_s
 + in self.barred.items()
 a task found for a coroutine that was cancelled goes back | Coroutines
--                self._give_back(request.answer.result(), 0)
+-            if not answer.cancel() and answer.exception() is None:
++            if not answer.cancel() and answer.exception():
 a task that a wait gives back is not counted | Coroutines hangs
--        self._lease_dir.orphans.setdefault(found.path, _lease_of(found).source)
-+        self._lease_dir.orphans.setdefault(found.path)
+-        self._lease_dir.orphans.setdefault(task.path, _lease_of(task).source)
++        self._lease_dir.orphans.setdefault(task.path)
 a cancelled coroutine does not wait for the lock of a key | Coroutines hangs
--                self._give_back(request.answer.result(), 0)
-+                self._give_back(request.answer.result())
+-                    target=self._give_back, args=(answer.result(),), daemon=True
+-                ).start()
++                    target=self._give_back, args=(answer.result(),), daemon=True
++                ).run()
 work() raises the error of a task that can't be ended | Work
 -                self._error = self._error or error
 `release --all` gives back a task that is renewed meanwhile | CommandLine
@@ -1088,11 +1088,11 @@ a command that is ended by a signal of its own has failed | CommandLine
 -        return status != 0 and self._is_told
 +        return status < 0 or status != 0 and self._is_told
 a worker that runs a task is not idle | Work
--                is_idle = not self._running and time.monotonic() >= self._idle_end_s
-+                is_idle = time.monotonic() >= self._idle_end_s
+-            if not self._running and time.monotonic() >= self._idle_end_s:
++            if time.monotonic() >= self._idle_end_s:
 a worker takes no task after its time limit | Work
--or time.monotonic() >= self._end_s
-+or not self._end_s
+-        is_over = time.monotonic() >= self._end_s
++        is_over = not self._end_s
 release() refuses a delay together with front=True | Lifecycle
 -        if front and delay_s:
 +        if front and delay_s < 0:
