@@ -1932,11 +1932,14 @@ class ReplacedClock(QueueCase):
 class Liveness(QueueCase):
     """Leases of dead workers end at once, and those of living workers at their deadlines."""
 
-    def test_empty_lease_directory_of_unknown_boot_is_kept_for_a_minute(self) -> None:
-        """An empty lease directory of unknown boot is removed only after a minute."""
+    def test_empty_lease_directory_that_other_hosts_may_use_is_kept_for_a_minute(
+        self,
+    ) -> None:
+        """Where other hosts may write, an empty lease directory is removed after a minute."""
         # The directory may belong to an idle worker on another host: with FUSE, a lock is not seen
         # on other hosts. If rmdir() fails, pop() raises no error, and the directory stays. rmdir()
         # fails for a lease directory of another user if data_dir is sticky.
+        self.patched(on_file_system(FUSE))
         q, clock = self.queue(), self.clock()
         os.mkdir(self.file("inflight-other"))
         sticky = hooked(at_call("rmdir", "-other", errno_raiser(errno.EPERM), times=1))
@@ -2533,11 +2536,11 @@ class LeaseDirectoryLost(QueueCase):
             tasks = self.pop(q), self.pop(self.queue("n2"))
             self.assertEqual([task.data for task in tasks], [b"1", b"2"])
 
-    def test_worker_without_a_lease_directory_does_not_try_a_whole_batch(self) -> None:
-        """A worker whose lease directory is gone makes it again after a few failed claims."""
-        # The worker does not try each task of a long batch: on NFS, each claim would ask the
-        # server.
-        for fs_type, most in ((EXT4, 99), (NFS, 2)):
+    def test_worker_without_a_lease_directory_makes_it_again(self) -> None:
+        """A worker whose lease directory is gone makes it again. On NFS, where each claim asks the
+        server, it does so after a failed claim."""
+        # Elsewhere the next look of the maintenance comes first, or the end of the batch.
+        for fs_type, most in ((EXT4, 600), (NFS, 2)):
             with on_file_system(fs_type):
                 q = self.worker_that_listed(300)
                 shutil.rmtree(lease_dir(q))
@@ -2569,15 +2572,15 @@ class Row(NamedTuple):
 # of Life; the words before a bar prepare the step, in a new queue. After an intended change of the
 # system calls, edit these tables.
 # at the directories and PAUSED, every 0.1 s
-LOOK = "stat" + " stat fstat" * 7 + " stat"
+LOOK = "stat" + " stat fstat" * 6 + " stat"
 STEPS = {
     "push x": Row("open write close move", "move file directory"),
     "schedule x 4e15": Row("open write close move", "move file directory"),
-    "none": Row("open list close stat stat stat", ""),
+    "none": Row("open list close stat stat", ""),
     "push x | take": Row("open list close move open read close", "move"),
     "push x, push y, take | take": Row("move open read close", "move"),
     "schedule x | take": Row(
-        f"{LOOK} stat open list close move open list close move open read close open stat",
+        "stat open list close move open list close move open read close open stat",
         "move file directory move",
     ),
     "push x, take, release | take": Row(
@@ -2597,7 +2600,7 @@ STEPS = {
     "push x, take | extend": Row("move", "move"),
     "litter | none": Row(
         "open list close move open read fstat close stat move open write close unlink move open"
-        f" stat {LOOK} open list close stat stat stat",
+        f" stat {LOOK} open list close stat stat",
         "move move file unlink move file directory",
     ),
     "push x, take | save 1": Row(
@@ -3381,13 +3384,13 @@ class Keyed(QueueCase):
             self.assertEqual(self.drain(q), [newest])
             self.assertEqual(self.names("keys"), [])
 
-    def test_payload_buffered_behind_a_dead_workers_finished_task_comes_at_once(
+    def test_payload_buffered_behind_a_dead_workers_finished_task_comes_soon(
         self,
     ) -> None:
         """If a worker dies between finishing a task and promoting the payload behind the task,
-        another worker promotes the payload at once."""
+        another worker promotes the payload soon."""
         # The other worker does not wait for the next periodic repair of keys: when it finds a dead
-        # worker, it starts a repair.
+        # worker, it starts a repair some seconds later.
         q, victim, clock = self.queue(), self.queue("victim"), self.clock()
         self.assertIsNone(q.pop())
         task = self.leased_with_buffered(victim)
@@ -3396,6 +3399,8 @@ class Keyed(QueueCase):
             victim.done(task)
         simulate_death(victim)
         clock.advance(1)
+        self.assertIsNone(q.pop())
+        clock.advance(5)
         self.assertEqual(self.drain(q), [b"2"])
 
     def test_corrupt_buffered_payload_is_quarantined(self) -> None:
@@ -3561,16 +3566,14 @@ class Keyed(QueueCase):
         self.assertEqual((other.pop(), q.pop()), (None, None))
         self.assertEqual(self.take(q, id=ident).data, b"2")
 
-    def test_payload_that_another_process_left_in_keys_is_delivered_at_once(
-        self,
-    ) -> None:
-        """A payload that came to keys/, and whose task has ended, is delivered within seconds."""
+    def test_payload_that_another_process_left_in_keys_is_delivered(self) -> None:
+        """A payload that came to keys/, and whose task has ended, is delivered within a minute."""
         q, other, clock = self.queue(), self.queue("n2"), self.clock()
         self.assertIsNone(q.pop())
         task = self.leased_with_buffered(other)
         with hooked(at_call("move", "/keys/", errno_raiser(errno.EIO))):
             other.done(task)
-        clock.advance(2)
+        clock.advance(61)
         self.assertEqual(self.drain(q), [b"2"])
 
     def test_task_that_a_failed_push_left_in_keys_comes_back_soon(self) -> None:
@@ -5125,8 +5128,6 @@ class Faults(PlainInterrupted):
         # The TimeoutError is an OSError, too. pop() tells it from an error of the disk by the
         # errno, which only an OSError of the system has.
         ident, rung = self.queue().push(b"x"), set[str]()
-        for name in ("inflight-n2", "inflight-n3"):
-            os.mkdir(self.file(name))
         for event, part in (
             ("list", "scheduled"),
             ("open", "inflight-n3"),
@@ -5146,6 +5147,8 @@ class Faults(PlainInterrupted):
                     rung.add(name)
                     raise TimeoutError("raised by a signal handler")
 
+            for name in ("inflight-n2", "inflight-n3"):
+                os.makedirs(self.file(name), exist_ok=True)
             q = self.queue(event)
             with self.subTest(event), hooked(ring):
                 self.assertRaisesRegex(TimeoutError, "signal handler", q.pop)
