@@ -2323,7 +2323,7 @@ class _LeaseDir:
     # Opening
 
     def ensure_open(self) -> None:
-        """Open anew the directories that were replaced. Open this worker's, unless it is open."""
+        """Open anew the directories that were replaced, and this worker's if it is not open."""
         with self._worker.lock:
             self._files.dirs.refresh()
             if self.directory not in self._files.dirs:
@@ -2338,11 +2338,9 @@ class _LeaseDir:
                 if self._hold():
                     return
             except FileNotFoundError:
-                # RACE (Liveness): another process removes the directory, which is empty and not
-                # locked, after make_dir().
+                # RACE (KeyedInterrupted): another process removes the directory after make_dir()
                 continue
             except (PermissionError, NotADirectoryError):
-                # The tasks in the directory stay there until they can be reclaimed.
                 other = f"inflight-{os.getpid()}-{os.urandom(8).hex()}"
                 text = "%s can't be used by this user, or is locked by another process; using %s"
                 _log().warning(text, self.directory, other)
@@ -2351,7 +2349,7 @@ class _LeaseDir:
 
     def _hold(self) -> bool:
         """Lock the directory, and keep it open. Return False if it was replaced meanwhile. Raises
-        PermissionError if this user may not use it, or another process keeps it locked."""
+        PermissionError if this user can't use it, or another process keeps it locked."""
         lock = self._files.lock_dir(self.directory)
         end_s = time.monotonic() + _LONG_WAIT_S
         try:
@@ -2363,12 +2361,11 @@ class _LeaseDir:
             if not os.access(lock.prefix + ".", os.W_OK, dir_fd=lock.fd):
                 raise PermissionError
             if is_shared is None:
-                # Without flock, our leases must end by their deadlines only. With a random <boot>,
-                # no process whose flock works takes this worker for dead.
+                # With a random <boot>, no process whose flock works takes this worker for dead.
                 self._clock.boot = os.urandom(4).hex()
             elif self._held is None and lock.try_exclusive() and lock.is_at_path():
-                # These are the leases of an earlier process. If this object has held another
-                # directory, a person may have moved the leases of our callers here.
+                # The leases of an earlier process. If this object has held another directory, a
+                # person may have moved its leases here.
                 with suppress(OSError):
                     self._worker.reclaim_all(self.directory)
             self._boot = _DETACHED if self._worker.detached else self._clock.boot
@@ -2380,7 +2377,6 @@ class _LeaseDir:
                 self._held = lock
                 self._files.dirs[self.directory] = opened
         finally:
-            # An exception that is kept somewhere would keep this frame and the lock.
             if lock is not self._held:
                 lock.close()
         return lock is self._held
@@ -2388,9 +2384,9 @@ class _LeaseDir:
     # Claiming
 
     def claim(self, directory: str, name: str, lease: _Lease) -> bool:
-        """Rename a waiting task into the lease directory. Return False if the task is no longer at
-        directory/name, or if the lease directory is not open. The caller holds the worker's lock,
-        and undoes the claim after an exception, which may come after the rename."""
+        """Rename a waiting task into the lease directory. Return False if the task has gone, or the
+        directory is not open. The caller holds the worker's lock. It undoes the claim after any
+        exception, which may come after the rename."""
         attempts = min(_attempts_of(name) + 1, _MAX_ATTEMPTS) if "~" in name else 1
         deadline_ns = (
             int(time.monotonic() * 1e9) + self._clock.anchor_ns + lease.length_ns
@@ -2426,7 +2422,7 @@ class _LeaseDir:
 
     def give_up(self) -> None:
         """Close the directory. If no other object holds its lock, reclaim its leases, except
-        detached ones, and remove it if it is empty. Without flock, all leases stay."""
+        detached ones, and remove it if it is empty."""
         self._worker.maintenance.drop_batch()
         self._files.dirs.pop(self.directory, None)
         lock, self._held = self._held, None
@@ -2499,7 +2495,7 @@ class _Worker:
         self.renewer = _LeaseRenewer(self)
 
     def note_arrival(self, path: str) -> None:
-        """Tell the batch or the maintenance that this process has put a task at `path`."""
+        """Take notice that this process has put a task at `path`."""
         if path.startswith("pending/"):
             self.batch.add(path)
         elif path.startswith("scheduled/"):
@@ -2520,13 +2516,12 @@ class _Worker:
     def move_leased(self, lease: _Lease, target: str, outcome: str = "") -> str:
         """Rename the file of a leased task, for its holder, and return the new path. outcome: the
         field of WorkCounts that counts the delivery, or "" if it goes on. Raises LeaseLost. After
-        an OSError of a later step, such as a promotion, the task has moved."""
+        an OSError of a later step, the task has moved."""
         ident = lease.path[-_ID_LENGTH:]
         is_keyed = ident[21] > "7"  # inlined: a call would be 3 % of done()
         with self.keys.lock(ident[-_TAG_LENGTH:]) if is_keyed else self.lock, self.lock:
             try:
-                # RACE (Model): another worker has moved the file: FileNotFoundError. A renewal in
-                # another thread changes lease.path only under the locks.
+                # RACE (Model): another worker moves the file first
                 move = self.keys.move_keyed if is_keyed else self.files.move
                 gone_to = move(lease.path, target)
             except FileNotFoundError:
@@ -2550,8 +2545,8 @@ class _Worker:
         return LeaseLost(_id_of(lease.path), late_ns >= 0, why)
 
     def finish(self, task: FemtoTask) -> None:
-        """Move a leased task to done/, or remove it (keep_done). Raises LeaseLost. If done/ can't
-        take the file, remove the task, too: it would run again and again."""
+        """Move a leased task to done/. With keep_done=False, or if done/ can't take it, remove it:
+        it would run again and again. Raises LeaseLost."""
         lease = _lease_of(task)
         if self.keep_done:
             try:
@@ -2579,14 +2574,12 @@ class _Worker:
             self.files.sync_dir(os.path.dirname(lease.path))
 
     def end_failed(self, task: FemtoTask, error: str | BaseException | None) -> None:
-        """Move a leased task to failed/, with the reason. Raises LeaseLost."""
         lease = _lease_of(task)
         ident = _id_of(lease.path)
         with nullcontext("") if error is None else self._new_reason(error) as path:
             target = self._failed_path(lease.path)
             self.move_leased(lease, target, "failed")
-            # The rename comes before the reason, because it tests the fence. CRASH (faults.py): the
-            # task is in failed/, without a reason, or with an older one.
+            # CRASH (faults.py): the task is in failed/, without a reason, or with an older one.
             self._put_reason(ident, path)
         self.files.sync_with_dir(target)
 
@@ -2600,13 +2593,12 @@ class _Worker:
         return short
 
     def _put_reason(self, ident: str, path: str) -> None:
-        """Put the file of a reason into failed/, or remove an older one if path is ""."""
+        """Put a reason into failed/. If its path is "", remove an older one."""
         self.files.unlink_if_exists(f"failed/{ident}.error")
         if path:
             self.files.move(path, f"failed/{ident}.error")
 
     def _new_reason(self, error: str | BaseException) -> AbstractContextManager[str]:
-        """Return a context manager that writes a reason to a file in creating/."""
         if isinstance(error, str):
             text = error
         elif isinstance(error, _CommandFailed):
@@ -2648,7 +2640,7 @@ class _Worker:
 
     def reclaim(self, lease: str) -> None:
         """Put a task back: to the path in `orphans`, or else to the place of its push. If the move
-        fails, the lease stays in `orphans`, and the next reclaim tries again."""
+        fails, the lease stays in `orphans`."""
         orphans = self.lease_dir.orphans
         orphans[lease] = source = orphans.get(lease)
         target = source or _push_place(_id_of(lease), _attempts_of(lease))
@@ -2664,8 +2656,8 @@ class _Worker:
         orphans.pop(lease, None)
 
     def reclaim_all(self, directory: str, boot: str = "") -> None:
-        """Reclaim the leases in a directory, except detached ones: those of this boot, if it is
-        given. The caller holds the exclusive lock of the directory."""
+        """Reclaim the leases in a directory (those of one boot), except detached ones. The caller
+        holds the exclusive lock of the directory."""
         leases = [it for it in self.files.entries(directory) if it.boot != _DETACHED]
         _for_each(self.reclaim, [it.path for it in leases if boot in ("", it.boot)])
 
@@ -2681,7 +2673,6 @@ class _Worker:
             if self.files.exists(source):
                 raise
             return  # RACE (Faults): another worker or a person moved it first
-        # the log has the reason, too, and pop() must go on with the next task
         with suppress(OSError):
             with self._new_reason(reason) as path:
                 self._put_reason(ident, path)
@@ -2690,22 +2681,21 @@ class _Worker:
         _log().error("task %s is in failed/: %s", ident, reason)
 
     def requeue_failed(self, source: str) -> bool:
-        """Put a failed task at the back of pending/, for a first attempt. Return False if it is no
-        longer in failed/. Raises KeyInFlight if its key has another task."""
+        """Put a failed task at the back of pending/, for a first attempt. Return False if it is
+        gone. Raises KeyInFlight if its key has another task."""
         ident = _id_of(source)
         target = self.back_path(source, 0)
         try:
             with self.keys.lock_of(ident):
                 if _is_keyed(ident):
                     self.keys.reserve(source, target)
-                # RACE (storm.py): after the rename, another worker may write a new reason. So the
-                # old one goes before. CRASH (faults.py): the task is in failed/ without a reason.
+                # RACE (storm.py): after the rename, another worker may write a new reason. CRASH
+                # (faults.py): the task is in failed/ without a reason.
                 self.files.unlink_if_exists(f"failed/{ident}.error")
                 self.move_task(source, target)
         except FileNotFoundError:
-            self.files.dirs[
-                "pending"
-            ]  # a missing pending/ is disk trouble, and raises here
+            # a missing pending/ is disk trouble, and raises here
+            self.files.dirs["pending"]
             return False  # RACE (Model): another process retried or removed the task
         self.files.sync_with_dir(target)
         return True
@@ -2733,9 +2723,8 @@ class _Worker:
 #       [readlink, stat]. For a second delivery: the checkpoint [stat].
 #
 #    TOPIC: close() while another thread of this object waits for a task. Under the worker's lock,
-#    close() adds 1 to `close_count`, wakes all waits, and ends all leases. A wait that sees another
-#    `close_count` ends. A pop() that has just claimed a task returns it, and the next call for this
-#    task says LeaseLost.
+#    close() adds 1 to `close_count`, which ends all waits, and ends all leases. A pop() that has
+#    just claimed a task returns it, and the next call for this task says LeaseLost.
 # ==================================================================================================
 
 # the listings of one call, if the claims of all that were found fail
@@ -2753,9 +2742,8 @@ class _Consumer(_Worker):
     """A worker that takes tasks."""
 
     def take_oldest(self, length_ns: int) -> FemtoTask | None:
-        """Run the maintenance that is due, lease the oldest task, and return it. Returns None if
-        there is no task to deliver, or if the queue is paused. Raises the OSError of the
-        maintenance if no task waits."""
+        """Run the maintenance that is due, and lease the oldest task. Return None if none waits, or
+        if the queue is paused. Raises the OSError of the maintenance if no task waits."""
         batch = self.batch
         close_count = self.lease_dir.close_count
         listings = 0
@@ -2768,7 +2756,7 @@ class _Consumer(_Worker):
                 with self.lock:
                     if not batch.names:
                         if listings:
-                            # Other workers won all claims, or our lease directory is gone.
+                            # other workers won all claims, or our lease directory is gone
                             self.maintenance.drop_batch()
                         listings += 1
                         # RACE (InterruptedDelivery): another thread calls close() during run_due().
@@ -2795,9 +2783,9 @@ class _Consumer(_Worker):
         until_s: float,
         even_paused: bool = False,
     ) -> FemtoTask | None:
-        """Run the maintenance that is due, lease the waiting task of a key or of an id, and return
-        it. tag: the hash of the key, or "" if `ident` is given. until_s: as in _Keys.lock().
-        Returns None if no such task can be claimed in time, or if the queue is paused."""
+        """Run the maintenance that is due, and lease the waiting task of an id, or of a key with
+        this tag. Return None if no such task can be claimed by the time until_s (see
+        _Keys.lock()), or if the queue is paused."""
         if time.monotonic() >= self.maintenance.wake_s:
             self.maintenance.run_due()
         if tag and not self.keys.may_have_task(tag):
@@ -2832,8 +2820,7 @@ class _Consumer(_Worker):
         return None
 
     def _path_to_take(self, tag: str, ident: str) -> str:
-        """Return the path of the waiting task of a key or an id, or "". A task that is not due can
-        be claimed by id, but not by key."""
+        """Return the path of the waiting task, or "". By key, a task that is not due is none."""
         if ident:
             entry = self.files.find_id(ident, "scheduled", "pending")
             return entry.path if entry else ""
@@ -2842,8 +2829,8 @@ class _Consumer(_Worker):
         return "" if is_later or path.startswith("inflight-") else path
 
     def _deliver(self, lease: _Lease) -> FemtoTask | None:
-        """Read a claimed task, and return it. Return None if there is nothing to deliver: the task
-        became a dead letter, it waits again, or the lease is gone."""
+        """Read a claimed task, and return it. Return None if it became a dead letter, waits again,
+        or is gone."""
         path = lease.path
         waiting = lease.source
         ident = path[-_ID_LENGTH:]
@@ -2900,8 +2887,7 @@ class _Consumer(_Worker):
                 # CRASH (faults.py): before the rename, the task is leased, and counted.
                 self.files.move(lease.path, place)
             except OSError:
-                # The claim was not done, close() was first, or the disk failed. The next reclaim
-                # moves the task.
+                # The claim was not done, close() was first, or the disk failed.
                 self.lease_dir.orphans[lease.path] = place
         self.note_arrival(place)
 
@@ -2921,8 +2907,7 @@ class _Consumer(_Worker):
 #
 #    If no process calls pop() or take(), nothing is done.
 #    Invariant: an OSError of the maintenance never stops deliveries. If no task waits, pop()
-#    repeats what failed, and raises the OSError if it fails again. An error of one file is logged
-#    once.
+#    repeats what failed, and raises the OSError if it fails again.
 #
 #    TOPIC: how a lease ends without its holder. _Worker.reclaim() moves the task back to the place
 #    of its push, and the delivery counts as an attempt, in these cases:
@@ -2938,13 +2923,12 @@ class _Consumer(_Worker):
 # ==================================================================================================
 
 _BASE_INTERVAL_S = 0.4  # between two looks for due tasks and dead workers
-_REPAIR_INTERVAL_S = 60.0
+_REPAIR_INTERVAL_S = 30.0
 _LONGEST_PAUSE_S = 20.0
 _LEFTOVER_NS = 3600 * 10**9  # a file in creating/ is stale after this time
 _OLD_CHECKPOINT_NS = 30 * 86400 * 10**9
-_IDLE_NS = (
-    60 * 10**9
-)  # an empty lease directory whose lock is free is kept for this time
+# an empty lease directory whose lock is free is kept for this time
+_IDLE_NS = 60 * 10**9
 _PURGE_SLICE_S = 0.02  # how long one purge lasts
 
 
@@ -2985,17 +2969,14 @@ class _Maintenance:
     # What runs when
 
     def sooner(self, what: str, seconds: float) -> None:
-        """Bring a run forward."""
         self.next_s[what] = min(self.next_s[what], time.monotonic() + seconds)
         self.wake_s = min(self.wake_s, self.next_s[what])
 
     def note_due(self, due_ns: int) -> None:
-        """Take notice of a task in scheduled/ that will be due then."""
         self._first_due_ns = min(self._first_due_ns, due_ns)
         self.sooner("enqueue", (due_ns - _wall_ns()) / 1e9)
 
     def run_due(self) -> None:
-        """Run what is due."""
         with self._lock:
             # Run what is nearly due, too, so that a wait wakes once for all.
             soon_s = time.monotonic() + _BASE_INTERVAL_S / 5
@@ -3007,11 +2988,10 @@ class _Maintenance:
             self.wake_s = min(self.next_s.values())
 
     def _run(self, what: str) -> None:
-        """Run one part now, and set the time of its next run. Raises the OSError of the run."""
+        """Run one part now, and set the time of its next run. Raises its OSError."""
         act, every_s = self._acts[what]
         began_s = time.monotonic()
-        # This holds if Ctrl-C ends the run. The run may call sooner(), and so may schedule() in
-        # another thread.
+        # This holds if Ctrl-C ends the run. The run, or another thread, may call sooner().
         self.next_s[what] = began_s + every_s
         self._failed.add(what)
         try:
@@ -3026,8 +3006,8 @@ class _Maintenance:
 
     def refill(self) -> bool:
         """List pending/. If no task waits there, run what may find one, and list again. Return
-        whether a task waits. Raises the OSError of what failed at its last run, and fails again.
-        The caller holds the worker's lock."""
+        whether a task waits. Raises the OSError of what failed twice in a row. The caller holds the
+        worker's lock."""
         if time.monotonic() >= self._next_look_s:
             self._run("look")
         self._list()
@@ -3069,8 +3049,8 @@ class _Maintenance:
                 self._files.shrink(self._worker.clock.new_id())
 
     def _enqueue_due(self) -> None:
-        """Move the due tasks to the back of pending/, in the order of their due times. Stop after
-        _BASE_INTERVAL_S, and go on in the next run: meanwhile other threads may renew leases."""
+        """Move the due tasks to the back of pending/. Stop after _BASE_INTERVAL_S, and go on in the
+        next run, because other threads must be able to renew their leases."""
         self._changed_ns = self._files.lstat("scheduled").st_mtime_ns
         self._first_due_ns = _MAX_STAMP_NS
         names = sorted(filter(_FORMS["scheduled"], self._files.names("scheduled")))
@@ -3085,7 +3065,6 @@ class _Maintenance:
             self.sooner("enqueue", 0)
 
     def reclaim_ended(self) -> None:
-        """Reclaim orphans, leases past their deadline, and leases of dead workers."""
         with self._lock:  # check(repair=True) calls this method without the lock
             try:
                 _for_each(self._worker.reclaim, [*self._lease_dir.orphans])
@@ -3093,7 +3072,6 @@ class _Maintenance:
                 _for_each(self._reclaim_from, self._files.node_dirs())
 
     def _reclaim_from(self, directory: str) -> None:
-        """Reclaim the ended leases of one worker, and all its leases of this boot if it is dead."""
         now_ns = self._worker.clock.now_ns()
         leases = self._files.entries(directory)  # in the order of their deadlines
         late = [it for it in leases if it.stamp_ns <= now_ns]
@@ -3108,8 +3086,7 @@ class _Maintenance:
 
     def _renewed_recently(self, entry: _Entry) -> bool:
         """Say whether a lease of another clock still runs, although its deadline has passed here.
-        The queue clocks of hosts drift apart, but their wall clocks agree. So our own lease length
-        must have passed since the last rename (st_ctime)."""
+        The queue clocks of hosts drift apart, but their wall clocks agree: see st_ctime."""
         length_ns = self._worker.length_ns
         own = (self._worker.clock.boot, _DETACHED)
         if length_ns < _FOREVER_NS and entry.boot not in own:
@@ -3120,8 +3097,6 @@ class _Maintenance:
         return False
 
     def _reclaim_if_dead(self, directory: str) -> None:
-        """If the lock of a lease directory is free, reclaim its leases of this boot, then remove
-        the directory if it is empty."""
         lock = self._files.open_dir(directory)
         if lock is None:
             return
@@ -3129,18 +3104,14 @@ class _Maintenance:
             if not lock.try_exclusive() or not lock.is_at_path():
                 return
             self._worker.reclaim_all(directory, self._worker.clock.boot)
-            # The worker may have died before it promoted a payload. Not at once: if the directory
-            # stays, each run comes to this line.
-            self.sooner("repair", 10 * _BASE_INTERVAL_S)
             # On some mounts (FUSE), other hosts do not see a flock on a directory. An idle worker
-            # looks dead there, and would have to make its directory again and again.
+            # looks dead there.
             age_ns = _wall_ns() - lock.status().st_mtime_ns
             if self._files.is_local or not 0 <= age_ns < _IDLE_NS:
                 self._files.remove_empty_dir(directory)
 
     def _purge_done(self) -> None:
-        """Delete tasks that were done more than keep_done seconds ago. Stop after _PURGE_SLICE_S.
-        The next run goes on with the listing of done/."""
+        """Delete old tasks in done/. Stop after _PURGE_SLICE_S, and go on in the next run."""
         before_s = time.time() - self._worker.keep_done
         end_s = time.monotonic() + _PURGE_SLICE_S
         self._done_scan = self._done_scan or self._files.scan("done")
@@ -3156,20 +3127,11 @@ class _Maintenance:
         self._done_scan = None
 
     def remove_stale_files(self) -> None:
-        """Remove the stale_files(). A directory of a person stays."""
-
-        def remove(path: str) -> None:
-            if path.endswith(".pending"):  # a directory that shrink() made
-                self._files.remove_empty_dir(path)
-            else:
-                self._files.unlink_if_exists(path)
-
-        _for_each(remove, self.stale_files())
+        _for_each(self._files.unlink_if_exists, self.stale_files())
 
     def stale_files(self) -> list[str]:
-        """Return the files in creating/ that are more than an hour old, and the checkpoints of more
-        than a month: their tasks were ended by hand, or their workers were killed. Both the time in
-        the name and st_ctime must be old, because clocks can be set, and those of hosts differ."""
+        """Return the files in creating/ of more than an hour, and the checkpoints of more than a
+        month. Both the time in the name and st_ctime count: clocks can be set, and differ."""
         stale = []
         before_ns = self._worker.clock.now_ns() - _LEFTOVER_NS
         for entry in self._files.find("creating", "checkpoints"):

@@ -347,11 +347,9 @@ a due time is compared with a margin of a microsecond | ReplacedClock
 a task that comes due when the date is set forward is found at once | ReplacedClock
 - or _latest_due_ns() >= self._first_due_ns:
 +:
-a payload that came to keys/ is looked at within a minute | Keyed
--_REPAIR_INTERVAL_S = 60.0
+a payload that came to keys/ is looked at soon | Keyed
+-_REPAIR_INTERVAL_S = 30.0
 +_REPAIR_INTERVAL_S = 600.0
-a payload behind a finished task of a dead worker is looked at soon | Keyed
--            self.sooner("repair", 10 * _BASE_INTERVAL_S)
 a checkpoint that this user may not read does not stop the delivery | ManyUsers
 -    except (CorruptTask, PermissionError) as error:
 -        _log().warning("%s: no
@@ -568,10 +566,10 @@ turn() waits no longer than its timeout for the lock of the line | LockWaits han
 take() without a timeout waits a little for the lock of the key | LockWaits
 -        until_s = end_s if timeout != 0 else time.monotonic() + _LONG_WAIT_S
 +        until_s = end_s
-a lease directory that is removed while it is opened is made again | Liveness
+a lease directory that is removed while it is opened is made again | KeyedInterrupted
 -            except FileNotFoundError:
 +            except BlockingIOError:
-                 # RACE (Liveness)
+                 # RACE (KeyedInterrupted)
 a line whose directory was made anew is read anew | Tickets
 -        self._files.dirs.refresh()  # another process may have made the directory anew
 take_async() does not wait for the lock of a key | LockWaits hangs
@@ -766,8 +764,7 @@ done() and fail() raise the OSError of their rename | Faults; faults: renameat
 +                gone_to = target
 the rename to failed/ is the fence: the reason is written after the rename | Model
 -            self.move_leased(lease, target, "failed")
--            # The rename comes before the reason, because it tests the fence. CRASH (faults.py): the
--            # task is in failed/, without a reason, or with an older one.
+-            # CRASH (faults.py): the task is in failed/, without a reason, or with an older one.
              self._put_reason(ident, path)
 +            self.move_leased(lease, target, "failed")
 a task fails although a directory has its name in failed/ | Faults
