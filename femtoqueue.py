@@ -2469,7 +2469,8 @@ class _LeaseDir:
 #    Invariant: the rename (or unlink) commits the change, and for the holder of a lease it also
 #    tests the fence. The reason in failed/ and the file in checkpoints/ are changed only after it.
 #    Lock: a thread holds the worker's lock while it claims, renews, settles or reclaims a task, but
-#    not while it reads or writes a payload for a caller.
+#    not while it reads or writes a payload for a caller. For a task with a key, the lock of the key
+#    is enough to settle it.
 # ==================================================================================================
 
 
@@ -2519,7 +2520,7 @@ class _Worker:
         an OSError of a later step, the task has moved."""
         ident = lease.path[-_ID_LENGTH:]
         is_keyed = ident[21] > "7"  # inlined: a call would be 3 % of done()
-        with self.keys.lock(ident[-_TAG_LENGTH:]) if is_keyed else self.lock, self.lock:
+        with self.keys.lock(ident[-_TAG_LENGTH:]) if is_keyed else self.lock:
             try:
                 # RACE (Model): another worker moves the file first
                 move = self.keys.move_keyed if is_keyed else self.files.move
@@ -2570,7 +2571,7 @@ class _Worker:
                 self.files.sync_with_dir(lease.path)
             self.move_leased(lease, "", "done")
         with suppress(FileNotFoundError):
-            # RACE (Model): another worker removes the directory of a lease that was attached
+            # RACE (Sharing): another worker removes the directory of a lease that was attached
             self.files.sync_dir(os.path.dirname(lease.path))
 
     def end_failed(self, task: FemtoTask, error: str | BaseException | None) -> None:
@@ -2649,8 +2650,8 @@ class _Worker:
         except BlockingIOError:
             return  # RACE (Keyed): another process holds the key's lock
         except FileNotFoundError:
-            # RACE (Model, storm.py): the holder settled the task first, or another worker reclaimed
-            # it. But if the lease still exists, the directory of the target is missing.
+            # RACE (Liveness, storm.py): the holder settled the task first, or another worker
+            # reclaimed it. But if the lease still exists, the directory of the target is missing.
             if self.files.exists(lease):
                 return
         orphans.pop(lease, None)
@@ -2696,7 +2697,7 @@ class _Worker:
         except FileNotFoundError:
             # a missing pending/ is disk trouble, and raises here
             self.files.dirs["pending"]
-            return False  # RACE (Model): another process retried or removed the task
+            return False  # RACE (Healed): another process retried or removed it
         self.files.sync_with_dir(target)
         return True
 
@@ -3090,7 +3091,7 @@ class _Maintenance:
         length_ns = self._worker.length_ns
         own = (self._worker.clock.boot, _DETACHED)
         if length_ns < _FOREVER_NS and entry.boot not in own:
-            # RACE (storm.py): another process settles or reclaims the task.
+            # RACE (Crash): another process settles or reclaims the task.
             with suppress(FileNotFoundError):
                 changed_ns = self._files.lstat(entry.path).st_ctime_ns
                 return 0 <= _wall_ns() - changed_ns < length_ns
@@ -3137,7 +3138,7 @@ class _Maintenance:
         for entry in self._files.find("creating", "checkpoints"):
             is_new = entry.directory == "creating"
             age_ns = _LEFTOVER_NS if is_new else _OLD_CHECKPOINT_NS
-            # RACE (LostReply): another process ends the push or the task.
+            # RACE (Crash): another process ends the push or the task.
             with suppress(FileNotFoundError):
                 changed_ns = self._files.lstat(entry.path).st_ctime_ns
                 if entry.stamp_ns < before_ns and changed_ns < _wall_ns() - age_ns:

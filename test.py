@@ -2982,6 +2982,18 @@ class Sharing(QueueCase):
         clock.advance(31)
         self.pop(self.queue("other"))
 
+    def test_task_is_done_though_the_directory_of_its_lease_is_removed_meanwhile(
+        self,
+    ) -> None:
+        """done() of an attached lease succeeds if another worker then removes its directory."""
+        other = self.queue("n2", sync_after_write=True, keep_done=False)
+        task = other.attach(leased(self.queue(detached=True)).path)
+        place = self.file("inflight-n1")
+        removed = at_call("unlink", "inflight-n1", lambda: os.rmdir(place), times=1)
+        with hooked(removed, after=True):
+            other.done(task)
+        self.assertEqual(self.states(), {})
+
     def test_errors_survive_pickling(self) -> None:
         """A pickled error keeps its message and its attributes."""
         for error in (
@@ -4960,6 +4972,23 @@ class Crash(PlainInterrupted):
         clock.advance(3700)
         q.pop()
         self.assertEqual(self.names("creating"), sorted(self.foreign))
+
+    def test_files_that_others_remove_during_check_are_no_findings(self) -> None:
+        """check() reports no file that another process removes meanwhile: an old file in creating/,
+        or a lease of another boot."""
+        q, ident = self.queue(), f"{10**18:020d}-{'0' * 16}"
+        for name in (
+            f"creating/{ident}",
+            f"inflight-n2/{10**18:020d}~1~ffffffff~{ident}",
+        ):
+            path = self.file(name)
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            with open(path, "wb"):
+                pass
+            gone = at_call("lstat", path, functools.partial(os.unlink, path), times=1)
+            with self.subTest(name), hooked(gone):
+                self.assertEqual(q.check(repair=True), [])
+            self.assertFalse(os.path.exists(path))
 
 
 class Faults(PlainInterrupted):
@@ -12003,6 +12032,16 @@ class Races(QueueCase):
             stopped.stop()
             gc.collect()
             self.assertTrue(TicketQueue(self.file("line"), stale_timeout).is_empty())
+
+    def test_due_task_that_another_worker_takes_first_is_no_error(self) -> None:
+        q, other = self.queue(), self.queue("n2")
+        self.clock().stand_still()  # no job comes due
+        self.assertIsNone(q.pop())
+        other.schedule(b"x", 0)
+        taken = at_call("move", "/scheduled/", lambda: self.pop(other), times=1)
+        with hooked(taken):
+            self.assertIsNone(q.pop())
+        self.assertEqual(self.states(), {"inflight-n2": 1})
 
     def test_repair_of_keys_that_finds_a_key_locked_is_repeated_soon(self) -> None:
         q, clock = self.queue(), self.clock()
