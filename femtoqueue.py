@@ -3020,6 +3020,10 @@ class _Maintenance:
         is_rested = self.next_s["enqueue"] <= time.monotonic() + _BASE_INTERVAL_S
         if (is_changed and is_rested) or _latest_due_ns() >= self._first_due_ns:
             wanted.append("enqueue")
+        if self._lease_dir.orphans:
+            wanted.append("reclaim")
+        if self.next_s["repair"] <= time.monotonic() + _BASE_INTERVAL_S:
+            wanted.append("repair")
         for what in wanted:
             self._run(what)
         if wanted:
@@ -3039,9 +3043,10 @@ class _Maintenance:
 
     def _look(self) -> None:
         self._lease_dir.ensure_open()
-        self._next_look_s = time.monotonic() + _LOOK_INTERVAL_S
         if self._files.exists("PAUSED"):
             self.drop_batch()
+        else:
+            self._next_look_s = time.monotonic() + _LOOK_INTERVAL_S
 
     def _list(self) -> None:
         if self._next_look_s:

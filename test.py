@@ -2162,7 +2162,11 @@ class Liveness(QueueCase):
         ):
             self.assertIsNone(starting.pop())
         quicker.done(taken[0])
-        self.assertEqual(self.states(), {"done": 1})
+        # The starting worker has locked the new directory, too.
+        task = leased(starting)
+        quicker.close()
+        starting.done(task)
+        self.assertEqual(self.states(), {"done": 2})
 
     def test_ctrl_c_in_a_pop_loses_no_lease_of_a_dead_worker(self) -> None:
         """After Ctrl-C at any system call of pop(), the leases of dead workers come back."""
