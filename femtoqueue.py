@@ -2301,172 +2301,122 @@ class _Batch:
 
 
 class _LeaseDir:
-    """The lease directory of one worker. The first listing of pending/ opens it, or a take(). If it
-    was removed or given up, a later listing opens it again.
-
-    RACE: another thread calls close() during a pop(). A claim and close() both hold the worker's
-    lock. If the claim came first, close() takes the task back, and the caller gets LeaseLost."""
+    """The lease directory of one worker. It is open while `_Files.dirs` has it."""
 
     def __init__(self, worker: _Worker) -> None:
         self._worker = worker
         self._files = worker.files
         self._clock = worker.clock
-        self._lock = worker.lock
         self.directory = f"inflight-{worker.node_id}"
-        # The leases to reclaim. The key is the path of the lease, and the value is the path to move
-        # the task back to. None: the place of its push.
+        self._boot = ""  # the <boot> of the leases
+        # The leases to reclaim, and the paths to move the tasks to. None: the place of the push.
         self.orphans: dict[str, str | None] = {}
         self.close_count = 0
-        # The lock of the directory. None: this object does not have the directory open.
-        self._held: _FileLock | None = None
+        self._held: _FileLock | None = None  # the lock of the directory
 
     # Opening
 
     def ensure_open(self) -> None:
-        """Open and lock the directory, unless it is open and still at its path. After an opening,
-        reclaim the orphans, such as the leases of an earlier process."""
-        with self._lock:
-            if self._held is None or not self._held.is_at_path():
+        """Open anew the directories that were replaced, and this worker's if it is not open."""
+        with self._worker.lock:
+            self._files.dirs.refresh()
+            if self.directory not in self._files.dirs:
                 self._open()
-                if self.orphans:
-                    self._worker.maintenance.try_to_run("reclaim")
 
     def _open(self) -> None:
-        # No pop() claims a task before the directory is open, even if this method raises.
+        # A pop() must raise what is raised here, before it loses the names.
         self._worker.batch.names = []
-        end_s = time.monotonic() + _LONG_WAIT_S
         for _ in range(_MAX_REPLACED):
             self._files.make_dir(self.directory)
             try:
-                lock = self._files.lock_dir(self.directory)
-            except (PermissionError, NotADirectoryError):  # another user's, or a link
-                self._use_another()
-                continue
-            except FileNotFoundError:
-                continue
-            try:
-                if self._try_to_hold(lock, end_s):
+                if self._hold():
                     return
-            finally:
-                # The last reference to the lock may be lost late: an exception that is kept
-                # somewhere keeps this frame alive. So close the lock here.
-                if lock is not self._held:
-                    lock.close()
-            # RACE: another process finds the directory empty and not locked, and removes it, after
-            # our make_dir() or before our lock. The next round makes it again.
+            except FileNotFoundError:
+                # RACE (KeyedInterrupted): another process removes the directory after make_dir()
+                continue
+            except (PermissionError, NotADirectoryError):
+                other = f"inflight-{os.getpid()}-{os.urandom(8).hex()}"
+                text = "%s can't be used by this user, or is locked by another process; using %s"
+                _log().warning(text, self.directory, other)
+                self.directory = other
         raise _os_error(_MISSING_ERRNOS[-1], f"{self._files.path}/{self.directory}")
 
-    def _use_another(self) -> None:
-        """Use a directory of another name, because another user has made or locked the one of our
-        node_id. The tasks in it stay there until they can be reclaimed."""
-        other = f"inflight-{os.getpid()}-{os.urandom(8).hex()}"
-        text = (
-            "%s can't be used by this user, or is locked by another process; using %s"
-        )
-        _log().warning(text, self.directory, other)
-        self.directory = other
-
-    def _try_to_hold(self, lock: _FileLock, end_s: float) -> bool:
-        """Take the shared lock of the directory, and keep the directory open. Return False if it
-        must be opened again."""
-        if not os.access(lock.prefix + ".", os.W_OK, dir_fd=lock.fd):
-            # another user has made it
-            self._use_another()
-            return False
-        # Another process holds the exclusive lock for a moment, to find out whether we live.
-        while (is_shared := lock.try_shared()) is False:
-            if time.monotonic() >= end_s:
-                self._use_another()
-                return False
-            time.sleep(_LOCK_PAUSE_S)
-        if is_shared is None:
-            # flock does not work for this process, so our leases must end by their deadlines only.
-            # With a random <boot>, no process whose flock works reclaims them as a dead worker's.
-            self._clock.boot = os.urandom(4).hex()
-        elif self._held is None and lock.try_exclusive() and lock.is_at_path():
-            # No other worker of our node_id uses the directory, so the leases in it are those of an
-            # earlier process. An error is ignored: the reclaim lists the directory, too. If this
-            # object has another lease directory open, a person may have moved the leases of our
-            # callers here.
-            with suppress(OSError):
-                leases = self._files.entries(self.directory)
-                for path in (it.path for it in leases if it.boot != _DETACHED):
-                    self.orphans.setdefault(path)
-        # RACE: try_exclusive() has dropped the shared lock, and another process takes the exclusive
-        # one. Or another process removes the directory between our open() and our lock.
-        if lock.try_shared() is False or not lock.is_at_path():
-            return False
-        # Not the descriptor of the lock: close() in another thread closes it during a read.
+    def _hold(self) -> bool:
+        """Lock the directory, and keep it open. Return False if it was replaced meanwhile. Raises
+        PermissionError if this user can't use it, or another process keeps it locked."""
+        lock = self._files.lock_dir(self.directory)
+        end_s = time.monotonic() + _LONG_WAIT_S
         try:
+            # RACE (Liveness): another process has the exclusive lock, to find out whether we live.
+            while (is_shared := lock.try_shared()) is False:
+                if time.monotonic() >= end_s:
+                    raise PermissionError
+                time.sleep(_LOCK_PAUSE_S)
+            if not os.access(lock.prefix + ".", os.W_OK, dir_fd=lock.fd):
+                raise PermissionError
+            if is_shared is None:
+                # With a random <boot>, no process whose flock works takes this worker for dead.
+                self._clock.boot = os.urandom(4).hex()
+            elif self._held is None and lock.try_exclusive() and lock.is_at_path():
+                # The leases of an earlier process. If this object has held another directory, a
+                # person may have moved its leases here.
+                with suppress(OSError):
+                    self._worker.reclaim_all(self.directory)
+            self._boot = _DETACHED if self._worker.detached else self._clock.boot
+            # Not the descriptor of the lock: close() in another thread closes it during a read.
             opened = self._files.dirs.open(self.directory)
-        except FileNotFoundError:  # a person has removed the empty directory
-            return False
-        if not os.path.samestat(opened.status(), lock.status()):
-            return False
-        # The old lock is closed here, with its last reference. If a person moves the old directory
-        # back before, the old lock still shows other workers that its leases are in use.
-        self._held = lock
-        self._files.dirs[self.directory] = opened
-        return True
+            # RACE (Liveness): try_exclusive() has dropped the shared lock, and another process
+            # takes the exclusive one. Or it removed the directory before our lock.
+            if lock.try_shared() is not False and lock.is_at_path():
+                self._held = lock
+                self._files.dirs[self.directory] = opened
+        finally:
+            if lock is not self._held:
+                lock.close()
+        return lock is self._held
 
     # Claiming
 
     def claim(self, directory: str, name: str, lease: _Lease) -> bool:
-        """Rename a waiting task into the locked lease directory. Return False if the task is no
-        longer at directory/name, or if the lease directory is not open or no longer exists.
-
-        The caller holds the worker's lock. `lease.path` is set before the rename, so that an error
-        can be undone although the rename may have been done."""
+        """Rename a waiting task into the lease directory. Return False if the task has gone, or the
+        directory is not open. The caller holds the worker's lock. It undoes the claim after any
+        exception, which may come after the rename."""
         attempts = min(_attempts_of(name) + 1, _MAX_ATTEMPTS) if "~" in name else 1
-        boot = _DETACHED if self._worker.detached else self._clock.boot
         deadline_ns = (
             int(time.monotonic() * 1e9) + self._clock.anchor_ns + lease.length_ns
         )
-        new_name = f"0{deadline_ns}~{attempts}~{boot}~{name[-_ID_LENGTH:]}"
+        new_name = f"0{deadline_ns}~{attempts}~{self._boot}~{name[-_ID_LENGTH:]}"
         lease.name = new_name
         lease.path = f"{self.directory}/{new_name}"
         lease.source = f"{directory}/{name}"
-        held = self._held
+        dirs = self._files.dirs
+        held = dirs.get(self.directory)
+        if held is None:
+            # RACE (LeaseDirectoryLost): another process has moved or removed the directory.
+            return False
         try:
-            if held is None or self.directory not in self._files.dirs:
-                # RACE: another thread calls close() before our caller gets the worker's lock. Or
-                # the directory has not been opened yet, or is no longer at its path.
-                return False
-            where = self._files.dirs[directory]
-            old, new = where.prefix + name, held.prefix + new_name
-            # CRASH: after the rename, the task is leased, and the name counts this attempt. TOPIC:
-            # how a lease ends.
+            where = dirs[directory]
+            old = where.prefix + name
+            new = held.prefix + new_name
+            # CRASH (Crash, faults.py): after the rename, the task is leased, and the name counts
+            # this attempt.
             os.rename(old, new, src_dir_fd=where.fd, dst_dir_fd=held.fd)
         except OSError as error:
-            # RACE: another process moves the task first, or removes our lease directory.
-            if error.errno == errno.ENOENT:
+            # RACE (Concurrency, LeaseDirectoryLost): another process moves the task first, or
+            # removes our lease directory.
+            if error.errno in _MISSING_ERRNOS:
                 return False
             if error.errno in (errno.EPERM, errno.EACCES):
                 error.task_id = _id_of(name)  # type: ignore[attr-defined]
                 self._worker.batch.bar(_id_of(name))
-            if error.errno not in _MISSING_ERRNOS:
-                raise self._files.named(error, lease.source, lease.path) from None
-            self._worker.maintenance.drop_batch()  # ESTALE: our directory was removed
-            return False
+            raise self._files.named(error, lease.source, lease.path) from None
         return True
-
-    def undo_claim(self, lease: _Lease, target: str) -> None:
-        """Move a claimed task to `target`, because no caller will get the task. If the rename
-        fails, the lease becomes an orphan: the next reclaim moves the task to `target`."""
-        with self._lock:
-            try:
-                # CRASH: before the rename, the task is leased, and the delivery is counted.
-                self._files.move(lease.path, target)
-            except OSError:
-                # The claim was not done, close() reclaimed the lease, a person moved the task, or
-                # the disk failed.
-                self.orphans[lease.path] = target
 
     # Closing
 
     def give_up(self) -> None:
-        """Close the lease directory. If no other object holds its lock, reclaim the leases in it,
-        except detached ones, and remove it if it is empty. Without flock, all leases stay."""
+        """Close the directory. If no other object holds its lock, reclaim its leases, except
+        detached ones, and remove it if it is empty."""
         self._worker.maintenance.drop_batch()
         self._files.dirs.pop(self.directory, None)
         lock, self._held = self._held, None
@@ -2493,7 +2443,7 @@ class _LeaseDir:
 #    publish      _Files.publish               creating/<id>     pending/, scheduled/
 #    due          _Worker.enqueue_scheduled    scheduled/        pending/<now>~<n>~<id>
 #    claim        _LeaseDir.claim              where it waits    inflight-<node>/
-#    undo         _LeaseDir.undo_claim         inflight-<node>/  where it waited, or the back
+#    undo         _Consumer._undo_claim        inflight-<node>/  where it waited, or the back
 #    finish       _Worker.finish               inflight-<node>/  done/<id>, or removed
 #    fail         _Worker.end_failed           inflight-<node>/  failed/<id>
 #    release      _Worker.requeue              inflight-<node>/  pending/ or scheduled/
@@ -2512,9 +2462,9 @@ class _LeaseDir:
 #
 #    Invariant: the rename (or unlink) commits the change, and for the holder of a lease it also
 #    tests the fence. The reason in failed/ and the file in checkpoints/ are changed only after it.
-#    So a worker that lost its lease changes neither.
 #    Lock: a thread holds the worker's lock while it claims, renews, settles or reclaims a task, but
-#    not while it reads or writes a payload for a caller.
+#    not while it reads or writes a payload for a caller. For a task with a key, the lock of the key
+#    is enough to settle it.
 # ==================================================================================================
 
 
@@ -2536,46 +2486,41 @@ class _Worker:
         self.lease_dir: _LeaseDir = lease_dir_class(self)
         self.keys: _Keys = keys_class(self)
         self.maintenance = _Maintenance(self)
-        self.delivery = _Delivery(self)
         self.waits = _Waits(self)
         self.renewer = _LeaseRenewer(self)
 
     def note_arrival(self, path: str) -> None:
-        """Tell the batch or the maintenance that this process has put a task at `path`."""
+        """Take notice that this process has put a task at `path`."""
         if path.startswith("pending/"):
             self.batch.add(path)
         elif path.startswith("scheduled/"):
             self.maintenance.note_due(_stamp_of(path))
 
     def move_task(self, source: str, target: str, until_s: float = _FOREVER_S) -> str:
-        """Move a task's file; target "" removes the file. Return the new path, which may differ
-        from `target` if the task has a key. until_s: as in _Keys.lock()."""
+        """Move a task's file, and return its path, which may be another for a task with a key.
+        target "": remove the file. until_s: as in _Keys.lock()."""
         if _is_keyed(_id_of(source)):
             return self.keys.move_keyed(source, target, until_s)
         return self.files.move(source, target)
 
     def back_path(self, path: str, attempts: int) -> str:
-        """Return the path that a task gets at the back of pending/: the order is new."""
         return f"pending/{_task_name(self.clock.next_order(), attempts, _id_of(path))}"
 
     # From in flight, by the holder of the lease
 
     def move_leased(self, lease: _Lease, target: str, outcome: str = "") -> str:
-        """Rename the file of a leased task, for the holder of the lease, and return the new path.
-
-        outcome: the field of WorkCounts that counts the delivery, or "" if the delivery goes on.
-        Raises LeaseLost if the file of the lease is gone: the rename tests the fence. If an OSError
-        comes from a later step, such as the promotion of the payload behind a task, the task has
-        moved."""
+        """Rename the file of a leased task, for its holder, and return the new path. outcome: the
+        field of WorkCounts that counts the delivery, or "" if it goes on. Raises LeaseLost. After
+        an OSError of a later step, the task has moved."""
         ident = lease.path[-_ID_LENGTH:]
         is_keyed = ident[21] > "7"  # inlined: a call would be 3 % of done()
-        with self.keys.lock(ident[-_TAG_LENGTH:]) if is_keyed else self.lock, self.lock:
+        with self.keys.lock(ident[-_TAG_LENGTH:]) if is_keyed else self.lock:
             try:
-                # RACE: a renewal in another thread changes lease.path before the locks are held.
+                # RACE (Model): another worker moves the file first
                 move = self.keys.move_keyed if is_keyed else self.files.move
                 gone_to = move(lease.path, target)
             except FileNotFoundError:
-                # A missing data_dir or state directory is disk trouble: dir() raises for it.
+                # a missing data_dir or state directory is disk trouble, and raises here
                 directory = os.path.dirname(target)
                 self.files.dirs[directory if directory in _STATE_DIRS else "pending"]
                 raise self.lease_lost(lease) from None
@@ -2585,7 +2530,6 @@ class _Worker:
         return gone_to
 
     def lease_lost(self, lease: _Lease) -> LeaseLost:
-        """Return the LeaseLost to raise for a lease."""
         late_ns = -self.left_ns(lease.path)
         if lease.outcome:
             why = f"this delivery has ended before; its outcome was: {lease.outcome}"
@@ -2596,12 +2540,8 @@ class _Worker:
         return LeaseLost(_id_of(lease.path), late_ns >= 0, why)
 
     def finish(self, task: FemtoTask) -> None:
-        """Move a leased task to done/. If keep_done is False or 0, remove the task instead. Raises
-        LeaseLost.
-
-        If done/ can't take the file, because the disk is full, or another user's file or directory
-        has its name, the task is removed, too. A task that stayed leased would run again and
-        again."""
+        """Move a leased task to done/. With keep_done=False, or if done/ can't take it, remove it:
+        it would run again and again. Raises LeaseLost."""
         lease = _lease_of(task)
         if self.keep_done:
             try:
@@ -2609,13 +2549,9 @@ class _Worker:
                     lease, f"done/{lease.path[-_ID_LENGTH:]}", "done"
                 )
             except OSError as error:
-                # If the lease is gone, the rename has succeeded, and only a later step failed.
-                is_refused = error.errno in (
-                    *_OUT_OF_SPACE_ERRNOS,
-                    errno.EISDIR,
-                    errno.EPERM,
-                )
-                if not is_refused or not self.files.exists(lease.path):
+                # If the lease is gone, only a step after the rename has failed.
+                refused = (*_OUT_OF_SPACE_ERRNOS, errno.EISDIR, errno.EPERM)
+                if error.errno not in refused or not self.files.exists(lease.path):
                     raise
                 text = "task %s is done, and removed: done/ can't take it: %s"
                 _log().warning(text, _id_of(lease.path), error)
@@ -2623,33 +2559,27 @@ class _Worker:
                 if self.files.is_durable:
                     self.files.sync_with_dir(gone_to)
                 return
-        # Sync the lease before the unlink: this makes the rename of the claim durable. The thread
-        # holds the locks during both steps, so that no renewal renames the file between them.
+        # TOPIC: syncs. No renewal renames the file between the two steps.
         with self.keys.lock_of(lease.path), self.lock:
             with suppress(FileNotFoundError):  # then move_leased() raises LeaseLost
                 self.files.sync_with_dir(lease.path)
             self.move_leased(lease, "", "done")
         with suppress(FileNotFoundError):
-            # the directory of another worker, removed meanwhile
+            # RACE (Sharing): another worker removes the directory of a lease that was attached
             self.files.sync_dir(os.path.dirname(lease.path))
 
     def end_failed(self, task: FemtoTask, error: str | BaseException | None) -> None:
-        """Move a leased task to failed/, and put the reason into failed/<id>.error. Raises
-        LeaseLost."""
         lease = _lease_of(task)
         ident = _id_of(lease.path)
         with nullcontext("") if error is None else self._new_reason(error) as path:
             target = self._failed_path(lease.path)
             self.move_leased(lease, target, "failed")
-            # The rename comes before the reason, because it tests the fence. CRASH: the task is in
-            # failed/, without a reason, or with an older one if a person has moved the task out of
-            # failed/ before.
+            # CRASH (faults.py): the task is in failed/, without a reason, or with an older one.
             self._put_reason(ident, path)
         self.files.sync_with_dir(target)
 
     def _failed_path(self, source: str) -> str:
-        """Return the path in failed/ for a task: failed/<id>, or a name with its order in front if
-        another user has made a file or a directory of this name."""
+        """Return failed/<id>, or a name with the order in front if that one is taken."""
         ident = _id_of(source)
         short = f"failed/{ident}"
         with _ignore_missing():
@@ -2658,15 +2588,12 @@ class _Worker:
         return short
 
     def _put_reason(self, ident: str, path: str) -> None:
-        """Put the file of a reason into failed/; "" stands for no reason. A person may have moved
-        the task out of failed/ before, but not its older reason."""
+        """Put a reason into failed/. If its path is "", remove an older one."""
         self.files.unlink_if_exists(f"failed/{ident}.error")
         if path:
             self.files.move(path, f"failed/{ident}.error")
 
     def _new_reason(self, error: str | BaseException) -> AbstractContextManager[str]:
-        """Return a context manager that writes a reason to a file in creating/ and yields the path.
-        An exception is written with its traceback, except a _CommandFailed."""
         if isinstance(error, str):
             text = error
         elif isinstance(error, _CommandFailed):
@@ -2677,7 +2604,6 @@ class _Worker:
         return self.files.replacement(f"{self.clock.new_id()}.error", content)
 
     def requeue(self, task: FemtoTask, target: str) -> None:
-        """Give a leased task back, so that it waits at `target`. Raises LeaseLost."""
         gone_to = self.move_leased(_lease_of(task), target, "released")
         self.note_arrival(gone_to)
         self.files.sync_with_dir(gone_to)
@@ -2685,11 +2611,8 @@ class _Worker:
     def renew(
         self, task: FemtoTask, length_ns: int | None = None, until_s: float = _FOREVER_S
     ) -> None:
-        """Give a lease a new deadline: rename its file, and store the new path in the task's
-        _Lease. Raises LeaseLost.
-
-        length_ns: the time from now to the new deadline. None: the lease's own length, or the time
-        to the old deadline if that is longer. until_s: as in _Keys.lock()."""
+        """Give a lease a new deadline, after length_ns. None: its own length, or the time to the
+        old deadline if that is longer. until_s: as in _Keys.lock(). Raises LeaseLost."""
         lease = _lease_of(task)
         with self.keys.lock_of(lease.path, until_s), self.lock:
             if length_ns is None:
@@ -2699,7 +2622,7 @@ class _Worker:
             try:
                 lease.path = self.move_leased(lease, path)
             except BaseException:
-                # An exception such as Ctrl-C may have come after the rename.
+                # Ctrl-C may have come after the rename.
                 with suppress(OSError):
                     if self.files.exists(path):
                         lease.path = path
@@ -2711,37 +2634,32 @@ class _Worker:
     # From in flight, by others
 
     def reclaim(self, lease: str) -> None:
-        """Put back a task whose lease is past its deadline, is an orphan, or is of a dead or closed
-        worker: to the path in `orphans`, or else to the place of its push, counted.
-
-        The lease gets an entry in `orphans` before the move. If the move fails, the entry stays,
-        and the next reclaim tries again."""
+        """Put a task back: to the path in `orphans`, or else to the place of its push. If the move
+        fails, the lease stays in `orphans`."""
         orphans = self.lease_dir.orphans
         orphans[lease] = source = orphans.get(lease)
         target = source or _push_place(_id_of(lease), _attempts_of(lease))
         try:
             self.note_arrival(self.move_task(lease, target, 0))
         except BlockingIOError:
-            # RACE: another process holds the key's lock. The next reclaim tries again.
-            return
+            return  # RACE (Keyed): another process holds the key's lock
         except FileNotFoundError:
-            # RACE: the holder settled the task first, or another worker reclaimed the task. But if
-            # the lease still exists, the directory of the target is missing.
+            # RACE (Liveness, storm.py): the holder settled the task first, or another worker
+            # reclaimed it. But if the lease still exists, the directory of the target is missing.
             if self.files.exists(lease):
                 return
         orphans.pop(lease, None)
 
     def reclaim_all(self, directory: str, boot: str = "") -> None:
-        """Reclaim the leases in a lease directory, except detached leases. The caller holds the
-        exclusive lock of the directory. boot: only the leases of this boot, if given."""
+        """Reclaim the leases in a directory (those of one boot), except detached ones. The caller
+        holds the exclusive lock of the directory."""
         leases = [it for it in self.files.entries(directory) if it.boot != _DETACHED]
         _for_each(self.reclaim, [it.path for it in leases if boot in ("", it.boot)])
 
     # To failed/, and back
 
     def quarantine(self, source: str, reason: str) -> None:
-        """Make a dead letter of a task that cannot be delivered, and log the reason. Raises OSError
-        if the task cannot be moved to failed/."""
+        """Make a dead letter of a task, and log the reason. Raises OSError if it can't be moved."""
         ident = _id_of(source)
         target = self._failed_path(source)
         try:
@@ -2749,9 +2667,7 @@ class _Worker:
         except FileNotFoundError:
             if self.files.exists(source):
                 raise
-            return  # RACE: another worker took the task, or quarantined it first
-        # An error while the reason is written is ignored: the task is in failed/, the log has the
-        # reason, and pop() must go on with the next task.
+            return  # RACE (Faults): another worker or a person moved it first
         with suppress(OSError):
             with self._new_reason(reason) as path:
                 self._put_reason(ident, path)
@@ -2760,41 +2676,34 @@ class _Worker:
         _log().error("task %s is in failed/: %s", ident, reason)
 
     def requeue_failed(self, source: str) -> bool:
-        """Put a failed task at the back of pending/, with its attempts at 0. Return False if the
-        task is no longer in failed/. Raises KeyInFlight if its key has another task."""
+        """Put a failed task at the back of pending/, for a first attempt. Return False if it is
+        gone. Raises KeyInFlight if its key has another task."""
         ident = _id_of(source)
         target = self.back_path(source, 0)
         try:
             with self.keys.lock_of(ident):
                 if _is_keyed(ident):
                     self.keys.reserve(source, target)
-                # Remove the reason before the rename. After the rename, another worker may claim
-                # the task and write a new reason, which must stay. CRASH: the task is in failed/,
-                # without a reason.
+                # RACE (storm.py): after the rename, another worker may write a new reason. CRASH
+                # (faults.py): the task is in failed/ without a reason.
                 self.files.unlink_if_exists(f"failed/{ident}.error")
                 self.move_task(source, target)
         except FileNotFoundError:
-            # a missing pending/ is disk trouble: dir() raises for it
+            # a missing pending/ is disk trouble, and raises here
             self.files.dirs["pending"]
-            return False  # RACE: another process retried or removed the task
+            return False  # RACE (Healed): another process retried or removed it
         self.files.sync_with_dir(target)
         return True
 
     # From scheduled/
 
     def enqueue_scheduled(self, source: str) -> None:
-        """Move a due task to the back of pending/.
-
-        In a durable queue, the move is synced. Without this sync, a later push may sync pending/
-        alone. After power loss, btrfs then showed the task in both pending/ and scheduled/."""
+        """Move a due task to the back of pending/. Without the sync, a later push may sync pending/
+        alone. After power loss, btrfs then showed the task in scheduled/, too."""
         target = self.back_path(source, _attempts_of(source))
-        try:
+        # RACE (Races, Keyed): another worker moves the task first, or holds the lock of its key.
+        with suppress(FileNotFoundError, BlockingIOError):
             self.files.sync_with_dir(self.move_task(source, target, 0))
-        except FileNotFoundError:
-            pass  # RACE: another worker moved the task first
-        except BlockingIOError:
-            # RACE: another process holds the lock of the key.
-            self.maintenance.sooner("enqueue", _LOOK_INTERVAL_S)
 
 
 # ==================================================================================================
@@ -2802,76 +2711,64 @@ class _Worker:
 #
 #    TOPIC: one pop(). The system calls stand in brackets.
 #    1. _Maintenance.run_due(), if some maintenance is due.
-#    2. The oldest name of the batch; if the batch is empty, _Maintenance.refill() lists pending/
-#       [open, getdents, close], and every 0.1 s looks at PAUSED and at the directories [stat].
+#    2. The oldest name of the batch; if it is empty, _Maintenance.refill() lists pending/ [open,
+#       getdents, close], and every 0.1 s looks at PAUSED and at the directories [stat].
 #    3. _LeaseDir.claim() [rename]. If another worker was first, begin again.
-#    4. _deliver(): read the record [open, read, close], and compare the checksum. For a task with a
-#       key: _Keys.to_deliver() [readlink, stat]. For a second delivery: the checkpoint [stat].
+#    4. _deliver(): read the record [open, read, close]. For a task with a key: _Keys.to_deliver()
+#       [readlink, stat]. For a second delivery: the checkpoint [stat].
 #
-#    TOPIC: close() while another thread of this object waits for a task. close() runs under the
-#    worker's lock, so that no claim runs at the same time. It adds 1 to `close_count`, wakes all
-#    waits, and ends all leases of the object. A wait that sees another `close_count` ends. A pop()
-#    that has just claimed a task returns it, and the next call for this task says LeaseLost.
+#    TOPIC: close() while another thread of this object waits for a task. Under the worker's lock,
+#    close() adds 1 to `close_count`, which ends all waits, and ends all leases. A pop() that has
+#    just claimed a task returns it, and the next call for this task says LeaseLost.
 # ==================================================================================================
 
-# after every 64th lost claim, a pop() checks that its lease directory is there
-_LOSSES = 64
-# How many times, at most, to look for a task if the claims of those that were found fail.
+# the listings of one call, if the claims of all that were found fail
 _MAX_LISTINGS = 8
 
 
-class _Delivery:
-    """Takes tasks for one worker."""
+def _is_passing(error: BaseException) -> bool:
+    """Say whether an error has nothing to do with the task. One without errno is the exception of a
+    signal handler."""
+    passing = (None, *_MISSING_ERRNOS, *_TRANSIENT_ERRNOS)
+    return getattr(error, "errno", None) in passing
 
-    def __init__(self, worker: _Worker) -> None:
-        self._worker = worker
-        self._files = worker.files
-        self._lock = worker.lock
-        self._batch = worker.batch
-        self._lease_dir = worker.lease_dir
-        self._maintenance = worker.maintenance
-        self._max_attempts = worker.max_attempts
-        self._anchor_ns = worker.clock.anchor_ns
+
+class _Consumer(_Worker):
+    """A worker that takes tasks."""
 
     def take_oldest(self, length_ns: int) -> FemtoTask | None:
-        """Run the maintenance that is due, lease the oldest task, and return the task.
-
-        Returns None if there is no task to deliver, if the queue is paused, or if no task of
-        _MAX_LISTINGS listings could be delivered. Raises the OSError of the maintenance if no task
-        waits."""
-        batch = self._batch
-        close_count = self._lease_dir.close_count
-        listings = losses = 0
+        """Run the maintenance that is due, and lease the oldest task. Return None if none waits, or
+        if the queue is paused. Raises the OSError of the maintenance if no task waits."""
+        batch = self.batch
+        close_count = self.lease_dir.close_count
+        listings = 0
         while True:
-            if time.monotonic() >= self._maintenance.wake_s:
-                self._maintenance.run_due()
-            lease, name, is_claimed = _Lease(), "", False
+            if time.monotonic() >= self.maintenance.wake_s:
+                self.maintenance.run_due()
+            lease = _Lease()
             lease.length_ns = length_ns
             try:
-                with self._lock:
-                    if batch.names:
-                        name = batch.names.pop()
-                        is_claimed = self._lease_dir.claim("pending", name, lease)
-                if is_claimed and (task := self._deliver(lease)):
+                with self.lock:
+                    if not batch.names:
+                        if listings:
+                            # other workers won all claims, or our lease directory is gone
+                            self.maintenance.drop_batch()
+                        listings += 1
+                        # RACE (InterruptedDelivery): another thread calls close() during run_due().
+                        is_closed = self.lease_dir.close_count != close_count
+                        if is_closed or listings > _MAX_LISTINGS:
+                            return None
+                        if not self.maintenance.refill():
+                            return None
+                    name = batch.names.pop()
+                    is_claimed = self.lease_dir.claim("pending", name, lease)
+                if not is_claimed:
+                    batch.correct_after_loss(f"pending/{name}")
+                elif task := self._deliver(lease):
                     return task
             except BaseException as error:
-                self._undo_after_error(lease, error)
+                self._undo_claim(lease, error)
                 raise
-            if not name:
-                if listings:
-                    # No task of the last listing could be delivered: other workers won the claims,
-                    # or our lease directory is gone. So the next listing looks at the directory.
-                    self._maintenance.drop_batch()
-                listings += 1
-                if listings > _MAX_LISTINGS or not self._maintenance.refill(
-                    close_count
-                ):
-                    return None
-            elif not is_claimed:
-                losses += 1
-                if losses % _LOSSES == 0:
-                    self._lease_dir.ensure_open()
-                batch.correct_after_loss(f"pending/{name}")
 
     def take_named(
         self,
@@ -2881,126 +2778,120 @@ class _Delivery:
         until_s: float = 0,
         even_paused: bool = False,
     ) -> FemtoTask | None:
-        """Run the maintenance that is due, lease the waiting task of a key or of an id, and return
-        the task.
-
-        tag: the hash of the key, or "" if `ident` is given. until_s: as in _Keys.lock(). Returns
-        None if there is no such task, if it cannot be claimed now, if the lock of the key is not
-        free in time, or (without even_paused) if the queue is paused."""
-        if time.monotonic() >= self._maintenance.wake_s:
-            self._maintenance.run_due()
-        keys = self._worker.keys
-        if tag and not keys.may_have_task(tag):
+        """Run the maintenance that is due, and lease the waiting task of an id, or of a key with
+        this tag. Return None if no such task can be claimed by the time until_s (see
+        _Keys.lock()), or if the queue is paused."""
+        if time.monotonic() >= self.maintenance.wake_s:
+            self.maintenance.run_due()
+        if tag and not self.keys.may_have_task(tag):
             return None
-        if not even_paused and self._files.exists("PAUSED"):
+        if not even_paused and self.files.exists("PAUSED"):
             return None
-        for number in range(_MAX_LISTINGS):
-            if number:
-                # The last round delivered no task, perhaps because our lease directory is gone, or
-                # is not open.
-                self._lease_dir.ensure_open()
+        for _ in range(_MAX_LISTINGS):
             lease = _Lease()
             lease.length_ns = length_ns
             try:
-                with keys.lock_of(ident or _new_name(0, tag), until_s):
+                with self.keys.lock_of(ident or _new_name(0, tag), until_s):
                     path = self._path_to_take(tag, ident)
-                    with self._lock:
-                        directory, _, name = path.partition("/")
-                        is_claimed = path != "" and self._lease_dir.claim(
-                            directory, name, lease
-                        )
-                    task = self._deliver(lease) if is_claimed else None
-                if task is not None or not path:
-                    return task
-                # RACE: another worker's pop() claims the task after _path_to_take(), and the next
-                # round sees the task in flight.
+                    if not path:
+                        return None
+                    directory, _, name = path.partition("/")
+                    # RACE (Lifecycle): another worker's pop() claims the task here, and the next
+                    # round sees the task in flight.
+                    with self.lock:
+                        is_claimed = self.lease_dir.claim(directory, name, lease)
+                    if is_claimed and (task := self._deliver(lease)):
+                        return task
             except BaseException as error:
-                self._undo_after_error(lease, error)
+                self._undo_claim(lease, error)
                 if not isinstance(error, BlockingIOError):
                     raise
-                # RACE: another process holds the lock of the key, such as the push() whose rename
-                # has woken this take_async(). The release of the lock wakes nobody, so look soon.
-                self._maintenance.wake_by(time.monotonic() + _LONGEST_LOCK_PAUSE_S)
+                # RACE (Races): another process holds the lock of the key, such as the push() that
+                # has woken this take_async(). The release of the lock wakes nobody.
+                self.maintenance.sooner("look", _LONGEST_LOCK_PAUSE_S)
                 return None
+            # perhaps our lease directory is gone, or was never opened
+            self.lease_dir.ensure_open()
         return None
 
     def _path_to_take(self, tag: str, ident: str) -> str:
-        """Return the path from which the task of a key or an id can be claimed, or "". A task that
-        is not due can be claimed by id, but not by key."""
+        """Return the path of the waiting task, or "". By key, a task that is not due is none."""
         if ident:
-            entry = self._files.find_id(ident, "scheduled", "pending")
+            entry = self.files.find_id(ident, "scheduled", "pending")
             return entry.path if entry else ""
-        path, _ = self._worker.keys.find(tag)
+        path, _ = self.keys.find(tag)
         is_later = path.startswith("scheduled/") and _stamp_of(path) > _latest_due_ns()
         return "" if is_later or path.startswith("inflight-") else path
 
     def _deliver(self, lease: _Lease) -> FemtoTask | None:
-        """Read a task that was just claimed, and return it. Returns None if there is nothing to
-        deliver: the task became a dead letter, it waits again, or the lease is gone."""
-        path, waiting = lease.path, lease.source
+        """Read a claimed task, and return it. Return None if it became a dead letter, waits again,
+        or is gone."""
+        path = lease.path
+        waiting = lease.source
         ident = path[-_ID_LENGTH:]
-        before = _attempts_of(waiting) if "~" in waiting else 0
-        if self._max_attempts is not None and before >= self._max_attempts:
-            # The last delivery ended without done() or fail(): the worker was killed.
+        before = 0
+        if "~" in waiting:
+            before = _attempts_of(waiting)
+        if self.max_attempts is not None and before >= self.max_attempts:
             why = f"delivered {before} times without done() or fail(): max_attempts reached"
-            self._worker.quarantine(path, why)
+            self.quarantine(path, why)
             return None
         data = None
         try:
-            data, key = self._files.read(self._lease_dir.directory, lease.name, ident)
-            payload = data if key is None else self._worker.keys.to_deliver(lease, data)
+            data, key = self.files.read(self.lease_dir.directory, lease.name, ident)
+            payload = data if key is None else self.keys.to_deliver(lease, data)
         except CorruptTask as error:
-            self._worker.quarantine(path, error.reason)
+            self.quarantine(path, error.reason)
             return None
-        except FileNotFoundError:
-            # A person moved the lease, or the lease directory.
-            self._maintenance.drop_batch()
-            self._lease_dir.undo_claim(lease, waiting)
+        except FileNotFoundError as error:
+            # a person moved the lease, or the lease directory
+            self.maintenance.drop_batch()
+            self._undo_claim(lease, error)
             return None
         except (OSError, MemoryError) as error:
-            # A MemoryError counts as EFBIG. If a signal handler raised the error, errno is None.
-            code = getattr(error, "errno", errno.EFBIG)
-            passing = (None, errno.EINTR, *_MISSING_ERRNOS, *_TRANSIENT_ERRNOS)
-            is_locked = isinstance(error, BlockingIOError)  # the file, or the key
-            if is_locked or (data is None and code not in passing):
+            # the file or the key is locked, or the task is too large
+            is_its_own = isinstance(error, (BlockingIOError, MemoryError))
+            if is_its_own or (data is None and not _is_passing(error)):
                 error.task_id = ident  # type: ignore[union-attr]
             raise
         if payload is None:
             return None
-        task = FemtoTask(ident, payload, before + 1, key, lease, self._anchor_ns)
+        task = FemtoTask(ident, payload, before + 1, key, lease, self.clock.anchor_ns)
         if "~" in waiting:  # only such a task may have been delivered before
-            task.checkpoint = _read_checkpoint(self._worker, ident, payload)
+            task.checkpoint = _read_checkpoint(self, ident, payload)
             lease.has_checkpoint = task.checkpoint is not None
         return task
 
-    def _undo_after_error(self, lease: _Lease, error: BaseException) -> None:
-        """Undo a claim after an error, by this table:
+    def _undo_claim(self, lease: _Lease, error: BaseException) -> None:
+        """Undo a claim after an error, by this table. A task from scheduled/ goes where it was.
 
         error                                   where the task goes       counted
-        of this task alone (task_id)            the back of pending/      yes, but not if another
-                                                                          process has a lock
+        of this task alone (task_id)            the back of pending/      yes, unless it is locked
         another OSError, but not a passing one  the back of pending/      no
-        any other, such as Ctrl-C               where it was              no
-
-        A task from scheduled/ goes where it was. At the back, it does not block other tasks."""
+        any other, such as Ctrl-C               where it was              no"""
         if not lease.path:
             return
         place = lease.source
         is_its_own = hasattr(error, "task_id")
-        is_passing = getattr(error, "errno", None) in (None, *_TRANSIENT_ERRNOS)
-        if place.startswith("pending/") and (is_its_own or not is_passing):
+        if place.startswith("pending/") and (is_its_own or not _is_passing(error)):
             is_counted = is_its_own and not isinstance(error, BlockingIOError)
             counted = _attempts_of(lease.path if is_counted else place)
-            place = self._worker.back_path(place, counted)
-        self._lease_dir.undo_claim(lease, place)
-        if not is_its_own:  # else a later listing shows the task
-            self._worker.note_arrival(place)
+            place = self.back_path(place, counted)
+        with self.lock:
+            try:
+                # CRASH (faults.py): before the rename, the task is leased, and counted.
+                self.files.move(lease.path, place)
+            except OSError:
+                # The claim was not done, close() was first, or the disk failed.
+                self.lease_dir.orphans[lease.path] = place
+        self.note_arrival(place)
 
 
 # ==================================================================================================
 # 12. Maintenance: what pop() and take() do periodically beside taking a task. One schedule says
 #    what is done when: `next_s`.
 #
+#    look       look at PAUSED, and whether the directories are those at their names
 #    enqueue    move due tasks from scheduled/ to pending/
 #    reclaim    take back the leases that have ended
 #    repair     promote the payloads in keys/ whose task is gone
@@ -3009,20 +2900,17 @@ class _Delivery:
 #    list       list pending/ again, although the batch is not empty: another process may have put
 #               an older task there
 #
-#    Before a listing, and at each run, a look at PAUSED and at the directories comes first, at most
-#    every 0.1 s. If no process calls pop() or take(), nothing is done.
+#    If no process calls pop() or take(), nothing is done.
 #    Invariant: an OSError of the maintenance never stops deliveries. If no task waits, pop()
-#    repeats what failed, and raises the OSError if it fails again. An error of one file is logged
-#    once.
+#    repeats what failed, and raises the OSError if it fails again.
 #
-#    TOPIC: how a lease ends without its holder. Each of these events leads to _Worker.reclaim().
-#    The task then returns to the place of its push, and the delivery counts as an attempt.
-#    - The deadline has passed: _reclaim_from() of any worker. For a lease of another clock, the
-#      deadline alone is not enough: _renewed_recently().
+#    TOPIC: how a lease ends without its holder. _Worker.reclaim() moves the task back to the place
+#    of its push, and the delivery counts as an attempt, in these cases:
+#    - The deadline has passed: _reclaim_from() of any worker.
 #    - The process of the worker is dead. Another worker of the same boot gets the lock of its
-#      directory: _reclaim_if_dead(), every _BASE_INTERVAL_S or more often.
+#      directory: _reclaim_if_dead().
 #    - A worker starts under the same node_id, and no other object lives under it:
-#      _LeaseDir._try_to_hold().
+#      _LeaseDir._hold().
 #    - The queue object is closed, and no other object lives under its node_id: _LeaseDir.give_up().
 #    - The lease is an orphan. The next reclaim of the same worker moves the task.
 #    A detached lease ends by its deadline only. So does every lease where there is no flock, and
@@ -3030,172 +2918,114 @@ class _Delivery:
 # ==================================================================================================
 
 _BASE_INTERVAL_S = 0.4  # between two looks for due tasks and dead workers
-_REPAIR_INTERVAL_S = 600.0
+_REPAIR_INTERVAL_S = 30.0
 _LONGEST_PAUSE_S = 20.0
-_LEFTOVER_NS = 3600 * 10**9  # a file in creating/ may be stale after this time
+_LEFTOVER_NS = 3600 * 10**9  # a file in creating/ is stale after this time
 _OLD_CHECKPOINT_NS = 30 * 86400 * 10**9
 # an empty lease directory whose lock is free is kept for this time
 _IDLE_NS = 60 * 10**9
-_PURGE_SLICE_S = 0.02  # the time for which one purge lasts
+_PURGE_SLICE_S = 0.02  # how long one purge lasts
 
 
 class _Maintenance:
     """The maintenance of one worker. A thread holds the worker's lock while it runs.
 
-    next_s: when each is run next, on the monotonic clock.
-    wake_s: the first of these times.
-    every_s: the pause after a run. After a long run, the pause is 20 times as long as the run, but
-        at most _LONGEST_PAUSE_S. sooner() brings the next run forward."""
+    next_s: when each is run next, on the monotonic clock. wake_s: the first of these times."""
 
     def __init__(self, worker: _Worker) -> None:
         self._worker = worker
         self._files = worker.files
-        self._clock = worker.clock
         self._batch = worker.batch
         self._lease_dir = worker.lease_dir
         self._lock = worker.lock
-        self._acts: dict[str, Callable[[], None]] = {
-            "enqueue": self._enqueue_due,
-            "reclaim": self.reclaim_ended,
-            "repair": self._repair_keys,
-            "sweep": self.remove_stale_files,
-        }
-        self.every_s = {
-            "enqueue": _BASE_INTERVAL_S,
-            "reclaim": min(_BASE_INTERVAL_S, worker.length_ns / 4e9),
-            "repair": _REPAIR_INTERVAL_S,
-            "sweep": _REPAIR_INTERVAL_S,
+        # what is called, and the pause after it
+        self._acts: dict[str, tuple[Callable[[], None], float]] = {
+            "look": (self._look, _BASE_INTERVAL_S),
+            "enqueue": (self._enqueue_due, _BASE_INTERVAL_S),
+            "reclaim": (self.reclaim_ended, _BASE_INTERVAL_S),
+            "repair": (worker.keys.repair, _REPAIR_INTERVAL_S),
+            "sweep": (self.remove_stale_files, _REPAIR_INTERVAL_S),
+            "list": (self._list, 1.0),
         }
         if not isinstance(worker.keep_done, bool):
-            self._acts["purge"] = self._purge_done
-            self.every_s["purge"] = _BASE_INTERVAL_S
-        self.next_s = dict.fromkeys([*self._acts, "list"], 0.0)
-        # when the pause after a long run is over
-        self.rested_s = dict.fromkeys(self._acts, 0.0)
+            every_s = max(_BASE_INTERVAL_S, worker.keep_done / 10)
+            self._acts["purge"] = (self._purge_done, every_s)
+        self.next_s = dict.fromkeys(self._acts, 0.0)
         self.wake_s = 0.0
         self._failed: set[str] = set()  # what raised OSError at its last run
-        self._is_paused = False
+        # When refill() is to look again. 0: nothing is listed before a look that finds no PAUSED.
         self._next_look_s = 0.0
-        # The times and inodes of scheduled/ and keys/ when they were last listed.
-        self._seen = {"enqueue": (0, 0), "repair": (0, 0)}
-        self._first_due_ns = _MAX_STAMP_NS  # the first due time that was seen there
+        # the time of scheduled/ before its last listing, and the first due time seen there
+        self._changed_ns = 0
+        self._first_due_ns = _MAX_STAMP_NS
         # the listing of done/, while a purge goes on
         self._done_scan: Iterator[str] | None = None
 
     # What runs when
 
     def sooner(self, what: str, seconds: float) -> None:
-        """Bring a run forward: there will be work to do in so many seconds."""
         self.next_s[what] = min(self.next_s[what], time.monotonic() + seconds)
-        self.wake_by(self.next_s[what])
+        self.wake_s = min(self.wake_s, self.next_s[what])
 
     def note_due(self, due_ns: int) -> None:
-        """Take notice of a task in scheduled/ that will be due then."""
         self._first_due_ns = min(self._first_due_ns, due_ns)
         self.sooner("enqueue", (due_ns - _wall_ns()) / 1e9)
 
-    def wake_by(self, at_s: float) -> None:
-        self.wake_s = min(self.wake_s, at_s)
-
     def run_due(self) -> None:
-        """Look, run what is due, and list pending/ if that is due. Do nothing if another thread
-        holds the worker's lock."""
-        if not self._lock.acquire(blocking=False):
-            return
-        try:
-            self._look()
-            for what in self._acts:
-                # Run what is nearly due, too, so that a wait wakes once for all.
-                if self.next_s[what] <= time.monotonic() + _BASE_INTERVAL_S / 5:
-                    self.try_to_run(what)
-            if time.monotonic() >= self.next_s["list"] or self._is_paused:
-                self._list()
+        with self._lock:
+            # Run what is nearly due, too, so that a wait wakes once for all.
+            soon_s = time.monotonic() + _BASE_INTERVAL_S / 5
+            due = [what for what, at_s in self.next_s.items() if at_s <= soon_s]
+            try:
+                _for_each(self._run, due)
+            except OSError as error:
+                _raise_if_no_errno(error)  # else refill() runs it again
             self.wake_s = min(self.next_s.values())
-        finally:
-            self._lock.release()
 
-    def try_to_run(self, what: str) -> None:
-        """Run one part of the maintenance. If it fails, refill() runs it again."""
-        try:
-            self.run(what)
-        except OSError as error:
-            _raise_if_no_errno(error)
-
-    def run(self, what: str) -> None:
-        """Run one part of the maintenance now, and set the time of its next run. Raises the OSError
-        of the run."""
+    def _run(self, what: str) -> None:
+        """Run one part now, and set the time of its next run. Raises its OSError."""
+        act, every_s = self._acts[what]
         began_s = time.monotonic()
-        # This holds if Ctrl-C ends the run. RACE: schedule() in another thread calls sooner()
-        # during the run, without the worker's lock. The run itself may call it, too.
-        self.next_s[what] = began_s + self.every_s[what]
+        # This holds if Ctrl-C ends the run. The run, or another thread, may call sooner().
+        self.next_s[what] = began_s + every_s
         self._failed.add(what)
         try:
-            self._acts[what]()
+            act()
             self._failed.discard(what)
         finally:
             ended_s = time.monotonic()
-            # The pause has a limit, because a run may have been long for once: the disk hung.
-            self.rested_s[what] = ended_s + min(
-                20 * (ended_s - began_s), _LONGEST_PAUSE_S
-            )
-            if self.next_s[what] >= began_s + self.every_s[what]:
-                self.next_s[what] = max(
-                    ended_s + self.every_s[what], self.rested_s[what]
-                )
+            # The pause has a limit: the disk may have hung for once.
+            rest_s = min(20 * (ended_s - began_s), _LONGEST_PAUSE_S)
+            if self.next_s[what] >= began_s + every_s:
+                self.next_s[what] = ended_s + max(every_s, rest_s)
 
-    def refill(self, close_count: int) -> bool:
-        """List pending/ because the batch is empty. If no task waits there, run what may find more
-        tasks. Return True if the caller is to try again. After a close() since `close_count`, do
-        nothing.
-
-        Raises the OSError of what failed at its last run, and fails again."""
-        with self._lock:
-            if self._lease_dir.close_count != close_count:
-                return False
-            if not self._batch.names:
-                # RACE: else another thread has just listed pending/
-                if time.monotonic() >= self._next_look_s:
-                    self._look()
-                self._list()
-            if self._batch.names:
-                return True
-            wanted = [*self._failed]
-            # A task came to scheduled/, or the date was set. Or a process died while it had a task
-            # in keys/.
-            is_due = _latest_due_ns() >= self._first_due_ns
-            wanted += [
-                it
-                for it in self._seen
-                if self._is_changed(it) or (is_due and it == "enqueue")
-            ]
-            for what in wanted:
-                self.run(what)
-            return bool(wanted)
-
-    def _look(self) -> None:
-        """Look at PAUSED, and make sure that the directories are those at their names and that our
-        lease directory is open."""
-        now_s = time.monotonic()
-        self._files.dirs.refresh()
-        self._lease_dir.ensure_open()
-        self._is_paused = self._files.exists("PAUSED")
-        # While paused, the next call looks again, so that resume() is seen.
-        self._next_look_s = now_s + (0.0 if self._is_paused else _LOOK_INTERVAL_S)
-
-    def _list(self) -> None:
-        """List the oldest names in pending/, unless the queue is paused."""
-        now_s = time.monotonic()
-        if self._is_paused:
-            self._batch.names = []
-            self.next_s["list"] = now_s + 1
-            return
-        self._batch.relist(now_s)
-        self.next_s["list"] = now_s + max(1, 20 * (time.monotonic() - now_s))
-        if not self._batch.seen:
-            self._files.shrink(self._clock.new_id())
+    def refill(self) -> bool:
+        """List pending/. If no task waits there, run what may find one, and list again. Return
+        whether a task waits. Raises the OSError of what failed twice in a row. The caller holds the
+        worker's lock."""
+        if time.monotonic() >= self._next_look_s:
+            self._run("look")
+        self._list()
+        if self._batch.names:
+            return True
+        wanted = [*self._failed]
+        # A task came to scheduled/, or the date was set.
+        is_changed = self._changed_ns != self._files.lstat("scheduled").st_mtime_ns
+        is_rested = self.next_s["enqueue"] <= time.monotonic() + _BASE_INTERVAL_S
+        if (is_changed and is_rested) or _latest_due_ns() >= self._first_due_ns:
+            wanted.append("enqueue")
+        if self._lease_dir.orphans:
+            wanted.append("reclaim")
+        if self.next_s["repair"] <= time.monotonic() + _BASE_INTERVAL_S:
+            wanted.append("repair")
+        for what in wanted:
+            self._run(what)
+        if wanted:
+            self._list()
+        return bool(self._batch.names)
 
     def drop_batch(self) -> None:
-        """Make the next pop() look at PAUSED and at our lease directory before it takes a task."""
+        """Make the next pop() look before it takes a task."""
         with self._lock:
             self._batch.names = []
             self._next_look_s = 0.0
@@ -3205,49 +3035,36 @@ class _Maintenance:
 
     # What is done
 
-    def _state_of_dir(self, what: str) -> tuple[int, int]:
-        with _ignore_missing(errno.EACCES):
-            status = self._files.lstat("scheduled" if what == "enqueue" else "keys")
-            return status.st_mtime_ns, status.st_ino
-        return 0, 0
+    def _look(self) -> None:
+        self._lease_dir.ensure_open()
+        if self._files.exists("PAUSED"):
+            self.drop_batch()
+        else:
+            self._next_look_s = time.monotonic() + _LOOK_INTERVAL_S
 
-    def _is_changed(self, what: str) -> bool:
-        """Say whether scheduled/ or keys/ has changed, and the pause after a long run is over."""
-        now = self._state_of_dir(what)
-        # A push that has a task in keys/ is under way for a moment only.
-        is_settled = what == "enqueue" or not 0 <= _wall_ns() - now[0] < 10**9
-        is_rested = time.monotonic() >= self.rested_s[what]
-        return is_rested and is_settled and now != self._seen[what]
-
-    def _repair_keys(self) -> None:
-        self._seen["repair"] = self._state_of_dir("repair")
-        self._worker.keys.repair()
+    def _list(self) -> None:
+        if self._next_look_s:
+            self._batch.relist(time.monotonic())
+            if not self._batch.seen:
+                self._files.shrink(self._worker.clock.new_id())
 
     def _enqueue_due(self) -> None:
-        """Move the due tasks to the back of pending/, in the order of their due times.
-
-        Stop after _BASE_INTERVAL_S seconds, and go on in the next run, which comes at once: no
-        thread can renew a lease without the worker's lock, which this thread holds."""
-        now_ns = _latest_due_ns()
-        self._seen["enqueue"] = self._state_of_dir("enqueue")
+        """Move the due tasks to the back of pending/. Stop after _BASE_INTERVAL_S, and go on in the
+        next run, because other threads must be able to renew their leases."""
+        self._changed_ns = self._files.lstat("scheduled").st_mtime_ns
         self._first_due_ns = _MAX_STAMP_NS
-        due = []
-        for name in filter(_FORMS["scheduled"], sorted(self._files.names("scheduled"))):
-            due_ns = _stamp_of(name)
-            if due_ns > now_ns:
-                self.note_due(due_ns)
-                break
-            due.append(f"scheduled/{name}")
+        names = sorted(filter(_FORMS["scheduled"], self._files.names("scheduled")))
+        count = bisect.bisect(names, _latest_due_ns(), key=_stamp_of)
+        if count < len(names):
+            self.note_due(_stamp_of(names[count]))
+        due = [f"scheduled/{name}" for name in names[:count]]
         end_s = time.monotonic() + _BASE_INTERVAL_S
-        try:
-            in_time = itertools.takewhile(lambda _: time.monotonic() < end_s, due)
-            _for_each(self._worker.enqueue_scheduled, in_time)
-        finally:
-            if due and time.monotonic() >= end_s:
-                self.sooner("enqueue", 0)
+        in_time = itertools.takewhile(lambda _: time.monotonic() < end_s, due)
+        _for_each(self._worker.enqueue_scheduled, in_time)
+        if time.monotonic() >= end_s:
+            self.sooner("enqueue", 0)
 
     def reclaim_ended(self) -> None:
-        """Reclaim orphans, leases past their deadline, and leases of dead workers."""
         with self._lock:  # check(repair=True) calls this method without the lock
             try:
                 _for_each(self._worker.reclaim, [*self._lease_dir.orphans])
@@ -3255,119 +3072,77 @@ class _Maintenance:
                 _for_each(self._reclaim_from, self._files.node_dirs())
 
     def _reclaim_from(self, directory: str) -> None:
-        """Reclaim the ended leases of one worker. If the worker is dead, reclaim all its leases of
-        this boot.
-
-        The lock shows whether the worker is dead. It is tried if a lease is of this boot, or if no
-        deadline is still to come: then the directory may be empty, and could be removed."""
-        now_ns = self._clock.now_ns()
-        leases = self._files.entries(directory)
-        ended, running = [], []
-        for entry in leases:
-            if entry.stamp_ns > now_ns:
-                running.append(entry.stamp_ns)
-            elif not self._renewed_recently(entry):
-                ended.append(entry.path)
-        if running:
-            # running[0] is the next deadline: names begin with deadlines, and entries() sorts them.
-            self.sooner("reclaim", (running[0] - now_ns) / 1e9)
-        has_own_boot = any(entry.boot == self._clock.boot for entry in leases)
+        now_ns = self._worker.clock.now_ns()
+        leases = self._files.entries(directory)  # in the order of their deadlines
+        late = [it for it in leases if it.stamp_ns <= now_ns]
+        if len(late) < len(leases):
+            self.sooner("reclaim", (leases[len(late)].stamp_ns - now_ns) / 1e9)
+        ended = [it.path for it in late if not self._renewed_recently(it)]
         try:
             _for_each(self._worker.reclaim, ended)
         finally:
-            if directory != self._lease_dir.directory and (has_own_boot or not running):
-                self._reclaim_if_dead(directory, has_own_boot)
+            if directory != self._lease_dir.directory:
+                self._reclaim_if_dead(directory)
 
     def _renewed_recently(self, entry: _Entry) -> bool:
-        """Return whether a lease of another clock still runs, although its deadline has passed by
-        our queue clock. The queue clocks of hosts drift apart, but their wall clocks agree. So the
-        lease runs until our own lease length has passed since its last rename (st_ctime)."""
+        """Say whether a lease of another clock still runs, although its deadline has passed here.
+        The queue clocks of hosts drift apart, but their wall clocks agree: see st_ctime."""
         length_ns = self._worker.length_ns
-        if length_ns < _FOREVER_NS and entry.boot not in (self._clock.boot, _DETACHED):
+        own = (self._worker.clock.boot, _DETACHED)
+        if length_ns < _FOREVER_NS and entry.boot not in own:
+            # RACE (Crash): another process settles or reclaims the task.
             with suppress(FileNotFoundError):
-                # RACE: another process settles or reclaims the task
-                return (
-                    0
-                    <= _wall_ns() - self._files.lstat(entry.path).st_ctime_ns
-                    < length_ns
-                )
+                changed_ns = self._files.lstat(entry.path).st_ctime_ns
+                return 0 <= _wall_ns() - changed_ns < length_ns
         return False
 
-    def _reclaim_if_dead(self, directory: str, has_own_boot: bool) -> None:
-        """If the lock of a lease directory is free, reclaim its leases of this boot, then remove
-        the directory if it is empty.
-
-        Without a lease of this boot, a directory that was changed in the last minute stays. On some
-        mounts (FUSE), other hosts do not see a flock on a directory: an idle worker looks dead
-        there, and would have to make its directory again each second."""
+    def _reclaim_if_dead(self, directory: str) -> None:
         lock = self._files.open_dir(directory)
         if lock is None:
             return
         with closing(lock):
-            if lock.try_exclusive() and lock.is_at_path():
-                self._worker.reclaim_all(directory, self._clock.boot)
-                # The worker may have died before it promoted a payload. If a foreign file keeps the
-                # directory here, each run comes to this line, so mind the pause after a long run.
-                if time.monotonic() >= self.rested_s["repair"]:
-                    self.sooner("repair", 0)
-                if (
-                    has_own_boot
-                    or not 0 <= _wall_ns() - lock.status().st_mtime_ns < _IDLE_NS
-                ):
-                    self._files.remove_empty_dir(directory)
+            if not lock.try_exclusive() or not lock.is_at_path():
+                return
+            self._worker.reclaim_all(directory, self._worker.clock.boot)
+            # On some mounts (FUSE), other hosts do not see a flock on a directory. An idle worker
+            # looks dead there.
+            age_ns = _wall_ns() - lock.status().st_mtime_ns
+            if self._files.is_local or not 0 <= age_ns < _IDLE_NS:
+                self._files.remove_empty_dir(directory)
 
     def _purge_done(self) -> None:
-        """Delete tasks that were done more than keep_done seconds ago. A run lasts _PURGE_SLICE_S
-        seconds at most, and the next run goes on with the listing of done/."""
-        keep_s = self._worker.keep_done
-        began_s = time.monotonic()
-        before_s = time.time() - keep_s
-        scan = self._done_scan = self._done_scan or self._files.scan("done")
-        was_old = False
+        """Delete old tasks in done/. Stop after _PURGE_SLICE_S, and go on in the next run."""
+        before_s = time.time() - self._worker.keep_done
+        end_s = time.monotonic() + _PURGE_SLICE_S
+        self._done_scan = self._done_scan or self._files.scan("done")
 
         def purge(name: str) -> None:
-            nonlocal was_old
-            was_old |= self._files.unlink_if_older(f"done/{name}", before_s)
+            self._files.unlink_if_older(f"done/{name}", before_s)
 
-        for name in filter(_FORMS["done"], scan):
+        for name in filter(_FORMS["done"], self._done_scan):
             _for_each(purge, [name])
-            if time.monotonic() >= began_s + _PURGE_SLICE_S:
-                # If this run met old tasks, the next run comes soon. One run per _BASE_INTERVAL_S
-                # might delete fewer tasks than the workers finish in that time.
-                took_s = time.monotonic() - began_s
-                self.sooner("purge", 5 * took_s if was_old else _BASE_INTERVAL_S)
+            if time.monotonic() >= end_s:
+                self.sooner("purge", 5 * _PURGE_SLICE_S)
                 return
         self._done_scan = None
-        self.every_s["purge"] = min(max(_BASE_INTERVAL_S, keep_s / 10), 600.0)
 
     def remove_stale_files(self) -> None:
-        """Remove the files that killed processes left behind: see stale_files()."""
-        before_s = time.time() - _LEFTOVER_NS / 1e9
-
-        def remove(path: str) -> None:
-            if path.endswith(".pending"):  # a directory that shrink() made
-                self._files.remove_empty_dir(path)
-            self._files.unlink_if_older(path, before_s)  # a person's directory stays
-
-        _for_each(remove, self.stale_files())
+        _for_each(self._files.unlink_if_exists, self.stale_files())
 
     def stale_files(self) -> list[str]:
-        """Return the paths of the files in creating/ that are more than an hour old, and of the
-        checkpoints that were saved more than a month ago: their tasks were ended by hand, or their
-        workers were killed. In creating/, both the time in the name and st_ctime must be that old,
-        because wall clocks can be set, and the queue clocks of hosts drift apart."""
-        before_ns = self._clock.now_ns() - _LEFTOVER_NS
-        old = [it for it in self._files.find("creating") if it.stamp_ns < before_ns]
-        stale = [it for it in old if self._is_stale(it, _LEFTOVER_NS)]
-        saved = self._files.entries("checkpoints")
-        stale += [it for it in saved if self._is_stale(it, _OLD_CHECKPOINT_NS)]
-        return [it.path for it in stale]
-
-    def _is_stale(self, entry: _Entry, age_ns: int) -> bool:
-        with suppress(FileNotFoundError):
-            # RACE: another process ends the push or the task
-            return self._files.lstat(entry.path).st_ctime_ns < _wall_ns() - age_ns
-        return False
+        """Return the files in creating/ of more than an hour, and the checkpoints of more than a
+        month. Both the time in the name and st_ctime count: clocks can be set, and differ."""
+        stale = []
+        before_ns = self._worker.clock.now_ns() - _LEFTOVER_NS
+        for entry in self._files.find("creating", "checkpoints"):
+            is_new = entry.directory == "creating"
+            age_ns = _LEFTOVER_NS if is_new else _OLD_CHECKPOINT_NS
+            # RACE (Crash): another process ends the push or the task.
+            with suppress(FileNotFoundError):
+                changed_ns = self._files.lstat(entry.path).st_ctime_ns
+                if entry.stamp_ns < before_ns and changed_ns < _wall_ns() - age_ns:
+                    stale.append(entry.path)
+        return stale
 
 
 # ==================================================================================================
@@ -3474,8 +3249,7 @@ class FemtoQueue:
     def _init_worker(self) -> None:
         # In a forked child, the node_id is new, unless the program has given one.
         self.node_id = self._given_node_id or f"{os.getpid()}-{self._clock.tag}"
-        self._worker = _Worker(self, self._files, self._clock)
-        self._delivery = self._worker.delivery
+        self._worker = _Consumer(self, self._files, self._clock)
 
     def _after_fork(self) -> None:
         # The child opens all directories itself: it may close the descriptors of its parent.
@@ -3616,10 +3390,10 @@ class FemtoQueue:
         if os.getpid() != _process_id:  # inlined: a call would be 2 % of pop()
             _after_fork_in_child()
         if timeout == 0 and lease_ms is None:
-            return self._delivery.take_oldest(self._length_ns)
+            return self._worker.take_oldest(self._length_ns)
         length_ns = _lease_length_ns("lease_ms", lease_ms, self._length_ns)
         return self._worker.waits.wait_for(
-            lambda: self._delivery.take_oldest(length_ns), _end_s(timeout)
+            lambda: self._worker.take_oldest(length_ns), _end_s(timeout)
         )
 
     async def pop_async(
@@ -3635,7 +3409,7 @@ class FemtoQueue:
         length_ns = _lease_length_ns("lease_ms", lease_ms, self._length_ns)
         _notice_fork()
         return await self._worker.waits.wait_for_async(
-            lambda: self._delivery.take_oldest(length_ns), _end_s(timeout), ""
+            lambda: self._worker.take_oldest(length_ns), _end_s(timeout), ""
         )
 
     def take(
@@ -3697,7 +3471,7 @@ class FemtoQueue:
         ident = "" if id is None else _check_id(id)
         tag = "" if key is None else _key_tag(_encode_key(key))
         _notice_fork()
-        look = self._delivery.take_named
+        look = self._worker.take_named
         return functools.partial(look, tag, ident, length_ns)
 
     def drain(self, timeout: float | None = None) -> Iterator[FemtoTask]:

@@ -326,14 +326,14 @@ a task whose claim failed by another error goes to the back uncounted | Faults
 -            counted = _attempts_of(lease.path if is_counted else place)
 +            counted = _attempts_of(lease.path)
 a task whose claim failed because of the disk does not block other tasks | Faults
-- and (is_its_own or not is_passing):
+- and (is_its_own or not _is_passing(error)):
 + and is_its_own:
 a task goes where it was if the system had no descriptor left to read it | Faults
--        is_passing = getattr(error, "errno", None) in (None, *_TRANSIENT_ERRNOS)
-+        is_passing = getattr(error, "errno", None) is None
+-    passing = (None, *_MISSING_ERRNOS, *_TRANSIENT_ERRNOS)
++    passing = (None, *_MISSING_ERRNOS)
 a scheduled task whose reading failed keeps its due time | Lifecycle
--        if place.startswith("pending/") and (is_its_own or not is_passing):
-+        if is_its_own or not is_passing:
+-        if place.startswith("pending/") and (is_its_own
++        if (is_its_own
 work() pauses after a task that it passes over | TroubleOfOneTask
 -            time.sleep(_BASE_INTERVAL_S)  # it may be the only task
 root changes the mode only of a file that it made itself | ManyUsers
@@ -343,11 +343,11 @@ a due time is compared with a margin of a microsecond | ReplacedClock
 -    return _wall_ns() + 1000
 +    return _wall_ns()
 a task that comes due when the date is set forward is found at once | ReplacedClock
--            is_due = _latest_due_ns() >= self._first_due_ns
-+            is_due = False
+- or _latest_due_ns() >= self._first_due_ns:
++:
 a payload that came to keys/ is looked at soon | Keyed
--        return is_rested and is_settled and now != self._seen[what]
-+        return what == "enqueue" and is_rested and is_settled and now != self._seen[what]
+-_REPAIR_INTERVAL_S = 30.0
++_REPAIR_INTERVAL_S = 600.0
 a checkpoint that this user may not read does not stop the delivery | ManyUsers
 -    except (CorruptTask, FileNotFoundError, PermissionError) as error:
 +    except (CorruptTask, FileNotFoundError) as error:
@@ -396,21 +396,21 @@ a worker that restarts under its node_id takes back its tasks | Model
 -        elif self._held is None and lock.try_exclusive() and lock.is_at_path():
 +        elif self._held is None and not lock.try_exclusive():
 a detached lease outlives a restart of its node_id | CommandLine
-- for it in leases if it.boot != _DETACHED)
-+ for it in leases)
+- for it in self.files.entries(directory) if it.boot != _DETACHED]
++ for it in self.files.entries(directory)]
 a claim that is interrupted is undone | Faults; faults: read
              except BaseException as error:
--                self._undo_after_error(lease, error)
+-                self._undo_claim(lease, error)
                  raise
 a claim by key or id that is interrupted is undone | Lifecycle
              except BaseException as error:
--                self._undo_after_error(lease, error)
+-                self._undo_claim(lease, error)
                  if not isinstance
 an error is raised, not taken for an empty queue | Faults; faults: read
-                 self._undo_after_error(lease, error)
+             except BaseException as error:
+                 self._undo_claim(lease, error)
 -                raise
 +                return None
-             if not name:
 a queue can be opened although no clock file can be made | Faults
 -                if error.errno not in _NO_WRITE_ERRNOS:
 +                if error:
@@ -424,8 +424,8 @@ close() does not touch the leases of another worker with the same node_id | Mode
 -            if is_alone is None or (is_alone and lock.is_at_path()):
 +            if is_alone in (None, True):
 a dead worker's tasks come back at once | Model
--            if lock.try_exclusive() and lock.is_at_path():
-+            if not lock.try_exclusive():
+-            if not lock.try_exclusive() or not lock.is_at_path():
++            if lock.try_exclusive() or not lock.is_at_path():
 if a lease can't be moved, other leases still end | Liveness
 -            try:
 -                _for_each(self._worker.reclaim, [*self._lease_dir.orphans])
@@ -433,8 +433,9 @@ if a lease can't be moved, other leases still end | Liveness
 +            if True:
 +                _for_each(self._worker.reclaim, [*self._lease_dir.orphans])
 an interrupted opening of the lease directory leaves no lock | Faults
--                if lock is not self._held:
--                    lock.close()
+             if lock is not self._held:
+-                lock.close()
++                pass
 a process that can't see the boot id has a boot of its own | Liveness
 -        return os.urandom(4).hex(), _compute_anchor(self._files)
 +        return "7" * 8, _compute_anchor(self._files)
@@ -486,28 +487,23 @@ a process that only pushes notices that a directory was replaced | Shrinking
 -                self._files.dirs.refresh()
              return f"0{order_ns}-{self.tag}"
 a worker notices that a directory was replaced | Shrinking
--        self._files.dirs.refresh()
-         self._lease_dir.ensure_open()
+-            self._files.dirs.refresh()
+             if self.directory not in
 no task is claimed after the lease directory was found to be gone | LeaseDirectoryLost
--            if held is None or self.directory not in self._files.dirs:
-+            if held is None:
+-        held = dirs.get(self.directory)
++        held = self._held
 a lease directory that was replaced is made and locked again | LeaseDirectoryLost
--            if self._held is None or not self._held.is_at_path():
+-            if self.directory not in self._files.dirs:
 +            if self._held is None:
 a worker uses another directory if it may not open the one of its node_id | ManyUsers
--            except (PermissionError, NotADirectoryError):  # another user's, or a link
--                self._use_another()
--                continue
-+            except (PermissionError, NotADirectoryError):
-+                raise
+-            except (PermissionError, NotADirectoryError):
++            except FileExistsError:
 a worker uses another directory if it may not write to the one of its node_id | ManyUsers
 -        if not os.access(lock.prefix + ".", os.W_OK, dir_fd=lock.fd):
 +        if not lock:
 a worker uses another directory if another process keeps its own locked | Liveness hangs
-             if time.monotonic() >= end_s:
--                self._use_another()
-+                end_s += 1
-+                continue
+-                if time.monotonic() >= end_s:
+-                    raise PermissionError
 a lease directory that this user may not read does not end the work | Trust
 -        if error.errno in (errno.EACCES, errno.EPERM) and directory not in _STATE_DIRS:
 +        if not directory:
@@ -566,9 +562,10 @@ turn() waits no longer than its timeout for the lock of the line | LockWaits han
 take() without a timeout waits a little for the lock of the key | LockWaits
 -        until_s = _end_s(timeout if timeout != 0 else _LONG_WAIT_S)
 +        until_s = _end_s(timeout)
-a lease directory that is removed while it is opened is made again | Liveness
--        except FileNotFoundError:  # a person has removed the empty directory
-+        except BlockingIOError:
+a lease directory that is removed while it is opened is made again | KeyedInterrupted
+-            except FileNotFoundError:
++            except BlockingIOError:
+                 # RACE (KeyedInterrupted)
 a line whose directory was made anew is read anew | Tickets
 -        self._files.dirs.refresh()  # another process may have made the directory anew
 take_async() does not wait for the lock of a key | LockWaits hangs
@@ -601,7 +598,7 @@ a child forked unseen by Python claims no task under its parent's name | Livenes
 +        if not _process_id:
 a child forked unseen by Python takes no task by key under its parent's name | Liveness
 -        _notice_fork()
-         look = self._delivery.take_named
+         look = self._worker.take_named
 the close() of a child forked unseen by Python does not give back its parent's tasks | Liveness
 -        _notice_fork()
          worker = self._worker
@@ -661,16 +658,14 @@ a push with if_in_flight="update" returns the id of the leased task | Model
 -                return _id_of(path if _is_update(target) else target)
 +                return _id_of(target)
 a pop() that close() meets does not open the lease directory again | InterruptedDelivery
--            if self._lease_dir.close_count != close_count:
--                return False
-+            if False:
-+                return False
+-                        is_closed = self.lease_dir.close_count != close_count
++                        is_closed = False
 a file is opened when another process gives up its lease of the kernel | TroubleOfOneTask
 -                if error.errno != errno.EAGAIN or tries > _KERNEL_LEASE_TRIES:
 +                if error:
 a task whose file or key is locked does not block other tasks | TroubleOfOneTask
--            is_locked = isinstance(error, BlockingIOError)  # the file, or the key
-+            is_locked = False
+-            is_its_own = isinstance(error, (BlockingIOError, MemoryError))
++            is_its_own = isinstance(error, MemoryError)
 if a listing shows only tasks pushed meanwhile, a second one gives their order | Races
 -        for _ in range(2):
 -            self._list(now_s)
@@ -715,41 +710,41 @@ a dead worker's lease from another boot ends at its deadline | Liveness
 -[it.path for it in leases if boot in ("", it.boot)])
 +[it.path for it in leases])
 another host's lease that was just renewed is not reclaimed | Healed
--            elif not self._renewed_recently(entry):
-+            elif entry:
+- for it in late if not self._renewed_recently(it)]
++ for it in late]
 the empty lease directory of another host's worker is kept for a minute | Liveness
 - < _IDLE_NS
 + < 0
 a lease ends at its deadline | Model; fuzz: lives
--            if entry.stamp_ns > now_ns:
-+            if entry.stamp_ns > now_ns - 10**10:
+- for it in leases if it.stamp_ns <= now_ns]
++ for it in leases if it.stamp_ns <= now_ns - 10**10]
 a lease lasts until its deadline | Model; fuzz: lives; storm: ~ held:
--            if entry.stamp_ns > now_ns:
-+            if entry.stamp_ns > now_ns + 10**10:
+- for it in leases if it.stamp_ns <= now_ns]
++ for it in leases if it.stamp_ns <= now_ns + 10**10]
 no task is delivered before its due time | Model; fuzz: lives; storm: ~ due:
--            if due_ns > now_ns:
-+            if due_ns > now_ns + 10**9:
+-        count = bisect.bisect(names, _latest_due_ns(), key=_stamp_of)
++        count = bisect.bisect(names, _latest_due_ns() + 10**9, key=_stamp_of)
 files that others write in creating/ are left alone for an hour | Crash
 -_LEFTOVER_NS = 3600 * 10**9
 +_LEFTOVER_NS = 1
 an error in a directory is raised when no task waits | Faults
-             for what in wanted:
--                self.run(what)
-+                self.try_to_run(what)
+-        wanted = [*self._failed]
++        wanted = list[str]()
 no task is delivered while PAUSED exists | ByHand
--        self._is_paused = self._files.exists("PAUSED")
-+        self._is_paused = False
+         if self._files.exists("PAUSED"):
+-            self.drop_batch()
++            pass
 done tasks are kept for keep_done seconds | Lifecycle
--        before_s = time.time() - keep_s
+-        before_s = time.time() - self._worker.keep_done
 +        before_s = time.time()
 max_attempts is a limit | Model
--        if self._max_attempts is not None and before >= self._max_attempts:
-+        if self._max_attempts is not None and before > self._max_attempts:
+-        if self.max_attempts is not None and before >= self.max_attempts:
++        if self.max_attempts is not None and before > self.max_attempts:
 attempts are counted | Model
 -        attempts = min(_attempts_of(name) + 1, _MAX_ATTEMPTS) if "~" in name else 1
 +        attempts = 1
 a corrupt task goes to failed/, and pop() goes on | Corruption
--            self._worker.quarantine(path, error.reason)
+-            self.quarantine(path, error.reason)
 a worker that lost its lease can't end the task | Model
 ; fuzz: lives; storm: ~ settled:; hosts: cut ~ \(\) by .*, when|not refused
 -                raise self.lease_lost(lease) from None
@@ -760,19 +755,15 @@ done() and fail() raise the OSError of their rename | Faults; faults: renameat
 +                gone_to = target
 the rename to failed/ is the fence: the reason is written after the rename | Model
 -            self.move_leased(lease, target, "failed")
--            # The rename comes before the reason, because it tests the fence. CRASH: the task is in
--            # failed/, without a reason, or with an older one if a person has moved the task out of
--            # failed/ before.
--            self._put_reason(ident, path)
-+            self._put_reason(ident, path)
+-            # CRASH (faults.py): the task is in failed/, without a reason, or with an older one.
+             self._put_reason(ident, path)
 +            self.move_leased(lease, target, "failed")
 a task fails although a directory has its name in failed/ | Faults
 -            if not os.path.samestat(self.files.lstat(short), self.files.lstat(source)):
 +            if not ident:
 a task is done although a directory has its name in done/ | Trust
-                     *_OUT_OF_SPACE_ERRNOS,
--                    errno.EISDIR,
--                    errno.EPERM,
+-(*_OUT_OF_SPACE_ERRNOS, errno.EISDIR, errno.EPERM)
++_OUT_OF_SPACE_ERRNOS
 retry() removes the reason of a task | Model
 -                self.files.unlink_if_exists(f"failed/{ident}.error")
 retry() puts a task at the back | Model
@@ -830,9 +821,8 @@ the older of two pushes during a listing with foreign files comes first | Races
 -            if self.seen <= _AT_ONCE:
 +            if len(self.names) <= _AT_ONCE:
 a part of the maintenance pauses for longer than it took | Faults
-                 self.next_s[what] = max(
--                    ended_s + self.every_s[what], self.rested_s[what]
-+                    ended_s, 0
+-                self.next_s[what] = ended_s + max(every_s, rest_s)
++                self.next_s[what] = ended_s
 an error of a listing is raised in the coroutine that waits | Coroutines
 -                    self._request.answer.set_exception(error)
 +                    self._request.answer.set_result(None)
@@ -904,6 +894,11 @@ sync_after_write: a retried task is synced | Durability
 sync_after_write: a due task is synced in pending/ | Durability
 -            self.files.sync_with_dir(self.move_task(source, target, 0))
 +            self.move_task(source, target, 0)
+done() succeeds though the directory of an attached lease is removed meanwhile | Sharing
+-        with suppress(FileNotFoundError):
+-            # RACE (Sharing)
++        if True:
++            # RACE (Sharing)
 keep_done=False: the directory is synced after the removal | Durability
 -            self.files.sync_dir(os.path.dirname(lease.path))
 a payload pushed behind a task has a later order, even if clocks differ | KeyedOnSharedFileSystem
@@ -954,8 +949,8 @@ a child forked in processing() does not end the task | Processing
              return
          try:
 a pause is noticed soon, however long the last listing took | Lifecycle
-- or self._is_paused:
-+:
+-            "look": (self._look, _BASE_INTERVAL_S),
++            "look": (self._look, _REPAIR_INTERVAL_S),
 a task that moves during each listing counts as work that is left | Lifecycle
 -        return self._changed() != before
 +        return False
@@ -979,8 +974,7 @@ an exception that a signal handler raises while a lock is closed is not lost | F
 -            _raise_if_no_errno(error)
 +            pass
 if a lease can't be reclaimed because its key's lock is held, the lease is reclaimed later | Keyed
-             # RACE: another process holds the key's lock. The next reclaim tries again.
--            return
+-            return  # RACE (Keyed): another process holds the key's lock
 +            pass
 a TicketQueue directory that is removed while it is opened is made again | Tickets
 -        self._files = _despite_cleanup(
@@ -1056,10 +1050,11 @@ a push whose payload can't be put in place gives the task back at once | Keyed
 repair() retries soon if a key's lock is held | Races
 -                self._worker.maintenance.sooner("repair", 1)
 take_async() retries soon if a key's lock is held | Races
--                self._maintenance.wake_by(time.monotonic() + _LONGEST_LOCK_PAUSE_S)
+-                self.maintenance.sooner("look", _LONGEST_LOCK_PAUSE_S)
++                pass
 a claim whose undo failed is put back uncounted later | Faults
--                self.orphans[lease.path] = target
-+                self.orphans[lease.path] = None
+-                self.lease_dir.orphans[lease.path] = place
++                self.lease_dir.orphans[lease.path] = None
 a task that this user may not claim does not delay other tasks | TroubleOfOneTask
 -                self._worker.batch.bar(_id_of(name))
 a task that this user could not claim is tried again after a minute | TroubleOfOneTask
@@ -1139,8 +1134,8 @@ an old file that is gone from creating/ does not count as moved for this reason 
 -_wall_ns() < before.st_mtime_ns + _LEFTOVER_NS // 2
 +self.clock
 a host whose queue clock is ahead does not remove files that others write | LostReply
--            return self._files.lstat(entry.path).st_ctime_ns < _wall_ns() - age_ns
-+            return bool(self._files.lstat(entry.path))
+- and changed_ns < _wall_ns() - age_ns:
++ and changed_ns:
 after the deadline, a rename of a lease that raised an error does not count as done | LostReply
 -        before = None if self.is_fuse or is_late else _Files.lstat(self, source)
 +        before = None if self.is_fuse else _Files.lstat(self, source)

@@ -60,7 +60,6 @@ HELPERS = {  # functions that rename or unlink, but are not a step in the table 
     *(
         "_SharedKeys._listed",
         "_Maintenance._purge_done",
-        "_Maintenance.remove_stale_files",
     ),
     *("FemtoQueue.purge", "FemtoQueue.resume", "_read_checkpoint"),
     *(
