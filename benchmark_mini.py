@@ -19,7 +19,6 @@ machine, only the ratios mean much.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.util
 import json
 import multiprocessing
@@ -462,9 +461,7 @@ def synced_push(base: str, results: Results, count: int) -> None:
         files = femtoqueue._open_files(path, is_durable=True)
 
         def sync_all() -> None:
-            with (
-                files.synced_batch() if files.has_syncfs() else contextlib.nullcontext()
-            ):
+            with files.batch():
                 pass
 
         floor_many = repeated(floor.push, 100) * 100 + repeated(sync_all, 1)

@@ -1419,20 +1419,18 @@ if hasattr(os, "register_at_fork"):
 # Another process may remove a directory again and again while a step needs it: a lease directory,
 # or that of a ticket line. After this many attempts, the step raises OSError.
 _MAX_REPLACED = 100
-# A little longer than a tick of the clock that sets the times of files. The second one is for file
-# systems whose times have whole seconds, such as ext4 with inodes of 128 bytes, or FAT.
-_TICK_S = 0.011
-_COARSE_TICK_S = 2.02
+_TICK_S = 0.011  # a little longer than a tick of the clock that sets the times of files
 _SHRINK_BYTES = 1 << 20  # an empty pending/ that is larger than this is replaced
 _CLOCK_BYTES = 64  # the largest size of a clock file
 _REASON_BYTES = 1 << 20  # how much of a reason is shown
+_Result = TypeVar("_Result")
 # How often to open a file that another process has a lease of the kernel on: for two seconds.
 _KERNEL_LEASE_TRIES = 200
 
 
 class _OpenDirs(dict[str, _OpenFile]):
-    """The open directories of a queue, by name; "" is data_dir. A missing one is opened. Only the
-    directories of the queue, and the own lease directory, are kept open."""
+    """The open directories of a queue, by name; "" is data_dir. A missing one is opened. Of the
+    lease directories, only the own one is kept open."""
 
     def __init__(self, root: _OpenFile) -> None:
         super().__init__({"": root})
@@ -1449,32 +1447,23 @@ class _OpenDirs(dict[str, _OpenFile]):
         try:
             return _OpenFile(self[""], name)
         except OSError as error:
-            if error.errno in (errno.ENOTDIR, errno.ELOOP):
-                why = "a directory of a queue must not be a link or a file"
-                raise OSError(errno.ENOTDIR, why, error.filename) from None
-            if error.errno not in _MISSING_ERRNOS or not self.drop_removed_root():
+            if error.errno not in (errno.ENOTDIR, errno.ELOOP):
                 raise
-        return self.open(name)
-
-    def drop_removed_root(self) -> bool:
-        """If data_dir was removed, close all. Return whether this was done. The next call opens
-        data_dir anew, if it was made anew."""
-        root = self.get("")
-        with _ignore_missing():  # ESTALE
-            if root is None or root.status().st_nlink:
-                return False
-        self.clear()
-        return True
+            why = "a directory of a queue must not be a link or a file"
+            raise OSError(errno.ENOTDIR, why, error.filename) from None
 
     def refresh(self) -> bool:
-        """Stop using the directories that were removed or replaced, so that the next call opens
-        them anew. Return whether there was one. A thread that uses one of them keeps it open."""
-        if self.drop_removed_root():
-            return True
-        gone = [name for name, it in [*self.items()] if name and not it.is_at_path()]
-        for name in gone:
+        """Drop the directories that were removed or replaced, so that the next call opens them
+        anew. Return whether there was one. A thread that uses one of them keeps it open."""
+        found = False
+        for name, opened in [*self.items()]:
+            with _ignore_missing():  # ESTALE
+                # data_dir may have been moved, and stays in use
+                if opened.is_at_path() if name else opened.status().st_nlink:
+                    continue
             self.pop(name, None)
-        return bool(gone)
+            found = True
+        return found
 
 
 class _Files:
@@ -1496,13 +1485,15 @@ class _Files:
         self.path = root.path
         self.is_durable = is_durable
         self.dirs = _OpenDirs(root)
-        self._kept_inode = 0  # of the large pending/ that shrink() has tried to replace
-        # Nothing in the queue may be written by those who may not write to data_dir. The umask
-        # takes away more.
         status = root.status()
         self.inode = status.st_dev, status.st_ino
+        # Those who may not write to data_dir may not write to anything in the queue. They may not
+        # read what is locked either: flock() needs only reading, and they could stop all others.
+        # The umask takes away more.
         self.mode = stat.S_IMODE(status.st_mode)
-        self._file_mode = 0o644 | self.mode & 0o022
+        writable = self.mode & 0o022
+        self._file_mode = 0o644 | writable
+        self.lock_mode = 0o600 | writable | writable << 1
 
     # Directories
 
@@ -1519,20 +1510,18 @@ class _Files:
                 _sync_path(f"{self.path}/..")
 
     def make_dir(self, name: str) -> None:
-        """Make a directory in data_dir for all users of the queue, unless it exists. A lease
-        directory is a lock file, too: see lock_mode()."""
+        """Make a directory in data_dir for all users of the queue, unless it exists."""
         root = self.root
         mode = self.mode
-        if name.startswith("inflight-"):
-            mode &= ~((~mode & 0o022) << 1)
+        if name.startswith("inflight-"):  # a lock file, too
+            mode &= 0o7711 | self.lock_mode
         with suppress(FileExistsError):
             os.mkdir(root.prefix + name, mode & 0o777, dir_fd=root.fd)
-            # RACE: another process removes a new lease directory, because it is empty, before it is
-            # opened here. Then _LeaseDir._open() finds that the directory is missing.
-            with _ignore_missing(errno.EACCES, errno.EPERM):
+            # RACE (Liveness): another process removes a new lease directory, because it is empty,
+            # before it is opened here. Then _LeaseDir._open() finds that it is missing.
+            with suppress(OSError):
                 made = _OpenFile(root, name)
-                with closing(made):
-                    _follow_owner(made.fd, root.status(), mode)
+                _follow_owner(made.fd, root.status(), mode)
 
     @property
     def root(self) -> _OpenFile:
@@ -1545,59 +1534,73 @@ class _Files:
         found = self.dirs[directory]
         return found, found.prefix + name
 
-    def named(self, error: OSError, path: str, target: str | None = None) -> OSError:
-        """Put full paths into an error: those of calls with dir_fd have names only."""
-        if error.errno:  # else the error of a signal handler
+    def _call(self, function: Callable[..., _Result], path: str, *args: int) -> _Result:
+        """Call a function of os for a file, by its name in its open directory."""
+        where, name = self.place(path)
+        try:
+            return function(name, *args, dir_fd=where.fd)
+        except OSError as error:
+            raise self.named(error, path) from None
+
+    def named(
+        self, error: BaseException, path: str, target: str | None = None
+    ) -> BaseException:
+        """Put full paths into an OSError that has none: calls with dir_fd know only names."""
+        # errno is None: the error of a signal handler
+        if (
+            isinstance(error, OSError)
+            and error.errno
+            and "/" not in str(error.filename)
+        ):
             error.filename = f"{self.path}/{path}"
             if target:
                 error.filename2 = f"{self.path}/{target}"
         return error
 
-    def _complete(self, error: BaseException, path: str) -> None:
-        """Put the path into an error of the disk that has none, such as that of write(2)."""
-        if isinstance(error, OSError) and "/" not in str(error.filename):
-            self.named(error, path)
-
     # Looking
 
     def names(self, directory: str) -> list[str]:
-        """Return all names in a directory. Return [] if it is missing, because a worker ended or
-        because it was not made yet, and (logged once) if this user may not read the lease directory
-        of another. But for a directory of _STATE_DIRS, raise the OSError.
-
-        The directory is opened anew: two listings in one opening would share a position."""
-        fd = None
+        """Return all names in a directory. Return [] if it is missing, and (logged once) if this
+        user may not read it. But for a directory of _STATE_DIRS, raise the OSError."""
         try:
             root = self.dirs[""]
             if root.fd is None:
                 return os.listdir(root.prefix + directory)
+            # opened anew: two listings in one opening would share a position
             fd = os.open(directory or ".", _DIR_FLAGS, dir_fd=root.fd)
-            return os.listdir(fd)
+            try:
+                return os.listdir(fd)
+            finally:
+                os.close(fd)
         except OSError as error:
-            # RACE: another process removes or replaces the directory after it was opened here.
-            is_removed = error.errno in _MISSING_ERRNOS
-            if is_removed and (fd is not None or self.dirs.drop_removed_root()):
+            # RACE (Shrinking): another process removes or replaces the directory after it was
+            # opened here.
+            if error.errno in _MISSING_ERRNOS and self.dirs.refresh():
                 return self.names(directory)
             self.named(error, directory)
-            if directory in _STATE_DIRS or not self._is_passed_over(directory, error):
+            if directory in _STATE_DIRS:
                 raise
-            return []
-        finally:
-            if fd is not None:
-                os.close(fd)
-
-    def _is_passed_over(self, directory: str, error: OSError) -> bool:
-        if error.errno in (errno.EACCES, errno.EPERM) and directory not in _STATE_DIRS:
-            _warn_once(f"passed over: {error}")
-            return True
-        return error.errno in (*_MISSING_ERRNOS, errno.ENOTDIR)
+            self._pass_over(error, directory)
+        return []
 
     def scan(self, directory: str) -> Iterator[str]:
-        """Yield the names in a directory, while the system reads it."""
-        opened = self.dirs.open(directory)
-        with closing(opened), os.scandir(opened.prefix or opened.fd) as entries:
-            for entry in entries:
-                yield entry.name
+        """Yield the names in a directory, while the system reads it. If the directory is missing,
+        or (logged once) if this user may not read it, yield none."""
+        try:
+            opened = self.dirs.open(directory)
+            with os.scandir(opened.prefix or opened.fd) as entries:
+                for entry in entries:
+                    yield entry.name
+        except OSError as error:
+            self._pass_over(error, directory)
+
+    def _pass_over(self, error: OSError, directory: str) -> None:
+        """Raise the error of a directory, unless the directory is missing, or is the lease
+        directory of a worker that keeps it from this user: then log it once."""
+        if isinstance(error, PermissionError) and directory not in _STATE_DIRS:
+            _warn_once(f"passed over: {error}")
+        elif error.errno not in (*_MISSING_ERRNOS, errno.ENOTDIR):
+            raise error
 
     def entries(self, directory: str) -> list[_Entry]:
         """Return the entries of a directory, sorted by name, without foreign names."""
@@ -1612,11 +1615,6 @@ class _Files:
         names = sorted(filter(_parse_node_dir, self.names("")))
         return [name for name in names if not stat.S_ISLNK(self.mode_of(name))]
 
-    def mode_of(self, path: str) -> int:
-        with _ignore_missing():
-            return self.lstat(path).st_mode
-        return 0
-
     def find(self, *states: str) -> Iterator[_Entry]:
         """Yield the entries of these states, in name order within a directory. A state may also be
         "keys" or "checkpoints"."""
@@ -1625,91 +1623,85 @@ class _Files:
                 yield from self.entries(directory)
 
     def find_id(self, ident: str, *states: str) -> _Entry | None:
-        """Return the entry of an id in one of these states, or None. First look for files whose
-        name is only the id, then list the directories, except done/ and failed/, which may be
-        huge. Both searches take the states in the order of the arguments. RACE: another process
-        moves the task from a state that is still to be searched to a state that was searched
-        before. Then the task is missed."""
+        """Return the entry of an id in one of these states, or None. In done/ and failed/, which
+        may be huge, find only a file whose name is the id."""
+        # RACE (Lifecycle): another process moves the task from a state that is still to be searched
+        # to one that was searched before. Then the task is missed.
         for state in states:
             if state in ("pending", *_ENDED) and self.exists(f"{state}/{ident}"):
                 return _parse(state, ident)
         listed = [state for state in states if state not in _ENDED]
         return next((entry for entry in self.find(*listed) if entry.id == ident), None)
 
-    def has_entries(self, directory: str) -> bool:
-        """Say whether a directory has a task. The directory is read only up to the first task."""
-        try:
-            return any(_parse(directory, name) for name in self.scan(directory))
-        except OSError as error:
-            if not self._is_passed_over(directory, error):
-                raise
-        return False
-
     def has_work(self) -> bool:
-        """Say whether a task waits or is leased.
-
-        RACE: other processes move tasks while the directories are read one after another. Each such
-        move sets the time of pending/ or scheduled/, so True is returned if one of these times has
-        changed. A move in the first tick of the clock of these times may not change them, so all is
-        read again a tick later."""
+        """Say whether a task waits or is leased. A directory is read only up to the first task."""
+        # RACE (Lifecycle): other processes move tasks while the directories are read one after
+        # another. Each such move sets the time of pending/ or scheduled/, so True is returned if
+        # one of these times has changed. A move in the first tick of the clock of these times may
+        # not change them, so all is read again a tick later.
         before = self._changed()
-        is_coarse = not any(time_ns % 10**9 for time_ns, _ in before)
-        for pause_s in (_COARSE_TICK_S if is_coarse else _TICK_S, 0):
-            if any(map(self.has_entries, ("keys", *_WAITING_DIRS, *self.node_dirs()))):
-                return True
+        for pause_s in (_TICK_S, 0):
+            for directory in ("keys", *_WAITING_DIRS, *self.node_dirs()):
+                if any(_parse(directory, name) for name in self.scan(directory)):
+                    return True
             time.sleep(pause_s)
         return self._changed() != before
 
-    def _changed(self) -> list[tuple[int, int]]:
-        # shrink() may put another directory with the same time in place, so compare inodes, too.
-        found = [self.lstat(it) for it in _WAITING_DIRS]
-        return [(it.st_mtime_ns, it.st_ino) for it in found]
+    def _changed(self) -> list[int]:
+        # RACE (Shrinking): shrink() puts another directory in place, which may have the same
+        # st_mtime.
+        return [self.lstat(directory).st_ctime_ns for directory in _WAITING_DIRS]
 
     def exists(self, path: str) -> bool:
         """Say whether a file exists. Raises any OSError that does not mean that the file is
-        missing. (os.path.lexists() would return False for every OSError.)"""
-        try:
-            self.lstat(path)
-        except (FileNotFoundError, NotADirectoryError):
-            return False
-        return True
+        missing."""
+        return self.mode_of(path) != 0
+
+    def mode_of(self, path: str) -> int:
+        """Return st_mode of a file, or 0 if it is missing."""
+        with _ignore_missing():
+            return self.lstat(path).st_mode
+        return 0
 
     def lstat(self, path: str) -> os.stat_result:
-        where, name = self.place(path)
-        try:
-            return os.lstat(name, dir_fd=where.fd)
-        except OSError as error:
-            raise self.named(error, path) from None
+        return self._call(os.lstat, path)
 
     def is_regular(self, path: str) -> bool:
         return stat.S_ISREG(self.lstat(path).st_mode)
 
-    def _open(self, path: str, flags: int = _READ_FLAGS) -> int:
-        """Open a file.
-
-        RACE: another process has a lease of the kernel on the file (F_SETLEASE: Samba, virus
-        scanners). open() tells the holder, and fails with EAGAIN until the holder lets go."""
-        where, name = self.place(path)
-        tries = 0
-        while True:
-            try:
-                return os.open(name, flags, dir_fd=where.fd)
-            except OSError as error:
-                tries += 1
-                if error.errno != errno.EAGAIN or tries > _KERNEL_LEASE_TRIES:
-                    raise self.named(error, path) from None
+    def _open(self, path: str) -> int:
+        """Open a file for reading."""
+        # RACE (TroubleOfOneTask): another process has a lease of the kernel on the file
+        # (F_SETLEASE: Samba, virus scanners). open() tells the holder, and fails with EAGAIN until
+        # the holder lets go.
+        for _ in range(_KERNEL_LEASE_TRIES):
+            with suppress(BlockingIOError):
+                return self._call(os.open, path, _READ_FLAGS)
             time.sleep(_LONGEST_LOCK_PAUSE_S)
+        raise _os_error(errno.EAGAIN, f"{self.path}/{path}")
 
-    def text(self, path: str, most_bytes: int) -> str:
-        """Return the beginning of the text of a regular file, or "" for any other kind of file. The
-        read of a FIFO, of a device, or of a link to one, could block or never end."""
+    def _beginning(self, path: str, most_bytes: int) -> bytes:
+        """Return the first bytes of a regular file, or b"" for any other kind of file. The read of
+        a FIFO, of a device, or of a link to one, could block or never end."""
         if not self.is_regular(path):
-            return ""
+            return b""
         fd = self._open(path)
         try:
-            return os.read(fd, most_bytes).decode("utf-8", "replace")
+            return os.read(fd, most_bytes)
         finally:
             os.close(fd)
+
+    def text(self, path: str, most_bytes: int) -> str:
+        """Return the beginning of a text file; see _beginning()."""
+        return self._beginning(path, most_bytes).decode("utf-8", "replace")
+
+    def head(self, path: str) -> tuple[str | None, int | None]:
+        """Return the key and the length of a payload, read from the header of its record. Return
+        (None, None) if there is no valid header."""
+        header = _match_header(self._beginning(path, _READ_BYTES))
+        if header is None:
+            return None, None
+        return (_decode_key(header[3].decode()) if header[3] else None), int(header[2])
 
     def read(self, directory: str, name: str, ident: str) -> _Record:
         """Return the payload and the key of a record. Raises CorruptTask unless the record is
@@ -1739,31 +1731,12 @@ class _Files:
         directory, _, name = path.partition("/")
         return self.read(directory, name, _id_of(path))
 
-    def head(self, path: str) -> tuple[str | None, int | None]:
-        """Return the key and the length of a payload, read from the header of its record. Return
-        (None, None) if the header is invalid, or if `path` is not a regular file."""
-        header = None
-        if self.is_regular(path):
-            fd = self._open(path)
-            try:
-                header = _match_header(os.read(fd, _READ_BYTES))
-            finally:
-                os.close(fd)
-        if header is None:
-            return None, None
-        return (_decode_key(header[3].decode()) if header[3] else None), int(header[2])
-
     # Locking
 
     def open_lock(self, path: str, flags: int = _LOCK_FLAGS) -> _FileLock:
-        """Open a file to lock it. Those who may not write to data_dir may not read the file either:
-        flock() needs only reading, and they could stop all others."""
-        where, _ = self.place(path)
-        return _FileLock(where, os.path.basename(path), flags, self.lock_mode())
-
-    def lock_mode(self) -> int:
-        write = self.mode & 0o022
-        return 0o600 | write | write << 1
+        """Open a file, to lock it."""
+        directory, _, name = path.rpartition("/")
+        return _FileLock(self.dirs[directory], name, flags, self.lock_mode)
 
     def lock_dir(self, directory: str) -> _FileLock:
         """Open a lease directory, to lock it."""
@@ -1775,8 +1748,7 @@ class _Files:
         try:
             return self.lock_dir(directory)
         except OSError as error:
-            if not self._is_passed_over(directory, error):
-                raise
+            self._pass_over(error, directory)
         return None
 
     # Moving
@@ -1790,56 +1762,49 @@ class _Files:
         is_synced: bool,
     ) -> None:
         """Write a record to creating/<new_name>, and rename the file to directory/name. The task
-        exists from the rename on. If publish() raises, it removes the file.
-
-        CRASH: if the process dies before the rename, the task does not exist, and the file in
-        creating/ is removed after an hour. If it dies after the rename, the task exists, although
-        push() has not returned."""
+        exists from the rename on. If publish() raises, it removes the file."""
         payload = data if type(data) is bytes else _as_bytes(data)
-        header = _header(payload)
-        # The calls of create() and rename() are inlined: place() would be 15 % of push().
-        dirs = self.dirs
-        creating = dirs["creating"]
-        target = dirs[directory]
-        source = creating.prefix + new_name
+        # The bodies of create() and move() are inlined: the calls would be 15 % of push().
+        old = self.dirs["creating"]
+        new = self.dirs[directory]
+        source = old.prefix + new_name
+        target = new.prefix + name
         try:
-            fd = os.open(source, _CREATE_FLAGS, self._file_mode, dir_fd=creating.fd)
+            fd = os.open(source, _CREATE_FLAGS, self._file_mode, dir_fd=old.fd)
         except OSError as error:
-            self.dirs.refresh()
-            is_same = dirs.get("creating") is creating
-            if error.errno not in _MISSING_ERRNOS or is_same:
-                raise self.named(error, f"creating/{new_name}") from None
-            return self.publish(new_name, data, directory, name, is_synced)
+            raise self.named(error, f"creating/{new_name}") from None
         try:
             try:
-                _write_record(fd, header, payload)
-                if is_synced and self.syncs_after_rename:
-                    self.move(f"creating/{new_name}", f"{directory}/{name}")
+                # CRASH (Crash): before the rename, the task does not exist, and the file in
+                # creating/ is removed after an hour. After it, the task exists, although push() has
+                # not returned.
+                _write_record(fd, _header(payload), payload)
+                if self.syncs_after_rename:
+                    try:
+                        os.replace(source, target, src_dir_fd=old.fd, dst_dir_fd=new.fd)
+                    except FileNotFoundError:
+                        # RACE (Shrinking): another worker replaces pending/.
+                        self.move(f"creating/{new_name}", f"{directory}/{name}")
                 if is_synced:
                     os.fsync(fd)
             finally:
                 os.close(fd)
             if not self.syncs_after_rename:
-                # a rename there needs more care: _SharedFiles.move()
                 self.move(f"creating/{new_name}", f"{directory}/{name}")
-            elif not is_synced:
-                try:
-                    there = target.prefix + name
-                    os.replace(
-                        source, there, src_dir_fd=creating.fd, dst_dir_fd=target.fd
-                    )
-                except FileNotFoundError:  # the directory was replaced
-                    self.move(f"creating/{new_name}", f"{directory}/{name}")
             if is_synced:
                 self.sync_dir(directory)
         except BaseException as error:
-            # The push raises, so the caller believes that there is no task: remove the file. RACE:
-            # a worker claims the task between the rename and this line. Then no file is at its
-            # path, and the worker keeps the task.
-            for leftover in (f"creating/{new_name}", f"{directory}/{name}"):
+            # The push raises, so the caller believes that there is no task. RACE (Faults): a worker
+            # claims the task between the rename and this line. Then no file is at its path, and the
+            # worker keeps the task.
+            for leftover in (f"{directory}/{name}", f"creating/{new_name}"):
                 self.remove(leftover)
-            self._complete(error, f"creating/{new_name}")
+                self.named(error, leftover)
             raise
+
+    def create(self, path: str) -> int:
+        """Make a file, and return its descriptor. Raises FileExistsError."""
+        return self._call(os.open, path, _CREATE_FLAGS, self._file_mode)
 
     @contextmanager
     def replacement(
@@ -1852,16 +1817,16 @@ class _Files:
         """Write a file creating/<name>, and yield its path. The block moves the file to its final
         path, where an older file may be. If the block raises, the new file is removed.
 
-        If the queue is durable, the new file is synced before the block: power loss must leave the
-        older or the new file whole. `mode`: see _follow_owner(). None: the owner is this user, and
-        the rights follow from the umask."""
+        `mode`: see _follow_owner(). None: the owner is this user, and the rights follow from the
+        umask."""
         path = f"creating/{name}"
+        fd = self.create(path)
         try:
-            fd = self.create(path)
             try:
                 if mode is not None:
                     _follow_owner(fd, self.root.status(), mode)
                 _write_record(fd, header, payload)
+                # power loss must leave the older or the new file whole
                 if self.is_durable:
                     os.fsync(fd)
             finally:
@@ -1869,20 +1834,8 @@ class _Files:
             yield path
         except BaseException as error:
             self.remove(path)
-            self._complete(error, path)
+            self.named(error, path)
             raise
-
-    def create(self, path: str) -> int:
-        """Make a file, and return its descriptor. Raises FileExistsError."""
-        for is_last in (False, True):
-            where, name = self.place(path)
-            try:
-                return os.open(name, _CREATE_FLAGS, self._file_mode, dir_fd=where.fd)
-            except OSError as error:
-                if is_last or error.errno not in _MISSING_ERRNOS:
-                    raise self.named(error, path) from None
-                self.dirs.refresh()
-        raise _os_error(errno.ENOENT, path)
 
     def move(self, source: str, target: str) -> str:
         """Rename a file, and return the target. A file at the target is replaced. The target ""
@@ -1920,18 +1873,13 @@ class _Files:
 
     def move_onto(self, source: str, target: str) -> None:
         """Rename a file over another one. Raises FileNotFoundError if no file is at the target: a
-        person has moved it, and the rename would make two tasks of one. So the look is the last
-        step before the rename."""
+        person has moved it, and the rename would make two tasks of one."""
         self.lstat(target)
         # an override of move() would look at more files first
         _Files.move(self, source, target)
 
     def unlink(self, path: str) -> None:
-        where, name = self.place(path)
-        try:
-            os.unlink(name, dir_fd=where.fd)
-        except OSError as error:
-            raise self.named(error, path) from None
+        self._call(os.unlink, path)
 
     def unlink_if_exists(self, path: str) -> bool:
         with suppress(FileNotFoundError):
@@ -1950,54 +1898,42 @@ class _Files:
                 return True
         return False
 
-    def remove(self, path: str) -> bool:
-        """Remove a file if possible. Return whether the file was removed; raise no OSError."""
+    def remove(self, path: str) -> None:
+        """Remove a file if possible. Raise no OSError."""
         with suppress(OSError):
             self.unlink(path)
-            return True
-        return False
 
     def remove_empty_dir(self, path: str) -> None:
-        # A directory that is not empty stays. POSIX lets the file system report ENOTEMPTY or
-        # EEXIST. So does another user's directory in a sticky directory, and a mount point.
-        with _ignore_missing(
-            errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY, *_NO_WRITE_ERRNOS
-        ):
-            where, name = self.place(path)
-            os.rmdir(name, dir_fd=where.fd)
+        """Remove a directory if possible: if it is empty. Raise no OSError."""
+        with suppress(OSError):
+            self._call(os.rmdir, path)
 
     def shrink(self, new_name: str) -> None:
         """Replace an empty pending/ of more than 1 MiB by a new directory, because ext4 never
-        shrinks a directory, and each listing reads all of it. rename() refuses to replace a
-        directory that is not empty, so no task is lost."""
+        shrinks a directory, and each listing reads all of it."""
         old = self.lstat("pending")
-        is_kept = old.st_ino == self._kept_inode  # the last attempt has failed
-        if old.st_size <= _SHRINK_BYTES or is_kept or old.st_uid != os.geteuid():
+        if old.st_size <= _SHRINK_BYTES or old.st_uid != os.geteuid():
             return
-        self._kept_inode = old.st_ino
         mode = stat.S_IMODE(old.st_mode)
-        root = self.root
-        where, name = self.place(f"creating/{new_name}.pending")
-        # RACE: another process renames a file into the directory first. Then our rename fails, and
-        # the old directory stays. It also stays if it is a mount point, or if the disk is full.
+        name = f"{new_name}.pending"
+        # RACE (Shrinking): another process renames a file into the old directory first. rename()
+        # replaces no directory that is not empty, so the old directory stays. It also stays if the
+        # disk is full.
         with suppress(OSError):
-            os.mkdir(name, mode & 0o777, dir_fd=where.fd)
-            made = _OpenFile(where, f"{new_name}.pending")
+            self._call(os.mkdir, f"creating/{name}", mode & 0o777)
+            made = _OpenFile(self.dirs["creating"], name)
             _follow_owner(made.fd, old, mode)
-            new = made.status()
-            if (new.st_uid, new.st_gid) == (old.st_uid, old.st_gid):
-                os.rename(name, "pending", src_dir_fd=where.fd, dst_dir_fd=root.fd)
+            if made.status().st_gid == old.st_gid:
+                self.move(f"creating/{name}", "pending")
                 # Without this sync, power loss could undo the rename, and with it the later tasks.
                 self.sync_dir("")
-        with suppress(OSError):
-            os.rmdir(name, dir_fd=where.fd)
+        self.remove_empty_dir(f"creating/{name}")
         self.dirs.refresh()
 
     # Syncing
 
     def sync_with_dir(self, path: str) -> None:
-        """If the queue is durable, sync the file of a task, then its directory. TOPIC: syncs says
-        why a sync of the directory is not enough."""
+        """If the queue is durable, sync the file of a task, then its directory."""
         if not self.is_durable:
             return
         # RACE: another process moves the task on before the file is synced here. Then only the
@@ -2007,38 +1943,35 @@ class _Files:
         self.sync_dir(os.path.dirname(path))
 
     def sync_file(self, path: str) -> None:
-        if self.is_regular(path):
-            fd = self._open(path)
-            try:
-                os.fsync(fd)
-            finally:
-                os.close(fd)
+        fd = self._open(path)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
 
     def sync_dir(self, directory: str) -> None:
-        if not self.is_durable:
-            return
+        """If the queue is durable, sync a directory."""
         # a lease directory of others is closed with this reference
         opened = self.dirs[directory]
-        if opened.fd is not None:
+        if self.is_durable and opened.fd is not None:
             try:
                 os.fsync(opened.fd)
             except OSError as error:
                 raise self.named(error, directory) from None
 
-    def has_syncfs(self) -> bool:
-        """Say whether one syncfs(2) writes all tasks of a batch to the disk."""
-        return _fs_type(self.root) in _SYNCFS_TYPES
-
     @contextmanager
-    def synced_batch(self) -> Iterator[None]:
-        """Make durable what is renamed into pending/ in the block. The directory is opened before
-        the block, because syncfs() reports the write errors since the opening (Linux 5.8)."""
+    def batch(self) -> Iterator[bool]:
+        """Make durable what is published into pending/ in the block, if the queue is durable. Yield
+        True if each task must be synced for this: one syncfs(2) does not write them all."""
+        if not self.is_durable or _fs_type(self.root) not in _SYNCFS_TYPES:
+            yield self.is_durable
+            return
+        # opened before the block: syncfs() reports the write errors since then (Linux 5.8)
         opened = _OpenFile(self.root, "pending")
-        with closing(opened):
-            try:
-                yield
-            finally:
-                _call_libc("syncfs", opened.path, opened.fd)
+        try:
+            yield False
+        finally:
+            _call_libc("syncfs", opened.path, opened.fd)
 
 
 # ==================================================================================================
@@ -2128,10 +2061,7 @@ class _QueueClock:
             boot = _boot_tag(boot_id, self._files.root)
             name = f"clock-{boot}"
             try:
-                anchor_ns = self._read(name)
-                if anchor_ns is None:
-                    anchor_ns = self._create(name, _compute_anchor(self._files))
-                return boot, anchor_ns
+                return boot, self._read(name) or self._create(name)
             except OSError as error:
                 if error.errno not in _NO_WRITE_ERRNOS:
                     raise
@@ -2140,20 +2070,21 @@ class _QueueClock:
                 _log().warning("no shared clock for this process: %s", error)
         return os.urandom(4).hex(), _compute_anchor(self._files)
 
-    def _read(self, name: str) -> int | None:
-        """Return the anchor in a clock file. Return None if the file is missing or invalid, or if
-        the queue clock would show a time before 2001 or after 2150. Then it is written again."""
-        anchor_ns = 0
+    def _read(self, name: str) -> int:
+        """Return the anchor in a clock file. Return 0 if the file is missing or invalid, or if the
+        queue clock would show a time before 2001 or after 2150."""
         with suppress(FileNotFoundError):
             text = self._files.text(name, _CLOCK_BYTES)
-            anchor_ns = int(text) if re.fullmatch("[0-9]{1,19}\n", text) else 0
-        now_ns = anchor_ns + _monotonic_ns()
-        return anchor_ns if _EARLIEST_NS <= now_ns < _LATEST_CLOCK_NS else None
+            if re.fullmatch("[0-9]{1,19}\n", text):
+                now_ns = int(text) + _monotonic_ns()
+                return int(text) if _EARLIEST_NS <= now_ns < _LATEST_CLOCK_NS else 0
+        return 0
 
-    def _create(self, name: str, anchor_ns: int) -> int:
+    def _create(self, name: str) -> int:
         """Write a clock file and put it in place, unless a valid one is in place. Return the anchor
         in the clock file that is in place then."""
         files = self._files
+        anchor_ns = _compute_anchor(files)
         new_name = f"{_new_name(_wall_ns(), self.tag)}.clock"
         # 0644: only the owner writes it, because a wrong anchor would end living leases. All others
         # read it, also those to whom a person gives access to data_dir later.
@@ -2171,7 +2102,7 @@ class _QueueClock:
                 # A file of this name exists, valid or not, or the file system has no hard links.
                 # Without hard links, two processes that start at the same time may have anchors
                 # that differ a little.
-                if self._read(name) is None:
+                if not self._read(name):
                     files.move(new_path, name)
             files.remove(new_path)
         # RACE: another process links its clock file before ours. Then its anchor is returned.
@@ -2210,69 +2141,52 @@ class _Batch:
         self._lock = worker.lock
         self._clock = worker.clock
         self.names: list[str] = []  # the oldest last
-        self.seen = 0  # the number of names in pending/ at the last listing
-        self._listed_s = 0.0
+        # the number of names in pending/ at the last listing; it may be huge at the first one
+        self.seen = _FEW
         # The tasks that this user may not claim, by id, and the time (monotonic clock) until which
         # they are passed over.
         self.barred: dict[str, float] = {}
 
-    def relist(self, now_s: float) -> None:
-        """List pending/, and replace the batch. `now_s` is the time on the monotonic clock.
-
-        RACE: another process pushes two tasks during the listing, and the listing shows only the
-        younger one, which would be delivered first. So the batch gets only the tasks whose order is
-        before the beginning of the listing. If a second listing also shows only later tasks, the
-        batch gets all of them, because an empty batch would mean that no task waits."""
-        for _ in range(2):
-            self._list(now_s)
-            if self.seen <= _AT_ONCE:
-                return
-            began = f"{int(now_s * 1e9) + self._clock.anchor_ns:020d}"
-            if older := [name for name in self.names if name < began]:
-                self.names = older
-                return
-            now_s = time.monotonic()
-
-    def _list(self, now_s: float) -> None:
-        # If the last listing showed few names and is less than a second old, the directory can't be
-        # huge now.
-        if self.seen < _FEW and now_s - self._listed_s < 1:
-            names = self._files.names("pending")
-            self.seen = len(names)
-            self.names = sorted(filter(_is_task_name, names), reverse=True)
-        else:
-            self._list_in_chunks()
-        if self.barred:
-            self.barred = {
-                it: until_s for it, until_s in self.barred.items() if until_s > now_s
-            }
-            self.names = [
-                name for name in self.names if _id_of(name) not in self.barred
-            ]
-        self._listed_s = now_s
-
-    def _list_in_chunks(self) -> None:
-        """Keep the oldest names, at most _MAX_BATCH or a sixteenth of those at the last listing: a
-        million names would take 100 MB in each worker."""
-        keep = max(_MAX_BATCH, self.seen // 16)
+    def relist(self, now_s: float, is_second: bool = False) -> None:
+        """List pending/, and replace the batch by the oldest names, at most _MAX_BATCH. `now_s` is
+        the time on the monotonic clock."""
+        is_large = self.seen >= _FEW
         names: list[str] = []
         seen = 0
-        youngest = "~"  # sorts after every name of a task
+        for chunk in self._chunks() if is_large else [self._files.names("pending")]:
+            seen += len(chunk)
+            names += filter(_is_task_name, chunk)
+            names.sort(reverse=True)
+            del names[:-_MAX_BATCH]
+        if self.barred:
+            names = [it for it in names if self.barred.get(_id_of(it), 0) < now_s]
+        self.names = names
+        self.seen = seen
+        if seen <= _AT_ONCE:
+            return
+        # RACE (Races): another process pushes two tasks during the listing, and the listing shows
+        # only the younger one, which would be delivered first. So the batch gets only the tasks
+        # whose order is before the beginning of the listing. If a second listing also shows only
+        # later tasks, the batch gets all of them: an empty batch would mean that no task waits.
+        began = f"{int(now_s * 1e9) + self._clock.anchor_ns:020d}"
+        if older := [name for name in names if name < began]:
+            self.names = older
+        elif not is_second:
+            self.relist(time.monotonic(), is_second=True)
+
+    def _chunks(self) -> Iterator[list[str]]:
+        """Yield the names in pending/. A million names at a time would take 100 MB in each
+        worker."""
         listing = self._files.scan("pending")
         while chunk := [*itertools.islice(listing, _CHUNK)]:
-            seen += len(chunk)
-            names += [name for name in chunk if name < youngest and _is_task_name(name)]
-            if len(names) > 2 * keep:
-                names = sorted(names, reverse=True)[-keep:]
-                youngest = names[0]
-        self.seen = seen
-        self.names = sorted(names, reverse=True)[-keep:]
+            yield chunk
 
     def add(self, path: str) -> None:
         """Add a task that came to `path` in pending/. If the batch is empty, or if the task sorts
         after the whole batch, do nothing: a later listing shows the task."""
         with self._lock:
-            names, name = self.names, path.rpartition("/")[2]
+            names = self.names
+            name = path.rpartition("/")[2]
             if names and name < names[0]:
                 names.insert(bisect.bisect(names, False, key=name.__gt__), name)
 
@@ -2288,7 +2202,8 @@ class _Batch:
         task keeps its place, and its name has 0 attempts. So this name is put into the batch. The
         loop stops at the name of a task with a key, because only a lost claim does that."""
         with self._lock:
-            names, renamed = self.names, _fresh_path(lost, None)
+            names = self.names
+            renamed = _fresh_path(lost, None)
             if renamed != lost:
                 names.append(renamed.partition("/")[2])
             pending = self._files.dirs["pending"]
@@ -3540,10 +3455,8 @@ class FemtoQueue:
                 "push_many takes an iterable of payloads; for one payload use push"
             )
         ids: list[str] = []
-        syncs_once = self.sync_after_write and self._files.has_syncfs()
-        syncs_each = self.sync_after_write and not syncs_once
         try:
-            with self._files.synced_batch() if syncs_once else nullcontext():
+            with self._files.batch() as syncs_each:
                 for data in iterable:
                     ident = self._clock.new_id()
                     self._files.publish(ident, data, "pending", ident, syncs_each)
@@ -6513,7 +6426,7 @@ class _SharedFiles(_Files):
     @_afresh
     def open_lock(self, path: str, flags: int = _LOCK_FLAGS) -> _FileLock:
         where, _ = self.place(path)
-        return _SharedLock(where, os.path.basename(path), flags, self.lock_mode())
+        return _SharedLock(where, os.path.basename(path), flags, self.lock_mode)
 
     def shrink(self, new_name: str) -> None:
         """Do nothing: other hosts might look into the old directory for a long time (stale)."""

@@ -70,7 +70,7 @@ HELPERS = {  # functions that rename or unlink, but are not a step in the table 
 }
 MOVES = re.compile(
     r"\b(?:os|files|_files|self)\.(?:rename|rename_onto|replace|move|unlink|unlink_if_\w+)\("
-    r"|files\.remove\("
+    r"|files\.remove\(|\(os\.unlink,"
 )
 SECTIONS = [
     *(
