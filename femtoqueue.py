@@ -1607,9 +1607,9 @@ class _Files:
         names = sorted(self.names(directory))
         return [entry for name in names if (entry := _parse(directory, name))]
 
-    def count(self, directory: str) -> int:
-        """Return the number of tasks in a directory."""
-        return sum(map(bool, map(_FORMS[_state_of(directory)], self.names(directory))))
+    def count(self, state: str) -> int:
+        """Return the number of tasks in done/ or failed/, which may be huge."""
+        return len([*filter(_FORMS[state], self.names(state))])
 
     def node_dirs(self) -> list[str]:
         names = sorted(filter(_parse_node_dir, self.names("")))
@@ -1628,8 +1628,9 @@ class _Files:
         # RACE (Lifecycle): another process moves the task from a state that is still to be searched
         # to one that was searched before. Then the task is missed.
         for state in states:
-            if state in ("pending", *_ENDED) and self.exists(f"{state}/{ident}"):
-                return _parse(state, ident)
+            named = _parse(state, ident)
+            if named and self.exists(named.path):
+                return named
         listed = [state for state in states if state not in _ENDED]
         return next((entry for entry in self.find(*listed) if entry.id == ident), None)
 
@@ -1680,7 +1681,7 @@ class _Files:
             time.sleep(_LONGEST_LOCK_PAUSE_S)
         raise _os_error(errno.EAGAIN, f"{self.path}/{path}")
 
-    def _beginning(self, path: str, most_bytes: int) -> bytes:
+    def beginning(self, path: str, most_bytes: int) -> bytes:
         """Return the first bytes of a regular file, or b"" for any other kind of file. The read of
         a FIFO, of a device, or of a link to one, could block or never end."""
         if not self.is_regular(path):
@@ -1691,14 +1692,10 @@ class _Files:
         finally:
             os.close(fd)
 
-    def text(self, path: str, most_bytes: int) -> str:
-        """Return the beginning of a text file; see _beginning()."""
-        return self._beginning(path, most_bytes).decode("utf-8", "replace")
-
     def head(self, path: str) -> tuple[str | None, int | None]:
         """Return the key and the length of a payload, read from the header of its record. Return
         (None, None) if there is no valid header."""
-        header = _match_header(self._beginning(path, _READ_BYTES))
+        header = _match_header(self.beginning(path, _READ_BYTES))
         if header is None:
             return None, None
         return (_decode_key(header[3].decode()) if header[3] else None), int(header[2])
@@ -1914,8 +1911,8 @@ class _Files:
         old = self.lstat("pending")
         if old.st_size <= _SHRINK_BYTES or old.st_uid != os.geteuid():
             return
-        mode = stat.S_IMODE(old.st_mode)
         name = f"{new_name}.pending"
+        mode = stat.S_IMODE(old.st_mode)
         # RACE (Shrinking): another process renames a file into the old directory first. rename()
         # replaces no directory that is not empty, so the old directory stays. It also stays if the
         # disk is full.
@@ -2006,12 +2003,12 @@ _LOOK_INTERVAL_S = 0.1
 def _compute_anchor(files: _Files) -> int:
     """Return the anchor for a new queue clock. It starts at the time of the wall clock, or after
     the newest id in data_dir if that is later, because the date was set back."""
-    latest_ns, started_ns = _latest_order_ns(), _monotonic_ns()
+    latest_ns = _latest_order_ns()
+    started_ns = _monotonic_ns()
     times_ns = [_EARLIEST_NS, _date_ns()]
     for directory in (*_STATE_DIRS[1:], "keys", *files.node_dirs()):
-        # PermissionError: the directory belongs to another user, and the clock must start all the
-        # same. FileNotFoundError: a person removed the directory.
-        with suppress(PermissionError, FileNotFoundError):
+        # the directory belongs to another user, and the clock must start all the same
+        with suppress(PermissionError):
             orders = (_stamp_of(entry.id) for entry in files.entries(directory))
             times_ns += [order_ns + 1 for order_ns in orders if order_ns < latest_ns]
     return max(times_ns) - started_ns
@@ -2074,8 +2071,8 @@ class _QueueClock:
         """Return the anchor in a clock file. Return 0 if the file is missing or invalid, or if the
         queue clock would show a time before 2001 or after 2150."""
         with suppress(FileNotFoundError):
-            text = self._files.text(name, _CLOCK_BYTES)
-            if re.fullmatch("[0-9]{1,19}\n", text):
+            text = self._files.beginning(name, _CLOCK_BYTES)
+            if re.fullmatch(b"[0-9]{1,19}\n", text):
                 now_ns = int(text) + _monotonic_ns()
                 return int(text) if _EARLIEST_NS <= now_ns < _LATEST_CLOCK_NS else 0
         return 0
@@ -2090,11 +2087,12 @@ class _QueueClock:
         # read it, also those to whom a person gives access to data_dir later.
         with files.replacement(new_name, b"%d\n" % anchor_ns, mode=0o644) as new_path:
             try:
-                creating, root = files.dirs["creating"], files.root
+                where, source = files.place(new_path)
+                root, target = files.place(name)
                 os.link(
-                    creating.prefix + new_name,
-                    root.prefix + name,
-                    src_dir_fd=creating.fd,
+                    source,
+                    target,
+                    src_dir_fd=where.fd,
                     dst_dir_fd=root.fd,
                     follow_symlinks=False,
                 )
@@ -4097,8 +4095,8 @@ class FemtoQueue:
         if entry.directory == "failed":
             # Show the task even if the reason is missing, or if this user may not read the reason.
             with suppress(FileNotFoundError, PermissionError):
-                text = self._files.text(f"failed/{entry.id}.error", _REASON_BYTES)
-                task.error = text.removesuffix("\n")
+                text = self._files.beginning(f"failed/{entry.id}.error", _REASON_BYTES)
+                task.error = text.decode("utf-8", "replace").removesuffix("\n")
         return task
 
     def _read_all(self, entries: Iterable[_Entry], data: bool) -> Iterator[FemtoTask]:
@@ -6186,7 +6184,7 @@ class TicketQueue:
 #
 #      _SharedLock.reading_is_enough         flock (NFS)
 #      _SharedFiles.syncs_after_rename       a torn file would be visible to other hosts (both)
-#      _SharedFiles.head, lstat, text        replaced (GlusterFS)
+#      _SharedFiles.beginning, lstat         replaced (GlusterFS)
 #      _SharedFiles.sync_file, open_lock     replaced (GlusterFS)
 #      _SharedFiles.exists, has_work, names  stale (NFS)
 #      _SharedFiles.read                     stale (both), replaced (GlusterFS)
@@ -6324,9 +6322,8 @@ class _SharedFiles(_Files):
 
     # Looking
 
-    head = _afresh(_Files.head)
+    beginning = _afresh(_Files.beginning)
     lstat = _afresh(_Files.lstat)
-    text = _afresh(_Files.text)
     _read_once = _afresh(_Files.read)
     sync_file = _afresh(_Files.sync_file)
 
