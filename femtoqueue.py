@@ -1382,55 +1382,46 @@ if hasattr(os, "register_at_fork"):
 #    Invariant: other processes see a whole record at its path, or no file. Only power loss can
 #    leave a torn file.
 #    Each directory of the queue is opened once, and a file is named relative to it. So a link or a
-#    directory that another user puts at a name leads no call out of the queue. A directory that was
-#    removed or replaced is opened anew after ENOENT, and by the look of the maintenance. A data_dir
-#    that was moved as a whole stays the queue of its objects.
+#    directory that another user puts at a name leads no call out of the queue. A data_dir that was
+#    moved as a whole stays the queue of its objects.
 #
 #    TOPIC: syncs. If the queue is durable (sync_after_write), a call makes these steps, in this
 #    order, and then returns:
-#    - A new task: rename the file, sync the file, sync the directory. In this order, the two syncs
-#      cost one journal commit instead of two. If power loss leaves the file torn, the call had not
-#      returned. On file systems that other hosts write to, and on Windows, the file is synced
-#      before the rename (syncs_after_rename).
-#    - A batch of new tasks: rename all files; then one syncfs(2). Elsewhere than on Linux, each
-#      task is synced like a single one.
+#    - A new task: rename the file, sync the file, sync the directory. So the two syncs cost one
+#      journal commit. With syncs_after_rename=False, the file is synced before the rename: other
+#      hosts would see a torn file, and Windows can't rename an open one.
+#    - A batch of new tasks: rename all files; then one syncfs(2), or each as above.
 #    - A move, such as done(): rename the file; sync the file; sync the directory. When only the
 #      directory was synced, btrfs showed the task in its old directory, too, after power loss.
-#    - A replaced payload: sync the new file, then the renames; then as for a move. So a whole
-#      record is never replaced by a torn one. For a checkpoint, only the directory is synced after
-#      the rename.
+#    - A replaced payload: sync the new file, then the renames; then as for a move. For a
+#      checkpoint, only the directory is synced after the rename.
 #    - A finished task that is not kept: sync the lease's file and directory, unlink the file, sync
-#      the directory. The first step makes the claim durable. With the last sync alone, power loss
-#      could bring the task back to where it waited.
+#      the directory. With the last sync alone, power loss could bring the task back to where it
+#      waited, because the claim was not synced.
 #    - A new task with a key, or a payload behind a task: sync the new file, link keys/<hash>, sync
 #      keys/, rename the new file, sync the directory. If power loss removed the link but not the
 #      task, a later push would add a second task of the key.
 #    A claim, a renewal, a reclaim and a purge are not synced.
 #
-#    TOPIC: a full disk. A worker must be able to empty the queue.
-#    - push(), schedule() and checkpoint() write a new file first, and raise OSError.
-#    - A new worker may not be able to make its lease directory. If the clock file can't be made,
-#      the process has a clock of its own.
-#    - pop(), done() and release() rename. If done/ has no room for another name, the task is
-#      removed (_Worker.finish).
-#    - fail() with a reason writes the reason first, and raises OSError.
+#    TOPIC: a full disk. A worker must be able to empty the queue, so pop(), done() and release()
+#    only rename. If done/ has no room for another name, the task is removed (_Worker.finish). If
+#    the clock file can't be made, the process has a clock of its own. push(), schedule(),
+#    checkpoint() and fail() with a reason write a new file first, and raise OSError.
 # ==================================================================================================
 
-# Another process may remove a directory again and again while a step needs it: a lease directory,
-# or that of a ticket line. After this many attempts, the step raises OSError.
+# After so many removals of a directory that a step needs, the step raises OSError.
 _MAX_REPLACED = 100
 _TICK_S = 0.011  # a little longer than a tick of the clock that sets the times of files
-_SHRINK_BYTES = 1 << 20  # an empty pending/ that is larger than this is replaced
+_SHRINK_BYTES = 1 << 20
 _CLOCK_BYTES = 64  # the largest size of a clock file
 _REASON_BYTES = 1 << 20  # how much of a reason is shown
+_KERNEL_LEASE_TRIES = 200  # for two seconds
 _Result = TypeVar("_Result")
-# How often to open a file that another process has a lease of the kernel on: for two seconds.
-_KERNEL_LEASE_TRIES = 200
 
 
 class _OpenDirs(dict[str, _OpenFile]):
-    """The open directories of a queue, by name; "" is data_dir. A missing one is opened. Of the
-    lease directories, only the own one is kept open."""
+    """The open directories of a queue, by name; "" is data_dir. Of the lease directories, only the
+    own one is kept open."""
 
     def __init__(self, root: _OpenFile) -> None:
         super().__init__({"": root})
@@ -1454,7 +1445,7 @@ class _OpenDirs(dict[str, _OpenFile]):
 
     def refresh(self) -> bool:
         """Drop the directories that were removed or replaced, so that the next call opens them
-        anew. Return whether there was one. A thread that uses one of them keeps it open."""
+        anew. Return whether there was one."""
         found = False
         for name, opened in [*self.items()]:
             with _ignore_missing():  # ESTALE
@@ -1487,9 +1478,8 @@ class _Files:
         self.dirs = _OpenDirs(root)
         status = root.status()
         self.inode = status.st_dev, status.st_ino
-        # Those who may not write to data_dir may not write to anything in the queue. They may not
-        # read what is locked either: flock() needs only reading, and they could stop all others.
-        # The umask takes away more.
+        # Those who may not write to data_dir may not write to anything in the queue, and may not
+        # read what is locked: flock() needs only reading.
         self.mode = stat.S_IMODE(status.st_mode)
         writable = self.mode & 0o022
         self._file_mode = 0o644 | writable
@@ -1504,8 +1494,8 @@ class _Files:
             self.dirs[name]
         if self.is_durable:
             self.sync_dir("")
-            # Another process may just have made data_dir without a sync, so sync its parent. If
-            # this user may not read the parent, this process did not make data_dir.
+            # Another process may just have made data_dir without a sync. PermissionError: this
+            # process did not make data_dir.
             with suppress(PermissionError):
                 _sync_path(f"{self.path}/..")
 
@@ -1517,8 +1507,8 @@ class _Files:
             mode &= 0o7711 | self.lock_mode
         with suppress(FileExistsError):
             os.mkdir(root.prefix + name, mode & 0o777, dir_fd=root.fd)
-            # RACE (Liveness): another process removes a new lease directory, because it is empty,
-            # before it is opened here. Then _LeaseDir._open() finds that it is missing.
+            # RACE (Liveness): another process removes a new, empty lease directory before it is
+            # opened here. Then _LeaseDir._open() finds that it is missing.
             with suppress(OSError):
                 made = _OpenFile(root, name)
                 _follow_owner(made.fd, root.status(), mode)
@@ -1545,8 +1535,8 @@ class _Files:
     def named(
         self, error: BaseException, path: str, target: str | None = None
     ) -> BaseException:
-        """Put full paths into an OSError that has none: calls with dir_fd know only names."""
-        # errno is None: the error of a signal handler
+        """Put full paths into an OSError of a call that knew only names."""
+        # errno is None in the error of a signal handler
         if (
             isinstance(error, OSError)
             and error.errno
@@ -1560,8 +1550,8 @@ class _Files:
     # Looking
 
     def names(self, directory: str) -> list[str]:
-        """Return all names in a directory. Return [] if it is missing, and (logged once) if this
-        user may not read it. But for a directory of _STATE_DIRS, raise the OSError."""
+        """Return all names in a directory. Raises OSError for a directory of _STATE_DIRS, and as
+        _pass_over() does for others."""
         try:
             root = self.dirs[""]
             if root.fd is None:
@@ -1573,8 +1563,7 @@ class _Files:
             finally:
                 os.close(fd)
         except OSError as error:
-            # RACE (Shrinking): another process removes or replaces the directory after it was
-            # opened here.
+            # RACE (Shrinking): another process replaces the directory after os.open().
             if error.errno in _MISSING_ERRNOS and self.dirs.refresh():
                 return self.names(directory)
             self.named(error, directory)
@@ -1584,8 +1573,7 @@ class _Files:
         return []
 
     def scan(self, directory: str) -> Iterator[str]:
-        """Yield the names in a directory, while the system reads it. If the directory is missing,
-        or (logged once) if this user may not read it, yield none."""
+        """Yield the names in a directory, while the system reads it."""
         try:
             opened = self.dirs.open(directory)
             with os.scandir(opened.prefix or opened.fd) as entries:
@@ -1595,20 +1583,20 @@ class _Files:
             self._pass_over(error, directory)
 
     def _pass_over(self, error: OSError, directory: str) -> None:
-        """Raise the error of a directory, unless the directory is missing, or is the lease
-        directory of a worker that keeps it from this user: then log it once."""
+        """Raise the error of a directory, unless the directory is missing, or is a lease directory
+        that this user may not read (logged once)."""
         if isinstance(error, PermissionError) and directory not in _STATE_DIRS:
             _warn_once(f"passed over: {error}")
         elif error.errno not in (*_MISSING_ERRNOS, errno.ENOTDIR):
             raise error
 
     def entries(self, directory: str) -> list[_Entry]:
-        """Return the entries of a directory, sorted by name, without foreign names."""
+        """Return the entries of a directory, sorted by name."""
         names = sorted(self.names(directory))
         return [entry for name in names if (entry := _parse(directory, name))]
 
     def count(self, state: str) -> int:
-        """Return the number of tasks in done/ or failed/, which may be huge."""
+        """Return the number of tasks in done/ or failed/."""
         return len([*filter(_FORMS[state], self.names(state))])
 
     def node_dirs(self) -> list[str]:
@@ -1623,10 +1611,9 @@ class _Files:
                 yield from self.entries(directory)
 
     def find_id(self, ident: str, *states: str) -> _Entry | None:
-        """Return the entry of an id in one of these states, or None. In done/ and failed/, which
-        may be huge, find only a file whose name is the id."""
-        # RACE (Lifecycle): another process moves the task from a state that is still to be searched
-        # to one that was searched before. Then the task is missed.
+        """Return the entry of an id in one of these states, or None. The states are searched in
+        this order. In done/ and failed/, which may be huge, only a file with the id as its name is
+        found."""
         for state in states:
             named = _parse(state, ident)
             if named and self.exists(named.path):
@@ -1636,10 +1623,9 @@ class _Files:
 
     def has_work(self) -> bool:
         """Say whether a task waits or is leased. A directory is read only up to the first task."""
-        # RACE (Lifecycle): other processes move tasks while the directories are read one after
-        # another. Each such move sets the time of pending/ or scheduled/, so True is returned if
-        # one of these times has changed. A move in the first tick of the clock of these times may
-        # not change them, so all is read again a tick later.
+        # RACE (Lifecycle): other processes move a task from directory to directory, and it is never
+        # in the one that is read. Each such move sets the time of pending/ or scheduled/. A move in
+        # the first tick of the clock may not change the time, so all is read again a tick later.
         before = self._changed()
         for pause_s in (_TICK_S, 0):
             for directory in ("keys", *_WAITING_DIRS, *self.node_dirs()):
@@ -1649,13 +1635,11 @@ class _Files:
         return self._changed() != before
 
     def _changed(self) -> list[int]:
-        # RACE (Shrinking): shrink() puts another directory in place, which may have the same
-        # st_mtime.
+        # RACE (Shrinking): a directory that shrink() puts in place may have the same st_mtime.
         return [self.lstat(directory).st_ctime_ns for directory in _WAITING_DIRS]
 
     def exists(self, path: str) -> bool:
-        """Say whether a file exists. Raises any OSError that does not mean that the file is
-        missing."""
+        """Say whether a file exists. Raises any other OSError."""
         return self.mode_of(path) != 0
 
     def mode_of(self, path: str) -> int:
@@ -1671,7 +1655,6 @@ class _Files:
         return stat.S_ISREG(self.lstat(path).st_mode)
 
     def _open(self, path: str) -> int:
-        """Open a file for reading."""
         # RACE (TroubleOfOneTask): another process has a lease of the kernel on the file
         # (F_SETLEASE: Samba, virus scanners). open() tells the holder, and fails with EAGAIN until
         # the holder lets go.
@@ -1682,8 +1665,8 @@ class _Files:
         raise _os_error(errno.EAGAIN, f"{self.path}/{path}")
 
     def beginning(self, path: str, most_bytes: int) -> bytes:
-        """Return the first bytes of a regular file, or b"" for any other kind of file. The read of
-        a FIFO, of a device, or of a link to one, could block or never end."""
+        """Return the first bytes of a regular file, or b"" for any other kind of file, such as a
+        device."""
         if not self.is_regular(path):
             return b""
         fd = self._open(path)
@@ -1693,8 +1676,7 @@ class _Files:
             os.close(fd)
 
     def head(self, path: str) -> tuple[str | None, int | None]:
-        """Return the key and the length of a payload, read from the header of its record. Return
-        (None, None) if there is no valid header."""
+        """Return the key and the length in the header of a record, or (None, None)."""
         header = _match_header(self.beginning(path, _READ_BYTES))
         if header is None:
             return None, None
@@ -1724,24 +1706,22 @@ class _Files:
             raise self.named(error, path) from None
 
     def read_path(self, path: str) -> _Record:
-        """Read the record at a path that ends with an id."""
+        """Call read() for a path that ends with an id."""
         directory, _, name = path.partition("/")
         return self.read(directory, name, _id_of(path))
 
     # Locking
 
     def open_lock(self, path: str, flags: int = _LOCK_FLAGS) -> _FileLock:
-        """Open a file, to lock it."""
         directory, _, name = path.rpartition("/")
         return _FileLock(self.dirs[directory], name, flags, self.lock_mode)
 
     def lock_dir(self, directory: str) -> _FileLock:
-        """Open a lease directory, to lock it."""
         return _FileLock(self.root, directory, _DIR_FLAGS)
 
     def open_dir(self, directory: str) -> _FileLock | None:
-        """Open the lease directory of another worker, to lock it. Return None if it is missing, is
-        a foreign file, or may not be read by this user."""
+        """Open the lease directory of another worker, to lock it. Return None if it is passed
+        over."""
         try:
             return self.lock_dir(directory)
         except OSError as error:
@@ -1758,8 +1738,8 @@ class _Files:
         name: str,
         is_synced: bool,
     ) -> None:
-        """Write a record to creating/<new_name>, and rename the file to directory/name. The task
-        exists from the rename on. If publish() raises, it removes the file."""
+        """Write a record to creating/<new_name>, and rename the file to directory/name. If
+        publish() raises, it removes the file."""
         payload = data if type(data) is bytes else _as_bytes(data)
         # The bodies of create() and move() are inlined: the calls would be 15 % of push().
         old = self.dirs["creating"]
@@ -1772,9 +1752,8 @@ class _Files:
             raise self.named(error, f"creating/{new_name}") from None
         try:
             try:
-                # CRASH (Crash): before the rename, the task does not exist, and the file in
-                # creating/ is removed after an hour. After it, the task exists, although push() has
-                # not returned.
+                # CRASH (Crash): before the rename, the file in creating/ is no task, and is removed
+                # after an hour. After the rename, the task exists, although push() did not return.
                 _write_record(fd, _header(payload), payload)
                 if self.syncs_after_rename:
                     try:
@@ -1791,16 +1770,14 @@ class _Files:
             if is_synced:
                 self.sync_dir(directory)
         except BaseException as error:
-            # The push raises, so the caller believes that there is no task. RACE (Faults): a worker
-            # claims the task between the rename and this line. Then no file is at its path, and the
-            # worker keeps the task.
+            # RACE (Faults): a worker claims the task before this line. Then no file is at its path,
+            # and the worker keeps the task.
             for leftover in (f"{directory}/{name}", f"creating/{new_name}"):
                 self.remove(leftover)
                 self.named(error, leftover)
             raise
 
     def create(self, path: str) -> int:
-        """Make a file, and return its descriptor. Raises FileExistsError."""
         return self._call(os.open, path, _CREATE_FLAGS, self._file_mode)
 
     @contextmanager
@@ -1812,10 +1789,8 @@ class _Files:
         mode: int | None = None,
     ) -> Iterator[str]:
         """Write a file creating/<name>, and yield its path. The block moves the file to its final
-        path, where an older file may be. If the block raises, the new file is removed.
-
-        `mode`: see _follow_owner(). None: the owner is this user, and the rights follow from the
-        umask."""
+        path, over an older file. If the block raises, the new file is removed. `mode`: see
+        _follow_owner()."""
         path = f"creating/{name}"
         fd = self.create(path)
         try:
@@ -1823,7 +1798,6 @@ class _Files:
                 if mode is not None:
                     _follow_owner(fd, self.root.status(), mode)
                 _write_record(fd, header, payload)
-                # power loss must leave the older or the new file whole
                 if self.is_durable:
                     os.fsync(fd)
             finally:
@@ -1869,8 +1843,8 @@ class _Files:
         return target
 
     def move_onto(self, source: str, target: str) -> None:
-        """Rename a file over another one. Raises FileNotFoundError if no file is at the target: a
-        person has moved it, and the rename would make two tasks of one."""
+        """Rename a file over another one. Raises FileNotFoundError if no file is at the target."""
+        # a person has moved it, and the rename would make two tasks of one
         self.lstat(target)
         # an override of move() would look at more files first
         _Files.move(self, source, target)
@@ -1885,9 +1859,9 @@ class _Files:
         return False
 
     def unlink_if_older(self, path: str, before_s: float) -> bool:
-        """Remove a file that was last renamed or changed (st_ctime) at the time `before_s` or
-        earlier, by the wall clock. Return whether the file was removed. A directory stays."""
-        # RACE: another process removes the file, or moves it, because it retries the failed task.
+        """Remove a file whose st_ctime is `before_s` or earlier, unless it is a directory. Return
+        whether the file was removed."""
+        # RACE (storm.py): another process removes the file, or retries the failed task.
         with _ignore_missing():
             status = self.lstat(path)
             if status.st_ctime <= before_s and not stat.S_ISDIR(status.st_mode):
@@ -1896,33 +1870,30 @@ class _Files:
         return False
 
     def remove(self, path: str) -> None:
-        """Remove a file if possible. Raise no OSError."""
         with suppress(OSError):
             self.unlink(path)
 
     def remove_empty_dir(self, path: str) -> None:
-        """Remove a directory if possible: if it is empty. Raise no OSError."""
         with suppress(OSError):
             self._call(os.rmdir, path)
 
     def shrink(self, new_name: str) -> None:
-        """Replace an empty pending/ of more than 1 MiB by a new directory, because ext4 never
-        shrinks a directory, and each listing reads all of it."""
+        """Replace an empty pending/ that is large: ext4 never shrinks a directory, and each listing
+        reads all of it."""
         old = self.lstat("pending")
         if old.st_size <= _SHRINK_BYTES or old.st_uid != os.geteuid():
             return
         name = f"{new_name}.pending"
         mode = stat.S_IMODE(old.st_mode)
         # RACE (Shrinking): another process renames a file into the old directory first. rename()
-        # replaces no directory that is not empty, so the old directory stays. It also stays if the
-        # disk is full.
+        # replaces no directory that is not empty, so the old directory stays.
         with suppress(OSError):
             self._call(os.mkdir, f"creating/{name}", mode & 0o777)
             made = _OpenFile(self.dirs["creating"], name)
             _follow_owner(made.fd, old, mode)
             if made.status().st_gid == old.st_gid:
                 self.move(f"creating/{name}", "pending")
-                # Without this sync, power loss could undo the rename, and with it the later tasks.
+                # else power loss could undo the rename, and with it the later tasks
                 self.sync_dir("")
         self.remove_empty_dir(f"creating/{name}")
         self.dirs.refresh()
@@ -1930,11 +1901,10 @@ class _Files:
     # Syncing
 
     def sync_with_dir(self, path: str) -> None:
-        """If the queue is durable, sync the file of a task, then its directory."""
+        """If the queue is durable, sync a file, then its directory."""
         if not self.is_durable:
             return
-        # RACE: another process moves the task on before the file is synced here. Then only the
-        # directory is synced, and it no longer has the file.
+        # RACE (storm.py): another process moves the task on. Then only the directory is synced.
         with suppress(FileNotFoundError):
             self.sync_file(path)
         self.sync_dir(os.path.dirname(path))
@@ -1948,7 +1918,6 @@ class _Files:
 
     def sync_dir(self, directory: str) -> None:
         """If the queue is durable, sync a directory."""
-        # a lease directory of others is closed with this reference
         opened = self.dirs[directory]
         if self.is_durable and opened.fd is not None:
             try:
@@ -1958,8 +1927,8 @@ class _Files:
 
     @contextmanager
     def batch(self) -> Iterator[bool]:
-        """Make durable what is published into pending/ in the block, if the queue is durable. Yield
-        True if each task must be synced for this: one syncfs(2) does not write them all."""
+        """Make durable what is published in the block, if the queue is durable. Yield True if each
+        task must be synced, because one syncfs(2) does not write all of them."""
         if not self.is_durable or _fs_type(self.root) not in _SYNCFS_TYPES:
             yield self.is_durable
             return
@@ -1985,29 +1954,24 @@ _LOOK_INTERVAL_S = 0.1
 # TOPIC: which clock is used for what.
 #
 # - The queue clock gives the orders, and therefore the ids, and the deadlines of leases.
-# - The monotonic clock, time.monotonic(), is used for timeouts, pauses, and the times of
-#   maintenance.
-# - The wall clock, time.time(), is used for due times in scheduled/, also for those of retries, and
-#   for the ages of files.
+# - The monotonic clock is used for timeouts, pauses, and the times of maintenance.
+# - The wall clock is used for due times, and for the ages of files.
 #
-# So if the date is set, the ids of a boot stay in order, and its leases end as if it had not been
-# set. A scheduled task moves to pending/ when the wall clock shows its due time. If the machine
-# starts again after the date was set back, the new queue clock starts after the newest id.
+# So if the date is set, the ids of a boot stay in order, and its leases end as before.
 #
 # If the file clock-<boot> is removed while the queue is used, the objects that have read it go on
-# with its anchor. The next process makes a new file, with the time of the wall clock or of the
-# newest id. Only if the date was set meanwhile do the two clocks differ, and leases end early or
-# late.
+# with its anchor, and the next process makes a new file. Only if the date was set meanwhile do the
+# two clocks differ, and leases end early or late.
 
 
 def _compute_anchor(files: _Files) -> int:
-    """Return the anchor for a new queue clock. It starts at the time of the wall clock, or after
-    the newest id in data_dir if that is later, because the date was set back."""
+    """Return the anchor for a new queue clock: it starts at the time of the wall clock, or after
+    the newest id if that is later, because the date was set back."""
     latest_ns = _latest_order_ns()
     started_ns = _monotonic_ns()
     times_ns = [_EARLIEST_NS, _date_ns()]
     for directory in (*_STATE_DIRS[1:], "keys", *files.node_dirs()):
-        # the directory belongs to another user, and the clock must start all the same
+        # a directory of another user, such as the worker's pending/ for a producer
         with suppress(PermissionError):
             orders = (_stamp_of(entry.id) for entry in files.entries(directory))
             times_ns += [order_ns + 1 for order_ns in orders if order_ns < latest_ns]
@@ -2015,8 +1979,7 @@ def _compute_anchor(files: _Files) -> int:
 
 
 class _QueueClock:
-    """The clock of one queue object. `tag` is the object's random tag, which is the end of the ids
-    that new_id() makes."""
+    """The clock of one queue object. `tag` is the end of the ids that new_id() makes."""
 
     def __init__(self, files: _Files) -> None:
         self._files = files
@@ -2025,7 +1988,7 @@ class _QueueClock:
         self.boot, self.anchor_ns = self._open()
 
     def init_worker(self) -> None:
-        """Set the values that belong to one process. A forked child calls this again."""
+        """Set the values that belong to one process, also in a forked child."""
         self.tag = f"{int.from_bytes(os.urandom(8), 'big') >> 1:016x}"
         # Guards _order. An RLock, because a signal handler may push while its thread pushes.
         self._lock = threading.RLock()
@@ -2036,7 +1999,6 @@ class _QueueClock:
         return _monotonic_ns() + self.anchor_ns
 
     def new_id(self) -> str:
-        """Return a new id, for a task without a key or for a file in creating/."""
         if os.getpid() != _process_id:  # inlined: a call would be 5 % of push()
             _after_fork_in_child()
         with self._lock:
@@ -2062,14 +2024,13 @@ class _QueueClock:
             except OSError as error:
                 if error.errno not in _NO_WRITE_ERRNOS:
                     raise
-                # A clock of our own is good enough to look at tasks, to drain the queue and to
-                # purge.
+                # good enough to look at tasks and to drain the queue
                 _log().warning("no shared clock for this process: %s", error)
         return os.urandom(4).hex(), _compute_anchor(self._files)
 
     def _read(self, name: str) -> int:
         """Return the anchor in a clock file. Return 0 if the file is missing or invalid, or if the
-        queue clock would show a time before 2001 or after 2150."""
+        clock would show a time before 2001 or after 2150."""
         with suppress(FileNotFoundError):
             text = self._files.beginning(name, _CLOCK_BYTES)
             if re.fullmatch(b"[0-9]{1,19}\n", text):
@@ -2078,13 +2039,12 @@ class _QueueClock:
         return 0
 
     def _create(self, name: str) -> int:
-        """Write a clock file and put it in place, unless a valid one is in place. Return the anchor
-        in the clock file that is in place then."""
+        """Put a clock file in place, unless a valid one is there. Return the anchor of the file
+        that is in place then."""
         files = self._files
         anchor_ns = _compute_anchor(files)
         new_name = f"{_new_name(_wall_ns(), self.tag)}.clock"
-        # 0644: only the owner writes it, because a wrong anchor would end living leases. All others
-        # read it, also those to whom a person gives access to data_dir later.
+        # 0644: a wrong anchor would end living leases, so only the owner writes the file.
         with files.replacement(new_name, b"%d\n" % anchor_ns, mode=0o644) as new_path:
             try:
                 where, source = files.place(new_path)
@@ -2097,13 +2057,12 @@ class _QueueClock:
                     follow_symlinks=False,
                 )
             except (AttributeError, NotImplementedError, OSError):
-                # A file of this name exists, valid or not, or the file system has no hard links.
-                # Without hard links, two processes that start at the same time may have anchors
-                # that differ a little.
+                # An invalid file exists, or the file system has no hard links. Without them, two
+                # processes that start at the same time may have anchors that differ a little.
                 if not self._read(name):
                     files.move(new_path, name)
             files.remove(new_path)
-        # RACE: another process links its clock file before ours. Then its anchor is returned.
+        # RACE (Ordering): another process links its clock file before ours.
         return self._read(name) or anchor_ns
 
 
@@ -2126,8 +2085,7 @@ _CHUNK = 1 << 16  # directory entries to read at a time
 _FEW = 1000  # a directory that had fewer names is listed by one os.listdir()
 # The system lists a directory of up to this many names in one call. No push comes in between.
 _AT_ONCE = 256
-# the time for which a task that this worker can't claim is passed over
-_TROUBLE_PAUSE_S = 60.0
+_TROUBLE_PAUSE_S = 60.0  # how long a task that this worker can't claim is passed over
 _is_task_name = _FORMS["pending"]
 
 
@@ -2139,15 +2097,12 @@ class _Batch:
         self._lock = worker.lock
         self._clock = worker.clock
         self.names: list[str] = []  # the oldest last
-        # the number of names in pending/ at the last listing; it may be huge at the first one
-        self.seen = _FEW
-        # The tasks that this user may not claim, by id, and the time (monotonic clock) until which
-        # they are passed over.
+        self.seen = _FEW  # the number of names at the last listing; many at first
+        # the tasks that this user may not claim, by id, and until when (monotonic clock)
         self.barred: dict[str, float] = {}
 
     def relist(self, now_s: float, is_second: bool = False) -> None:
-        """List pending/, and replace the batch by the oldest names, at most _MAX_BATCH. `now_s` is
-        the time on the monotonic clock."""
+        """List pending/, and replace the batch. `now_s` is the time on the monotonic clock."""
         is_large = self.seen >= _FEW
         names: list[str] = []
         seen = 0
@@ -2162,10 +2117,10 @@ class _Batch:
         self.seen = seen
         if seen <= _AT_ONCE:
             return
-        # RACE (Races): another process pushes two tasks during the listing, and the listing shows
-        # only the younger one, which would be delivered first. So the batch gets only the tasks
-        # whose order is before the beginning of the listing. If a second listing also shows only
-        # later tasks, the batch gets all of them: an empty batch would mean that no task waits.
+        # RACE (Races): another process pushes two tasks during the listing, which shows only the
+        # younger one. So the batch gets only the tasks from before the listing. If a second listing
+        # also shows only later tasks, the batch gets all of them: an empty one would mean that no
+        # task waits.
         began = f"{int(now_s * 1e9) + self._clock.anchor_ns:020d}"
         if older := [name for name in names if name < began]:
             self.names = older
@@ -2173,15 +2128,13 @@ class _Batch:
             self.relist(time.monotonic(), is_second=True)
 
     def _chunks(self) -> Iterator[list[str]]:
-        """Yield the names in pending/. A million names at a time would take 100 MB in each
-        worker."""
+        """Yield the names in pending/. A million at a time would take 100 MB."""
         listing = self._files.scan("pending")
         while chunk := [*itertools.islice(listing, _CHUNK)]:
             yield chunk
 
     def add(self, path: str) -> None:
-        """Add a task that came to `path` in pending/. If the batch is empty, or if the task sorts
-        after the whole batch, do nothing: a later listing shows the task."""
+        """Add a task that came to `path` in pending/, unless a later listing will show it."""
         with self._lock:
             names = self.names
             name = path.rpartition("/")[2]
@@ -2193,12 +2146,11 @@ class _Batch:
             self.barred[ident] = time.monotonic() + _TROUBLE_PAUSE_S
 
     def correct_after_loss(self, lost: str) -> None:
-        """After a lost claim at the path `lost`, drop the oldest names of the batch until the file
-        of the oldest remaining name exists. To look for a file costs a third of a failed rename().
-
-        RACE: after the listing, another process pushes a newer payload for the key of a task. The
-        task keeps its place, and its name has 0 attempts. So this name is put into the batch. The
-        loop stops at the name of a task with a key, because only a lost claim does that."""
+        """After a lost claim at the path `lost`, drop the oldest names up to one whose file exists:
+        a look costs a third of a failed rename()."""
+        # RACE (Keyed): another process pushes a newer payload for the key of a task. The task keeps
+        # its place, and its name has 0 attempts. Only a lost claim puts this name into the batch,
+        # so the loop stops at a task with a key.
         with self._lock:
             names = self.names
             renamed = _fresh_path(lost, None)
