@@ -1550,8 +1550,7 @@ class _Files:
     # Looking
 
     def names(self, directory: str) -> list[str]:
-        """Return all names in a directory. Raises OSError for a directory of _STATE_DIRS, and as
-        _pass_over() does for others."""
+        """Return all names in a directory. Raises the OSError that _pass_over() raises."""
         try:
             root = self.dirs[""]
             if root.fd is None:
@@ -1563,12 +1562,9 @@ class _Files:
             finally:
                 os.close(fd)
         except OSError as error:
-            # RACE (Shrinking): another process replaces the directory after os.open().
+            # missing because data_dir was removed and made again?
             if error.errno in _MISSING_ERRNOS and self.dirs.refresh():
                 return self.names(directory)
-            self.named(error, directory)
-            if directory in _STATE_DIRS:
-                raise
             self._pass_over(error, directory)
         return []
 
@@ -1583,9 +1579,12 @@ class _Files:
             self._pass_over(error, directory)
 
     def _pass_over(self, error: OSError, directory: str) -> None:
-        """Raise the error of a directory, unless the directory is missing, or is a lease directory
-        that this user may not read (logged once)."""
-        if isinstance(error, PermissionError) and directory not in _STATE_DIRS:
+        """Raise the error of a directory, unless the directory is missing, or (logged once) this
+        user may not read it. The error of a directory of _STATE_DIRS is always raised."""
+        self.named(error, directory)
+        if directory in _STATE_DIRS:
+            raise error
+        if isinstance(error, PermissionError):
             _warn_once(f"passed over: {error}")
         elif error.errno not in (*_MISSING_ERRNOS, errno.ENOTDIR):
             raise error

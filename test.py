@@ -4040,6 +4040,16 @@ class Durability(StepCase):
         renewal.join()
         self.assertEqual((self.states(), refused), ({}, [task]))
 
+    def test_task_that_is_moved_on_before_its_sync_is_no_error(self) -> None:
+        """If another process removes a finished task before done() syncs the file, done()
+        returns."""
+        q = self.queue(sync_after_write=True)
+        task = leased(q)
+        path = self.file("done", task.id)
+        with hooked(at_call("open", path, lambda: os.unlink(path), times=1)):
+            q.done(task)
+        self.assertEqual(self.states(), {})
+
     def test_queue_with_a_symbolic_link_in_its_path_can_be_synced(self) -> None:
         """Syncs work if data_dir or its parent is a symbolic link."""
         os.mkdir(self.file("real"))
@@ -5301,7 +5311,7 @@ class Faults(PlainInterrupted):
 
     def test_data_dir_that_was_removed_raises_until_it_is_made_again(self) -> None:
         """While data_dir is removed, each call raises FileNotFoundError; then all work again."""
-        q, clock = self.queue(), self.clock()
+        q, clock, watcher = self.queue(), self.clock(), self.queue("watcher")
         self.assertIsNone(q.pop())
         shutil.rmtree(self.path)
         for call in (
@@ -5314,6 +5324,7 @@ class Faults(PlainInterrupted):
                 call()
             self.assertIn(self.path, caught.exception.filename)
         ident = FemtoQueue(self.path).push(b"2")
+        self.assertEqual(watcher.stats().pending, 1)
         clock.advance(1)
         self.assertEqual(self.pop(q).id, ident)
 
@@ -11817,6 +11828,14 @@ class Documents(QueueCase):
 class Races(QueueCase):
     """Races of two operations, or of an operation and a signal, that the tests which try every
     system call do not reach."""
+
+    def test_purge_passes_over_a_task_that_another_process_removes(self) -> None:
+        """A task that is gone when purge() removes it does not count, and is no error."""
+        q = self.queue()
+        q.done(leased(q))
+        path = self.file("done", *self.names("done"))
+        with hooked(at_call("unlink", path, lambda: os.unlink(path), times=1)):
+            self.assertEqual(q.purge(0), 0)
 
     def test_tasks_pushed_during_a_listing_are_delivered_in_order(self) -> None:
         # RACE: another worker pushes tasks while pop() lists pending/. The listing has already

@@ -507,7 +507,7 @@ a worker uses another directory if another process keeps its own locked | Livene
 +                end_s += 1
 +                continue
 a lease directory that this user may not read does not end the work | Trust
--        if isinstance(error, PermissionError) and directory not in _STATE_DIRS:
+-        if isinstance(error, PermissionError):
 +        if not directory:
 those who may not write to data_dir can't lock a lease directory | Trust
 -            mode &= 0o7711 | self.lock_mode
