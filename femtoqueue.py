@@ -1388,8 +1388,8 @@ if hasattr(os, "register_at_fork"):
 #    TOPIC: syncs. If the queue is durable (sync_after_write), a call makes these steps, in this
 #    order, and then returns:
 #    - A new task: rename the file, sync the file, sync the directory. So the two syncs cost one
-#      journal commit. With syncs_after_rename=False, the file is synced before the rename: other
-#      hosts would see a torn file, and Windows can't rename an open one.
+#      journal commit. Without syncs_after_rename, the file is synced first: other hosts would see a
+#      torn file, and Windows can't rename an open one.
 #    - A batch of new tasks: rename all files; then one syncfs(2), or each as above.
 #    - A move, such as done(): rename the file; sync the file; sync the directory. When only the
 #      directory was synced, btrfs showed the task in its old directory, too, after power loss.
@@ -1409,8 +1409,7 @@ if hasattr(os, "register_at_fork"):
 #    checkpoint() and fail() with a reason write a new file first, and raise OSError.
 # ==================================================================================================
 
-# After so many removals of a directory that a step needs, the step raises OSError.
-_MAX_REPLACED = 100
+_MAX_REPLACED = 100  # how often a step makes a directory that others remove
 _TICK_S = 0.011  # a little longer than a tick of the clock that sets the times of files
 _SHRINK_BYTES = 1 << 20
 _CLOCK_BYTES = 64  # the largest size of a clock file
@@ -1460,7 +1459,6 @@ class _OpenDirs(dict[str, _OpenFile]):
 class _Files:
     """The files of one data_dir. Paths are relative to data_dir, as in "pending/<id>".
 
-    path: the absolute path of data_dir.
     is_durable: the setting sync_after_write.
     parts: the classes of the lease directory, the keys and the ticket numbers for this file system.
     clock: the queue clock, which sets this attribute. The _Files of a TicketQueue has no clock.
@@ -1488,7 +1486,6 @@ class _Files:
     # Directories
 
     def make_dirs(self) -> None:
-        """Make and open the directories of _STATE_DIRS."""
         for name in _STATE_DIRS:
             self.make_dir(name)
             self.dirs[name]
@@ -1515,7 +1512,6 @@ class _Files:
 
     @property
     def root(self) -> _OpenFile:
-        """data_dir, opened."""
         return self.dirs[""]
 
     def place(self, path: str) -> tuple[_OpenFile, str]:
@@ -1555,7 +1551,7 @@ class _Files:
             root = self.dirs[""]
             if root.fd is None:
                 return os.listdir(root.prefix + directory)
-            # opened anew: two listings in one opening would share a position
+            # two listings in one opening would share a position
             fd = os.open(directory or ".", _DIR_FLAGS, dir_fd=root.fd)
             try:
                 return os.listdir(fd)
@@ -1595,7 +1591,6 @@ class _Files:
         return [entry for name in names if (entry := _parse(directory, name))]
 
     def count(self, state: str) -> int:
-        """Return the number of tasks in done/ or failed/."""
         return len([*filter(_FORMS[state], self.names(state))])
 
     def node_dirs(self) -> list[str]:
@@ -1610,9 +1605,8 @@ class _Files:
                 yield from self.entries(directory)
 
     def find_id(self, ident: str, *states: str) -> _Entry | None:
-        """Return the entry of an id in one of these states, or None. The states are searched in
-        this order. In done/ and failed/, which may be huge, only a file with the id as its name is
-        found."""
+        """Return the entry of an id in one of these states, or None. In done/ and failed/, which
+        may be huge, only a file with the id as its name is found."""
         for state in states:
             named = _parse(state, ident)
             if named and self.exists(named.path):
@@ -1860,7 +1854,7 @@ class _Files:
     def unlink_if_older(self, path: str, before_s: float) -> bool:
         """Remove a file whose st_ctime is `before_s` or earlier, unless it is a directory. Return
         whether the file was removed."""
-        # RACE (storm.py): another process removes the file, or retries the failed task.
+        # RACE (Races): another process removes the file, or retries the failed task.
         with _ignore_missing():
             status = self.lstat(path)
             if status.st_ctime <= before_s and not stat.S_ISDIR(status.st_mode):
@@ -1903,7 +1897,7 @@ class _Files:
         """If the queue is durable, sync a file, then its directory."""
         if not self.is_durable:
             return
-        # RACE (storm.py): another process moves the task on. Then only the directory is synced.
+        # RACE (Durability): another process moves the task on. Then only the directory is synced.
         with suppress(FileNotFoundError):
             self.sync_file(path)
         self.sync_dir(os.path.dirname(path))
@@ -1926,8 +1920,8 @@ class _Files:
 
     @contextmanager
     def batch(self) -> Iterator[bool]:
-        """Make durable what is published in the block, if the queue is durable. Yield True if each
-        task must be synced, because one syncfs(2) does not write all of them."""
+        """Make durable what is published in the block, if the queue is durable. Yield True if this
+        is left to the sync of each task."""
         if not self.is_durable or _fs_type(self.root) not in _SYNCFS_TYPES:
             yield self.is_durable
             return
@@ -1958,14 +1952,13 @@ _LOOK_INTERVAL_S = 0.1
 #
 # So if the date is set, the ids of a boot stay in order, and its leases end as before.
 #
-# If the file clock-<boot> is removed while the queue is used, the objects that have read it go on
-# with its anchor, and the next process makes a new file. Only if the date was set meanwhile do the
-# two clocks differ, and leases end early or late.
+# If clock-<boot> is removed, the objects that have read it go on with its anchor, and the next
+# process makes a new file. If the date was set meanwhile, some leases end early or late.
 
 
 def _compute_anchor(files: _Files) -> int:
-    """Return the anchor for a new queue clock: it starts at the time of the wall clock, or after
-    the newest id if that is later, because the date was set back."""
+    """Return the anchor for a clock that starts at the time of the wall clock, or after the newest
+    id if the date was set back."""
     latest_ns = _latest_order_ns()
     started_ns = _monotonic_ns()
     times_ns = [_EARLIEST_NS, _date_ns()]
@@ -2028,8 +2021,7 @@ class _QueueClock:
         return os.urandom(4).hex(), _compute_anchor(self._files)
 
     def _read(self, name: str) -> int:
-        """Return the anchor in a clock file. Return 0 if the file is missing or invalid, or if the
-        clock would show a time before 2001 or after 2150."""
+        """Return the anchor in a clock file, or 0 if the file is missing or invalid."""
         with suppress(FileNotFoundError):
             text = self._files.beginning(name, _CLOCK_BYTES)
             if re.fullmatch(b"[0-9]{1,19}\n", text):
@@ -2038,8 +2030,7 @@ class _QueueClock:
         return 0
 
     def _create(self, name: str) -> int:
-        """Put a clock file in place, unless a valid one is there. Return the anchor of the file
-        that is in place then."""
+        """Put a clock file in place, unless a valid one is there. Return its anchor."""
         files = self._files
         anchor_ns = _compute_anchor(files)
         new_name = f"{_new_name(_wall_ns(), self.tag)}.clock"
@@ -2056,7 +2047,7 @@ class _QueueClock:
                     follow_symlinks=False,
                 )
             except (AttributeError, NotImplementedError, OSError):
-                # An invalid file exists, or the file system has no hard links. Without them, two
+                # A file exists, valid or not, or the file system has no hard links. Then two
                 # processes that start at the same time may have anchors that differ a little.
                 if not self._read(name):
                     files.move(new_path, name)
@@ -2071,19 +2062,17 @@ class _QueueClock:
 #    whether the task still waits. Four rules keep the order of delivery, and keep pop() from
 #    reporting an empty queue while tasks wait:
 #    - All names may be dropped at any time. A pop() finds the queue empty only if its own listing
-#      adds no name (_Maintenance.refill).
-#    - A single name may be dropped only when this worker claims the task, if the file is missing,
-#      or if the task can't be claimed. Otherwise younger tasks would be delivered first.
-#    - A name may be added only if it sorts before the youngest name of the batch. Beyond it,
-#      pending/ may have tasks that are not in the batch.
-#    - A listing must keep the oldest names, and leave out what was pushed during it: relist().
+#      adds no name.
+#    - A single name may be dropped only if the task is claimed, is missing, or can't be claimed.
+#    - A name may be added only if it sorts before the youngest name of the batch: other tasks
+#      between them may be missing.
+#    - A listing must keep the oldest names, and leave out what was pushed during it.
 # ==================================================================================================
 
 _MAX_BATCH = 1 << 17  # names to keep in memory; they take up to 12 MB
 _CHUNK = 1 << 16  # directory entries to read at a time
 _FEW = 1000  # a directory that had fewer names is listed by one os.listdir()
-# The system lists a directory of up to this many names in one call. No push comes in between.
-_AT_ONCE = 256
+_AT_ONCE = 256  # the system lists so many names in one call: no push comes in between
 _TROUBLE_PAUSE_S = 60.0  # how long a task that this worker can't claim is passed over
 _is_task_name = _FORMS["pending"]
 
