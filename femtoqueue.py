@@ -1388,8 +1388,8 @@ if hasattr(os, "register_at_fork"):
 #    TOPIC: syncs. If the queue is durable (sync_after_write), a call makes these steps, in this
 #    order, and then returns:
 #    - A new task: rename the file, sync the file, sync the directory. So the two syncs cost one
-#      journal commit. Without syncs_after_rename, the file is synced first: other hosts would see a
-#      torn file, and Windows can't rename an open one.
+#      journal commit. Without syncs_after_rename, the file is synced and closed first: other hosts
+#      would see a torn file, and Windows can't rename an open one.
 #    - A batch of new tasks: rename all files; then one syncfs(2), or each as above.
 #    - A move, such as done(): rename the file; sync the file; sync the directory. When only the
 #      directory was synced, btrfs showed the task in its old directory, too, after power loss.
@@ -1468,7 +1468,8 @@ class _Files:
     # True: it is certain that only this kernel writes to the file system
     is_local = False
     clock: _QueueClock
-    syncs_after_rename = os.name == "posix"
+    # True: it is certain that no other host sees a file that is renamed before it is closed
+    syncs_after_rename = False
 
     def __init__(self, root: _OpenFile, is_durable: bool) -> None:
         self.path = root.path
@@ -1765,7 +1766,7 @@ class _Files:
         except BaseException as error:
             # RACE (Faults): a worker claims the task before this line. Then no file is at its path,
             # and the worker keeps the task.
-            for leftover in (f"{directory}/{name}", f"creating/{new_name}"):
+            for leftover in (f"creating/{new_name}", f"{directory}/{name}"):
                 self.remove(leftover)
                 self.named(error, leftover)
             raise
@@ -6123,7 +6124,6 @@ class TicketQueue:
 #    GlusterFS). With a *, the override does nothing more on FUSE.
 #
 #      _SharedLock.reading_is_enough         flock (NFS)
-#      _SharedFiles.syncs_after_rename       a torn file would be visible to other hosts (both)
 #      _SharedFiles.beginning, lstat         replaced (GlusterFS)
 #      _SharedFiles.sync_file, open_lock     replaced (GlusterFS)
 #      _SharedFiles.exists, has_work, names  stale (NFS)
@@ -6181,6 +6181,7 @@ def _open_files(data_dir: str, is_durable: bool) -> _Files:
         # An overlay is not certainly local: its upper directory may also be used by its own path,
         # and locks taken there do not exclude locks taken through the overlay.
         files.is_local = fs_type in _LOCAL_TYPES - {_OVERLAY_TYPE}
+    files.syncs_after_rename = fs_type in _LOCAL_TYPES
     return files
 
 
@@ -6251,10 +6252,6 @@ class _SharedLock(_FileLock):
 class _SharedFiles(_Files):
     """The steps on files that other hosts read and write at the same time. is_fuse: the file system
     is treated as GlusterFS, which heals names and loses no replies."""
-
-    # A file is synced before its rename. Otherwise another host could read a torn file between the
-    # rename and the sync.
-    syncs_after_rename = False
 
     def __init__(self, root: _OpenFile, is_durable: bool, fs_type: int) -> None:
         super().__init__(root, is_durable)

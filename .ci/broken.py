@@ -262,10 +262,10 @@ a file that replaces another is synced before the rename | Durability
 -                if self.is_durable:
 +                if not path:
 a push that raises an error leaves nothing in creating/ | Faults; faults: writev write
--            for leftover in (f"{directory}/{name}", f"creating/{new_name}"):
+-            for leftover in (f"creating/{new_name}", f"{directory}/{name}"):
 +            for leftover in (f"{directory}/{name}",):
 a push that raises an error leaves no task | Faults
--            for leftover in (f"{directory}/{name}", f"creating/{new_name}"):
+-            for leftover in (f"creating/{new_name}", f"{directory}/{name}"):
 +            for leftover in (f"creating/{new_name}",):
 push() does not return an id if the task was not written | Faults
 ; faults: writev write renameat; storm: ~ found:; hosts: quorum ~ is lost|never delivered
