@@ -1507,8 +1507,10 @@ class _Files:
             os.mkdir(root.prefix + name, mode & 0o777, dir_fd=root.fd)
             # RACE (Liveness): another process removes a new, empty lease directory before it is
             # opened here. Then _LeaseDir._open() finds that it is missing.
-            with suppress(OSError):
-                made = _OpenFile(root, name)
+            with (
+                _ignore_missing(errno.EACCES, errno.EPERM),
+                closing(_OpenFile(root, name)) as made,
+            ):
                 _follow_owner(made.fd, root.status(), mode)
 
     @property
@@ -1868,7 +1870,11 @@ class _Files:
             self.unlink(path)
 
     def remove_empty_dir(self, path: str) -> None:
-        with suppress(OSError):
+        """Remove a directory if it is empty, and if this user may remove it."""
+        # POSIX lets the file system report ENOTEMPTY or EEXIST. EBUSY: a mount point
+        with _ignore_missing(
+            errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY, *_NO_WRITE_ERRNOS
+        ):
             self._call(os.rmdir, path)
 
     def shrink(self, new_name: str) -> None:
