@@ -1382,57 +1382,45 @@ if hasattr(os, "register_at_fork"):
 #    Invariant: other processes see a whole record at its path, or no file. Only power loss can
 #    leave a torn file.
 #    Each directory of the queue is opened once, and a file is named relative to it. So a link or a
-#    directory that another user puts at a name leads no call out of the queue. A directory that was
-#    removed or replaced is opened anew after ENOENT, and by the look of the maintenance. A data_dir
-#    that was moved as a whole stays the queue of its objects.
+#    directory that another user puts at a name leads no call out of the queue. A data_dir that was
+#    moved as a whole stays the queue of its objects.
 #
 #    TOPIC: syncs. If the queue is durable (sync_after_write), a call makes these steps, in this
 #    order, and then returns:
-#    - A new task: rename the file, sync the file, sync the directory. In this order, the two syncs
-#      cost one journal commit instead of two. If power loss leaves the file torn, the call had not
-#      returned. On file systems that other hosts write to, and on Windows, the file is synced
-#      before the rename (syncs_after_rename).
-#    - A batch of new tasks: rename all files; then one syncfs(2). Elsewhere than on Linux, each
-#      task is synced like a single one.
+#    - A new task: rename the file, sync the file, sync the directory. So the two syncs cost one
+#      journal commit. Without syncs_after_rename, the file is synced and closed first: other hosts
+#      would see a torn file, and Windows can't rename an open one.
+#    - A batch of new tasks: rename all files; then one syncfs(2), or each as above.
 #    - A move, such as done(): rename the file; sync the file; sync the directory. When only the
 #      directory was synced, btrfs showed the task in its old directory, too, after power loss.
-#    - A replaced payload: sync the new file, then the renames; then as for a move. So a whole
-#      record is never replaced by a torn one. For a checkpoint, only the directory is synced after
-#      the rename.
+#    - A replaced payload: sync the new file, then the renames; then as for a move. For a
+#      checkpoint, only the directory is synced after the rename.
 #    - A finished task that is not kept: sync the lease's file and directory, unlink the file, sync
-#      the directory. The first step makes the claim durable. With the last sync alone, power loss
-#      could bring the task back to where it waited.
+#      the directory. With the last sync alone, power loss could bring the task back to where it
+#      waited, because the claim was not synced.
 #    - A new task with a key, or a payload behind a task: sync the new file, link keys/<hash>, sync
 #      keys/, rename the new file, sync the directory. If power loss removed the link but not the
 #      task, a later push would add a second task of the key.
 #    A claim, a renewal, a reclaim and a purge are not synced.
 #
-#    TOPIC: a full disk. A worker must be able to empty the queue.
-#    - push(), schedule() and checkpoint() write a new file first, and raise OSError.
-#    - A new worker may not be able to make its lease directory. If the clock file can't be made,
-#      the process has a clock of its own.
-#    - pop(), done() and release() rename. If done/ has no room for another name, the task is
-#      removed (_Worker.finish).
-#    - fail() with a reason writes the reason first, and raises OSError.
+#    TOPIC: a full disk. A worker must be able to empty the queue, so pop(), done() and release()
+#    only rename. If done/ has no room for another name, the task is removed (_Worker.finish). If
+#    the clock file can't be made, the process has a clock of its own. push(), schedule(),
+#    checkpoint() and fail() with a reason write a new file first, and raise OSError.
 # ==================================================================================================
 
-# Another process may remove a directory again and again while a step needs it: a lease directory,
-# or that of a ticket line. After this many attempts, the step raises OSError.
-_MAX_REPLACED = 100
-# A little longer than a tick of the clock that sets the times of files. The second one is for file
-# systems whose times have whole seconds, such as ext4 with inodes of 128 bytes, or FAT.
-_TICK_S = 0.011
-_COARSE_TICK_S = 2.02
-_SHRINK_BYTES = 1 << 20  # an empty pending/ that is larger than this is replaced
+_MAX_REPLACED = 100  # how often a step makes a directory that others remove
+_TICK_S = 0.011  # a little longer than a tick of the clock that sets the times of files
+_SHRINK_BYTES = 1 << 20
 _CLOCK_BYTES = 64  # the largest size of a clock file
 _REASON_BYTES = 1 << 20  # how much of a reason is shown
-# How often to open a file that another process has a lease of the kernel on: for two seconds.
-_KERNEL_LEASE_TRIES = 200
+_KERNEL_LEASE_TRIES = 200  # for two seconds
+_Result = TypeVar("_Result")
 
 
 class _OpenDirs(dict[str, _OpenFile]):
-    """The open directories of a queue, by name; "" is data_dir. A missing one is opened. Only the
-    directories of the queue, and the own lease directory, are kept open."""
+    """The open directories of a queue, by name; "" is data_dir. Of the lease directories, only the
+    own one is kept open."""
 
     def __init__(self, root: _OpenFile) -> None:
         super().__init__({"": root})
@@ -1449,38 +1437,28 @@ class _OpenDirs(dict[str, _OpenFile]):
         try:
             return _OpenFile(self[""], name)
         except OSError as error:
-            if error.errno in (errno.ENOTDIR, errno.ELOOP):
-                why = "a directory of a queue must not be a link or a file"
-                raise OSError(errno.ENOTDIR, why, error.filename) from None
-            if error.errno not in _MISSING_ERRNOS or not self.drop_removed_root():
+            if error.errno not in (errno.ENOTDIR, errno.ELOOP):
                 raise
-        return self.open(name)
-
-    def drop_removed_root(self) -> bool:
-        """If data_dir was removed, close all. Return whether this was done. The next call opens
-        data_dir anew, if it was made anew."""
-        root = self.get("")
-        with _ignore_missing():  # ESTALE
-            if root is None or root.status().st_nlink:
-                return False
-        self.clear()
-        return True
+            why = "a directory of a queue must not be a link or a file"
+            raise OSError(errno.ENOTDIR, why, error.filename) from None
 
     def refresh(self) -> bool:
-        """Stop using the directories that were removed or replaced, so that the next call opens
-        them anew. Return whether there was one. A thread that uses one of them keeps it open."""
-        if self.drop_removed_root():
-            return True
-        gone = [name for name, it in [*self.items()] if name and not it.is_at_path()]
-        for name in gone:
+        """Drop the directories that were removed or replaced, so that the next call opens them
+        anew. Return whether there was one."""
+        found = False
+        for name, opened in [*self.items()]:
+            with _ignore_missing():  # ESTALE
+                # data_dir may have been moved, and stays in use
+                if opened.is_at_path() if name else opened.status().st_nlink:
+                    continue
             self.pop(name, None)
-        return bool(gone)
+            found = True
+        return found
 
 
 class _Files:
     """The files of one data_dir. Paths are relative to data_dir, as in "pending/<id>".
 
-    path: the absolute path of data_dir.
     is_durable: the setting sync_after_write.
     parts: the classes of the lease directory, the keys and the ticket numbers for this file system.
     clock: the queue clock, which sets this attribute. The _Files of a TicketQueue has no clock.
@@ -1490,54 +1468,54 @@ class _Files:
     # True: it is certain that only this kernel writes to the file system
     is_local = False
     clock: _QueueClock
-    syncs_after_rename = os.name == "posix"
+    # True: it is certain that no other host sees a file that is renamed before it is closed
+    syncs_after_rename = False
     lock_class = _FileLock
 
     def __init__(self, root: _OpenFile, is_durable: bool) -> None:
         self.path = root.path
         self.is_durable = is_durable
         self.dirs = _OpenDirs(root)
-        self._kept_inode = 0  # of the large pending/ that shrink() has tried to replace
-        # Nothing in the queue may be written by those who may not write to data_dir. The umask
-        # takes away more.
         status = root.status()
         self.inode = status.st_dev, status.st_ino
+        # Those who may not write to data_dir may not write to anything in the queue, and may not
+        # read what is locked: flock() needs only reading.
         self.mode = stat.S_IMODE(status.st_mode)
-        self._file_mode = 0o644 | self.mode & 0o022
+        writable = self.mode & 0o022
+        self._file_mode = 0o644 | writable
+        self.lock_mode = 0o600 | writable | writable << 1
 
     # Directories
 
     def make_dirs(self) -> None:
-        """Make and open the directories of _STATE_DIRS."""
         for name in _STATE_DIRS:
             self.make_dir(name)
             self.dirs[name]
         if self.is_durable:
             self.sync_dir("")
-            # Another process may just have made data_dir without a sync, so sync its parent. If
-            # this user may not read the parent, this process did not make data_dir.
+            # Another process may just have made data_dir without a sync. PermissionError: this
+            # process did not make data_dir.
             with suppress(PermissionError):
                 _sync_path(f"{self.path}/..")
 
     def make_dir(self, name: str) -> None:
-        """Make a directory in data_dir for all users of the queue, unless it exists. A lease
-        directory is a lock file, too: see lock_mode()."""
+        """Make a directory in data_dir for all users of the queue, unless it exists."""
         root = self.root
         mode = self.mode
-        if name.startswith("inflight-"):
-            mode &= ~((~mode & 0o022) << 1)
+        if name.startswith("inflight-"):  # a lock file, too
+            mode &= 0o7711 | self.lock_mode
         with suppress(FileExistsError):
             os.mkdir(root.prefix + name, mode & 0o777, dir_fd=root.fd)
-            # RACE: another process removes a new lease directory, because it is empty, before it is
-            # opened here. Then _LeaseDir._open() finds that the directory is missing.
-            with _ignore_missing(errno.EACCES, errno.EPERM):
-                made = _OpenFile(root, name)
-                with closing(made):
-                    _follow_owner(made.fd, root.status(), mode)
+            # RACE (Liveness): another process removes a new, empty lease directory before it is
+            # opened here. Then _LeaseDir._open() finds that it is missing.
+            with (
+                _ignore_missing(errno.EACCES, errno.EPERM),
+                closing(_OpenFile(root, name)) as made,
+            ):
+                _follow_owner(made.fd, root.status(), mode)
 
     @property
     def root(self) -> _OpenFile:
-        """data_dir, opened."""
         return self.dirs[""]
 
     def place(self, path: str) -> tuple[_OpenFile, str]:
@@ -1546,77 +1524,82 @@ class _Files:
         found = self.dirs[directory]
         return found, found.prefix + name
 
-    def named(self, error: OSError, path: str, target: str | None = None) -> OSError:
-        """Put full paths into an error: those of calls with dir_fd have names only."""
-        if error.errno:  # else the error of a signal handler
+    def _call(self, function: Callable[..., _Result], path: str, *args: int) -> _Result:
+        """Call a function of os for a file, by its name in its open directory."""
+        where, name = self.place(path)
+        try:
+            return function(name, *args, dir_fd=where.fd)
+        except OSError as error:
+            raise self.named(error, path) from None
+
+    def named(
+        self, error: BaseException, path: str, target: str | None = None
+    ) -> BaseException:
+        """Put full paths into an OSError of a call that knew only names."""
+        # errno is None in the error of a signal handler
+        if (
+            isinstance(error, OSError)
+            and error.errno
+            and "/" not in str(error.filename)
+        ):
             error.filename = f"{self.path}/{path}"
             if target:
                 error.filename2 = f"{self.path}/{target}"
         return error
 
-    def _complete(self, error: BaseException, path: str) -> None:
-        """Put the path into an error of the disk that has none, such as that of write(2)."""
-        if isinstance(error, OSError) and "/" not in str(error.filename):
-            self.named(error, path)
-
     # Looking
 
     def names(self, directory: str) -> list[str]:
-        """Return all names in a directory. Return [] if it is missing, because a worker ended or
-        because it was not made yet, and (logged once) if this user may not read the lease directory
-        of another. But for a directory of _STATE_DIRS, raise the OSError.
-
-        The directory is opened anew: two listings in one opening would share a position."""
-        fd = None
+        """Return all names in a directory. Raises the OSError that _pass_over() raises."""
         try:
             root = self.dirs[""]
             if root.fd is None:
                 return os.listdir(root.prefix + directory)
+            # two listings in one opening would share a position
             fd = os.open(directory or ".", _DIR_FLAGS, dir_fd=root.fd)
-            return os.listdir(fd)
-        except OSError as error:
-            # RACE: another process removes or replaces the directory after it was opened here.
-            is_removed = error.errno in _MISSING_ERRNOS
-            if is_removed and (fd is not None or self.dirs.drop_removed_root()):
-                return self.names(directory)
-            self.named(error, directory)
-            if directory in _STATE_DIRS or not self._is_passed_over(directory, error):
-                raise
-            return []
-        finally:
-            if fd is not None:
+            try:
+                return os.listdir(fd)
+            finally:
                 os.close(fd)
-
-    def _is_passed_over(self, directory: str, error: OSError) -> bool:
-        if error.errno in (errno.EACCES, errno.EPERM) and directory not in _STATE_DIRS:
-            _warn_once(f"passed over: {error}")
-            return True
-        return error.errno in (*_MISSING_ERRNOS, errno.ENOTDIR)
+        except OSError as error:
+            # missing because data_dir was removed and made again?
+            if error.errno in _MISSING_ERRNOS and self.dirs.refresh():
+                return self.names(directory)
+            self._pass_over(error, directory)
+        return []
 
     def scan(self, directory: str) -> Iterator[str]:
         """Yield the names in a directory, while the system reads it."""
-        opened = self.dirs.open(directory)
-        with closing(opened), os.scandir(opened.prefix or opened.fd) as entries:
-            for entry in entries:
-                yield entry.name
+        try:
+            opened = self.dirs.open(directory)
+            with os.scandir(opened.prefix or opened.fd) as entries:
+                for entry in entries:
+                    yield entry.name
+        except OSError as error:
+            self._pass_over(error, directory)
+
+    def _pass_over(self, error: OSError, directory: str) -> None:
+        """Raise the error of a directory, unless the directory is missing, or (logged once) this
+        user may not read it. The error of a directory of _STATE_DIRS is always raised."""
+        self.named(error, directory)
+        if directory in _STATE_DIRS:
+            raise error
+        if isinstance(error, PermissionError):
+            _warn_once(f"passed over: {error}")
+        elif error.errno not in (*_MISSING_ERRNOS, errno.ENOTDIR):
+            raise error
 
     def entries(self, directory: str) -> list[_Entry]:
-        """Return the entries of a directory, sorted by name, without foreign names."""
+        """Return the entries of a directory, sorted by name."""
         names = sorted(self.names(directory))
         return [entry for name in names if (entry := _parse(directory, name))]
 
-    def count(self, directory: str) -> int:
-        """Return the number of tasks in a directory."""
-        return sum(map(bool, map(_FORMS[_state_of(directory)], self.names(directory))))
+    def count(self, state: str) -> int:
+        return len([*filter(_FORMS[_state_of(state)], self.names(state))])
 
     def node_dirs(self) -> list[str]:
         names = sorted(filter(_parse_node_dir, self.names("")))
         return [name for name in names if not stat.S_ISLNK(self.mode_of(name))]
-
-    def mode_of(self, path: str) -> int:
-        with _ignore_missing():
-            return self.lstat(path).st_mode
-        return 0
 
     def find(self, *states: str) -> Iterator[_Entry]:
         """Yield the entries of these states, in name order within a directory. A state may also be
@@ -1626,91 +1609,75 @@ class _Files:
                 yield from self.entries(directory)
 
     def find_id(self, ident: str, *states: str) -> _Entry | None:
-        """Return the entry of an id in one of these states, or None. First look for files whose
-        name is only the id, then list the directories, except done/ and failed/, which may be
-        huge. Both searches take the states in the order of the arguments. RACE: another process
-        moves the task from a state that is still to be searched to a state that was searched
-        before. Then the task is missed."""
+        """Return the entry of an id in one of these states, or None. In done/ and failed/, which
+        may be huge, only a file with the id as its name is found."""
         for state in states:
-            if state in ("pending", *_ENDED) and self.exists(f"{state}/{ident}"):
-                return _parse(state, ident)
+            named = _parse(state, ident)
+            if named and self.exists(named.path):
+                return named
         listed = [state for state in states if state not in _ENDED]
         return next((entry for entry in self.find(*listed) if entry.id == ident), None)
 
-    def has_entries(self, directory: str) -> bool:
-        """Say whether a directory has a task. The directory is read only up to the first task."""
-        try:
-            return any(_parse(directory, name) for name in self.scan(directory))
-        except OSError as error:
-            if not self._is_passed_over(directory, error):
-                raise
-        return False
-
     def has_work(self) -> bool:
-        """Say whether a task waits or is leased.
-
-        RACE: other processes move tasks while the directories are read one after another. Each such
-        move sets the time of pending/ or scheduled/, so True is returned if one of these times has
-        changed. A move in the first tick of the clock of these times may not change them, so all is
-        read again a tick later."""
+        """Say whether a task waits or is leased. A directory is read only up to the first task."""
+        # RACE (Lifecycle): other processes move a task from directory to directory, and it is never
+        # in the one that is read. Each such move sets the time of pending/ or scheduled/. A move in
+        # the first tick of the clock may not change the time, so all is read again a tick later.
         before = self._changed()
-        is_coarse = not any(time_ns % 10**9 for time_ns, _ in before)
-        for pause_s in (_COARSE_TICK_S if is_coarse else _TICK_S, 0):
-            if any(map(self.has_entries, ("keys", *_WAITING_DIRS, *self.node_dirs()))):
-                return True
+        for pause_s in (_TICK_S, 0):
+            for directory in ("keys", *_WAITING_DIRS, *self.node_dirs()):
+                if any(_parse(directory, name) for name in self.scan(directory)):
+                    return True
             time.sleep(pause_s)
         return self._changed() != before
 
-    def _changed(self) -> list[tuple[int, int]]:
-        # shrink() may put another directory with the same time in place, so compare inodes, too.
-        found = [self.lstat(it) for it in _WAITING_DIRS]
-        return [(it.st_mtime_ns, it.st_ino) for it in found]
+    def _changed(self) -> list[int]:
+        # RACE (Shrinking): a directory that shrink() puts in place may have the same st_mtime.
+        return [self.lstat(directory).st_ctime_ns for directory in _WAITING_DIRS]
 
     def exists(self, path: str) -> bool:
-        """Say whether a file exists. Raises any OSError that does not mean that the file is
-        missing. (os.path.lexists() would return False for every OSError.)"""
-        try:
-            self.lstat(path)
-        except (FileNotFoundError, NotADirectoryError):
-            return False
-        return True
+        """Say whether a file exists. Raises any other OSError."""
+        return self.mode_of(path) != 0
+
+    def mode_of(self, path: str) -> int:
+        """Return st_mode of a file, or 0 if it is missing."""
+        with _ignore_missing():
+            return self.lstat(path).st_mode
+        return 0
 
     def lstat(self, path: str) -> os.stat_result:
-        where, name = self.place(path)
-        try:
-            return os.lstat(name, dir_fd=where.fd)
-        except OSError as error:
-            raise self.named(error, path) from None
+        return self._call(os.lstat, path)
 
     def is_regular(self, path: str) -> bool:
         return stat.S_ISREG(self.lstat(path).st_mode)
 
-    def _open(self, path: str, flags: int = _READ_FLAGS) -> int:
-        """Open a file.
-
-        RACE: another process has a lease of the kernel on the file (F_SETLEASE: Samba, virus
-        scanners). open() tells the holder, and fails with EAGAIN until the holder lets go."""
-        where, name = self.place(path)
-        tries = 0
-        while True:
-            try:
-                return os.open(name, flags, dir_fd=where.fd)
-            except OSError as error:
-                tries += 1
-                if error.errno != errno.EAGAIN or tries > _KERNEL_LEASE_TRIES:
-                    raise self.named(error, path) from None
+    def _open(self, path: str) -> int:
+        # RACE (TroubleOfOneTask): another process has a lease of the kernel on the file
+        # (F_SETLEASE: Samba, virus scanners). open() tells the holder, and fails with EAGAIN until
+        # the holder lets go.
+        for _ in range(_KERNEL_LEASE_TRIES):
+            with suppress(BlockingIOError):
+                return self._call(os.open, path, _READ_FLAGS)
             time.sleep(_LONGEST_LOCK_PAUSE_S)
+        raise _os_error(errno.EAGAIN, f"{self.path}/{path}")
 
-    def text(self, path: str, most_bytes: int) -> str:
-        """Return the beginning of the text of a regular file, or "" for any other kind of file. The
-        read of a FIFO, of a device, or of a link to one, could block or never end."""
+    def beginning(self, path: str, most_bytes: int) -> bytes:
+        """Return the first bytes of a regular file, or b"" for any other kind of file, such as a
+        device."""
         if not self.is_regular(path):
-            return ""
+            return b""
         fd = self._open(path)
         try:
-            return os.read(fd, most_bytes).decode("utf-8", "replace")
+            return os.read(fd, most_bytes)
         finally:
             os.close(fd)
+
+    def head(self, path: str) -> tuple[str | None, int | None]:
+        """Return the key and the length in the header of a record, or (None, None)."""
+        header = _match_header(self.beginning(path, _READ_BYTES))
+        if header is None:
+            return None, None
+        return (_decode_key(header[3].decode()) if header[3] else None), int(header[2])
 
     def read(self, directory: str, name: str, ident: str) -> _Record:
         """Return the payload and the key of a record. Raises CorruptTask unless the record is
@@ -1736,23 +1703,9 @@ class _Files:
             raise self.named(error, path) from None
 
     def read_path(self, path: str) -> _Record:
-        """Read the record at a path that ends with an id."""
+        """Call read() for a path that ends with an id."""
         directory, _, name = path.partition("/")
         return self.read(directory, name, _id_of(path))
-
-    def head(self, path: str) -> tuple[str | None, int | None]:
-        """Return the key and the length of a payload, read from the header of its record. Return
-        (None, None) if the header is invalid, or if `path` is not a regular file."""
-        header = None
-        if self.is_regular(path):
-            fd = self._open(path)
-            try:
-                header = _match_header(os.read(fd, _READ_BYTES))
-            finally:
-                os.close(fd)
-        if header is None:
-            return None, None
-        return (_decode_key(header[3].decode()) if header[3] else None), int(header[2])
 
     # Locking
 
@@ -1761,25 +1714,19 @@ class _Files:
         flock() needs only reading, and they could stop all others."""
         if fcntl is None:
             raise OSError(errno.ENOTSUP, _NO_FLOCK, f"{self.path}/{path}")
-        where, name = self.place(path)
-        return self.lock_class(where, name, flags, self.lock_mode())
-
-    def lock_mode(self) -> int:
-        write = self.mode & 0o022
-        return 0o600 | write | write << 1
+        directory, _, name = path.rpartition("/")
+        return self.lock_class(self.dirs[directory], name, flags, self.lock_mode)
 
     def lock_dir(self, directory: str) -> _FileLock:
-        """Open a lease directory, to lock it."""
         return _FileLock(self.root, directory, _DIR_FLAGS)
 
     def open_dir(self, directory: str) -> _FileLock | None:
-        """Open the lease directory of another worker, to lock it. Return None if it is missing, is
-        a foreign file, or may not be read by this user."""
+        """Open the lease directory of another worker, to lock it. Return None if it is passed
+        over."""
         try:
             return self.lock_dir(directory)
         except OSError as error:
-            if not self._is_passed_over(directory, error):
-                raise
+            self._pass_over(error, directory)
         return None
 
     # Moving
@@ -1792,57 +1739,47 @@ class _Files:
         name: str,
         is_synced: bool,
     ) -> None:
-        """Write a record to creating/<new_name>, and rename the file to directory/name. The task
-        exists from the rename on. If publish() raises, it removes the file.
-
-        CRASH: if the process dies before the rename, the task does not exist, and the file in
-        creating/ is removed after an hour. If it dies after the rename, the task exists, although
-        push() has not returned."""
+        """Write a record to creating/<new_name>, and rename the file to directory/name. If
+        publish() raises, it removes the file."""
         payload = data if type(data) is bytes else _as_bytes(data)
-        header = _header(payload)
-        # The calls of create() and rename() are inlined: place() would be 15 % of push().
-        dirs = self.dirs
-        creating = dirs["creating"]
-        target = dirs[directory]
-        source = creating.prefix + new_name
+        # The bodies of create() and move() are inlined: the calls would be 15 % of push().
+        old = self.dirs["creating"]
+        new = self.dirs[directory]
+        source = old.prefix + new_name
+        target = new.prefix + name
         try:
-            fd = os.open(source, _CREATE_FLAGS, self._file_mode, dir_fd=creating.fd)
+            fd = os.open(source, _CREATE_FLAGS, self._file_mode, dir_fd=old.fd)
         except OSError as error:
-            self.dirs.refresh()
-            is_same = dirs.get("creating") is creating
-            if error.errno not in _MISSING_ERRNOS or is_same:
-                raise self.named(error, f"creating/{new_name}") from None
-            return self.publish(new_name, data, directory, name, is_synced)
+            raise self.named(error, f"creating/{new_name}") from None
         try:
             try:
-                _write_record(fd, header, payload)
-                if is_synced and self.syncs_after_rename:
-                    self.move(f"creating/{new_name}", f"{directory}/{name}")
+                # CRASH (Crash): before the rename, the file in creating/ is no task, and is removed
+                # after an hour. After the rename, the task exists, although push() did not return.
+                _write_record(fd, _header(payload), payload)
+                if self.syncs_after_rename:
+                    try:
+                        os.replace(source, target, src_dir_fd=old.fd, dst_dir_fd=new.fd)
+                    except FileNotFoundError:
+                        # RACE (Shrinking): another worker replaces pending/.
+                        self.move(f"creating/{new_name}", f"{directory}/{name}")
                 if is_synced:
                     os.fsync(fd)
             finally:
                 os.close(fd)
             if not self.syncs_after_rename:
-                # a rename there needs more care: _SharedFiles.move()
                 self.move(f"creating/{new_name}", f"{directory}/{name}")
-            elif not is_synced:
-                try:
-                    there = target.prefix + name
-                    os.replace(
-                        source, there, src_dir_fd=creating.fd, dst_dir_fd=target.fd
-                    )
-                except FileNotFoundError:  # the directory was replaced
-                    self.move(f"creating/{new_name}", f"{directory}/{name}")
             if is_synced:
                 self.sync_dir(directory)
         except BaseException as error:
-            # The push raises, so the caller believes that there is no task: remove the file. RACE:
-            # a worker claims the task between the rename and this line. Then no file is at its
-            # path, and the worker keeps the task.
+            # RACE (Faults): a worker claims the task before this line. Then no file is at its path,
+            # and the worker keeps the task.
             for leftover in (f"creating/{new_name}", f"{directory}/{name}"):
                 self.remove(leftover)
-            self._complete(error, f"creating/{new_name}")
+                self.named(error, leftover)
             raise
+
+    def create(self, path: str) -> int:
+        return self._call(os.open, path, _CREATE_FLAGS, self._file_mode)
 
     @contextmanager
     def replacement(
@@ -1853,14 +1790,11 @@ class _Files:
         mode: int | None = None,
     ) -> Iterator[str]:
         """Write a file creating/<name>, and yield its path. The block moves the file to its final
-        path, where an older file may be. If the block raises, the new file is removed.
-
-        If the queue is durable, the new file is synced before the block: power loss must leave the
-        older or the new file whole. `mode`: see _follow_owner(). None: the owner is this user, and
-        the rights follow from the umask."""
+        path, over an older file. If the block raises, the new file is removed. `mode`: see
+        _follow_owner()."""
         path = f"creating/{name}"
+        fd = self.create(path)
         try:
-            fd = self.create(path)
             try:
                 if mode is not None:
                     _follow_owner(fd, self.root.status(), mode)
@@ -1872,20 +1806,8 @@ class _Files:
             yield path
         except BaseException as error:
             self.remove(path)
-            self._complete(error, path)
+            self.named(error, path)
             raise
-
-    def create(self, path: str) -> int:
-        """Make a file, and return its descriptor. Raises FileExistsError."""
-        for is_last in (False, True):
-            where, name = self.place(path)
-            try:
-                return os.open(name, _CREATE_FLAGS, self._file_mode, dir_fd=where.fd)
-            except OSError as error:
-                if is_last or error.errno not in _MISSING_ERRNOS:
-                    raise self.named(error, path) from None
-                self.dirs.refresh()
-        raise _os_error(errno.ENOENT, path)
 
     def move(self, source: str, target: str) -> str:
         """Rename a file, and return the target. A file at the target is replaced. The target ""
@@ -1922,11 +1844,7 @@ class _Files:
         return target
 
     def unlink(self, path: str) -> None:
-        where, name = self.place(path)
-        try:
-            os.unlink(name, dir_fd=where.fd)
-        except OSError as error:
-            raise self.named(error, path) from None
+        self._call(os.unlink, path)
 
     def unlink_if_exists(self, path: str) -> bool:
         with suppress(FileNotFoundError):
@@ -1935,9 +1853,9 @@ class _Files:
         return False
 
     def unlink_if_older(self, path: str, before_s: float) -> bool:
-        """Remove a file that was last renamed or changed (st_ctime) at the time `before_s` or
-        earlier, by the wall clock. Return whether the file was removed. A directory stays."""
-        # RACE: another process removes the file, or moves it, because it retries the failed task.
+        """Remove a file whose st_ctime is `before_s` or earlier, unless it is a directory. Return
+        whether the file was removed."""
+        # RACE (Races): another process removes the file, or retries the failed task.
         with _ignore_missing():
             status = self.lstat(path)
             if status.st_ctime <= before_s and not stat.S_ISDIR(status.st_mode):
@@ -1945,76 +1863,61 @@ class _Files:
                 return True
         return False
 
-    def remove(self, path: str) -> bool:
-        """Remove a file if possible. Return whether the file was removed; raise no OSError."""
+    def remove(self, path: str) -> None:
         with suppress(OSError):
             self.unlink(path)
-            return True
-        return False
 
     def remove_empty_dir(self, path: str) -> None:
-        # A directory that is not empty stays. POSIX lets the file system report ENOTEMPTY or
-        # EEXIST. So does another user's directory in a sticky directory, and a mount point.
+        """Remove a directory if it is empty, and if this user may remove it."""
+        # POSIX lets the file system report ENOTEMPTY or EEXIST. EBUSY: a mount point
         with _ignore_missing(
             errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY, *_NO_WRITE_ERRNOS
         ):
-            where, name = self.place(path)
-            os.rmdir(name, dir_fd=where.fd)
+            self._call(os.rmdir, path)
 
     def shrink(self, new_name: str) -> None:
-        """Replace an empty pending/ of more than 1 MiB by a new directory, because ext4 never
-        shrinks a directory, and each listing reads all of it. rename() refuses to replace a
-        directory that is not empty, so no task is lost."""
+        """Replace an empty pending/ that is large: ext4 never shrinks a directory, and each listing
+        reads all of it."""
         old = self.lstat("pending")
-        is_kept = old.st_ino == self._kept_inode  # the last attempt has failed
-        if old.st_size <= _SHRINK_BYTES or is_kept or old.st_uid != os.geteuid():
+        if old.st_size <= _SHRINK_BYTES or old.st_uid != os.geteuid():
             return
-        self._kept_inode = old.st_ino
+        name = f"{new_name}.pending"
         mode = stat.S_IMODE(old.st_mode)
-        root = self.root
-        where, name = self.place(f"creating/{new_name}.pending")
-        # RACE: another process renames a file into the directory first. Then our rename fails, and
-        # the old directory stays. It also stays if it is a mount point, or if the disk is full.
+        # RACE (Shrinking): another process renames a file into the old directory first. rename()
+        # replaces no directory that is not empty, so the old directory stays.
         with suppress(OSError):
-            os.mkdir(name, mode & 0o777, dir_fd=where.fd)
-            made = _OpenFile(where, f"{new_name}.pending")
+            self._call(os.mkdir, f"creating/{name}", mode & 0o777)
+            made = _OpenFile(self.dirs["creating"], name)
             _follow_owner(made.fd, old, mode)
-            new = made.status()
-            if (new.st_uid, new.st_gid) == (old.st_uid, old.st_gid):
-                os.rename(name, "pending", src_dir_fd=where.fd, dst_dir_fd=root.fd)
-                # Without this sync, power loss could undo the rename, and with it the later tasks.
+            if made.status().st_gid == old.st_gid:
+                self.move(f"creating/{name}", "pending")
+                # else power loss could undo the rename, and with it the later tasks
                 self.sync_dir("")
-        with suppress(OSError):
-            os.rmdir(name, dir_fd=where.fd)
+        self.remove_empty_dir(f"creating/{name}")
         self.dirs.refresh()
 
     # Syncing
 
     def sync_with_dir(self, path: str) -> None:
-        """If the queue is durable, sync the file of a task, then its directory. TOPIC: syncs says
-        why a sync of the directory is not enough."""
+        """If the queue is durable, sync a file, then its directory."""
         if not self.is_durable:
             return
-        # RACE: another process moves the task on before the file is synced here. Then only the
-        # directory is synced, and it no longer has the file.
+        # RACE (Durability): another process moves the task on. Then only the directory is synced.
         with suppress(FileNotFoundError):
             self.sync_file(path)
         self.sync_dir(os.path.dirname(path))
 
     def sync_file(self, path: str) -> None:
-        if self.is_regular(path):
-            fd = self._open(path)
-            try:
-                os.fsync(fd)
-            finally:
-                os.close(fd)
+        fd = self._open(path)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
 
     def sync_dir(self, directory: str) -> None:
-        if not self.is_durable:
-            return
-        # a lease directory of others is closed with this reference
+        """If the queue is durable, sync a directory."""
         opened = self.dirs[directory]
-        if opened.fd is not None:
+        if self.is_durable and opened.fd is not None:
             try:
                 os.fsync(opened.fd)
             except OSError as error:
@@ -2049,38 +1952,31 @@ _LOOK_INTERVAL_S = 0.1
 # TOPIC: which clock is used for what.
 #
 # - The queue clock gives the orders, and therefore the ids, and the deadlines of leases.
-# - The monotonic clock, time.monotonic(), is used for timeouts, pauses, and the times of
-#   maintenance.
-# - The wall clock, time.time(), is used for due times in scheduled/, also for those of retries, and
-#   for the ages of files.
+# - The monotonic clock is used for timeouts, pauses, and the times of maintenance.
+# - The wall clock is used for due times, and for the ages of files.
 #
-# So if the date is set, the ids of a boot stay in order, and its leases end as if it had not been
-# set. A scheduled task moves to pending/ when the wall clock shows its due time. If the machine
-# starts again after the date was set back, the new queue clock starts after the newest id.
+# So if the date is set, the ids of a boot stay in order, and its leases end as before.
 #
-# If the file clock-<boot> is removed while the queue is used, the objects that have read it go on
-# with its anchor. The next process makes a new file, with the time of the wall clock or of the
-# newest id. Only if the date was set meanwhile do the two clocks differ, and leases end early or
-# late.
+# If clock-<boot> is removed, the objects that have read it go on with its anchor, and the next
+# process makes a new file. If the date was set meanwhile, some leases end early or late.
 
 
 def _compute_anchor(files: _Files) -> int:
-    """Return the anchor for a new queue clock. It starts at the time of the wall clock, or after
-    the newest id in data_dir if that is later, because the date was set back."""
-    latest_ns, started_ns = _latest_order_ns(), _monotonic_ns()
+    """Return the anchor for a clock that starts at the time of the wall clock, or after the newest
+    id if the date was set back."""
+    latest_ns = _latest_order_ns()
+    started_ns = _monotonic_ns()
     times_ns = [_EARLIEST_NS, _date_ns()]
     for directory in (*_STATE_DIRS[1:], "keys", *files.node_dirs()):
-        # PermissionError: the directory belongs to another user, and the clock must start all the
-        # same. FileNotFoundError: a person removed the directory.
-        with suppress(PermissionError, FileNotFoundError):
+        # a directory of another user, such as the worker's pending/ for a producer
+        with suppress(PermissionError):
             orders = (_stamp_of(entry.id) for entry in files.entries(directory))
             times_ns += [order_ns + 1 for order_ns in orders if order_ns < latest_ns]
     return max(times_ns) - started_ns
 
 
 class _QueueClock:
-    """The clock of one queue object. `tag` is the object's random tag, which is the end of the ids
-    that new_id() makes."""
+    """The clock of one queue object. `tag` is the end of the ids that new_id() makes."""
 
     def __init__(self, files: _Files) -> None:
         self._files = files
@@ -2089,7 +1985,7 @@ class _QueueClock:
         self.boot, self.anchor_ns = self._open()
 
     def init_worker(self) -> None:
-        """Set the values that belong to one process. A forked child calls this again."""
+        """Set the values that belong to one process, also in a forked child."""
         self.tag = f"{int.from_bytes(os.urandom(8), 'big') >> 1:016x}"
         # Guards _order. An RLock, because a signal handler may push while its thread pushes.
         self._lock = threading.RLock()
@@ -2100,7 +1996,6 @@ class _QueueClock:
         return _monotonic_ns() + self.anchor_ns
 
     def new_id(self) -> str:
-        """Return a new id, for a task without a key or for a file in creating/."""
         if os.getpid() != _process_id:  # inlined: a call would be 5 % of push()
             _after_fork_in_child()
         with self._lock:
@@ -2122,53 +2017,47 @@ class _QueueClock:
             boot = _boot_tag(boot_id, self._files.root)
             name = f"clock-{boot}"
             try:
-                anchor_ns = self._read(name)
-                if anchor_ns is None:
-                    anchor_ns = self._create(name, _compute_anchor(self._files))
-                return boot, anchor_ns
+                return boot, self._read(name) or self._create(name)
             except OSError as error:
                 if error.errno not in _NO_WRITE_ERRNOS:
                     raise
-                # A clock of our own is good enough to look at tasks, to drain the queue and to
-                # purge.
+                # good enough to look at tasks and to drain the queue
                 _log().warning("no shared clock for this process: %s", error)
         return os.urandom(4).hex(), _compute_anchor(self._files)
 
-    def _read(self, name: str) -> int | None:
-        """Return the anchor in a clock file. Return None if the file is missing or invalid, or if
-        the queue clock would show a time before 2001 or after 2150. Then it is written again."""
-        anchor_ns = 0
+    def _read(self, name: str) -> int:
+        """Return the anchor in a clock file, or 0 if the file is missing or invalid."""
         with suppress(FileNotFoundError):
-            text = self._files.text(name, _CLOCK_BYTES)
-            anchor_ns = int(text) if re.fullmatch("[0-9]{1,19}\n", text) else 0
-        now_ns = anchor_ns + _monotonic_ns()
-        return anchor_ns if _EARLIEST_NS <= now_ns < _LATEST_CLOCK_NS else None
+            text = self._files.beginning(name, _CLOCK_BYTES)
+            if re.fullmatch(b"[0-9]{1,19}\n", text):
+                now_ns = int(text) + _monotonic_ns()
+                return int(text) if _EARLIEST_NS <= now_ns < _LATEST_CLOCK_NS else 0
+        return 0
 
-    def _create(self, name: str, anchor_ns: int) -> int:
-        """Write a clock file and put it in place, unless a valid one is in place. Return the anchor
-        in the clock file that is in place then."""
+    def _create(self, name: str) -> int:
+        """Put a clock file in place, unless a valid one is there. Return its anchor."""
         files = self._files
+        anchor_ns = _compute_anchor(files)
         new_name = f"{_new_name(_wall_ns(), self.tag)}.clock"
-        # 0644: only the owner writes it, because a wrong anchor would end living leases. All others
-        # read it, also those to whom a person gives access to data_dir later.
+        # 0644: a wrong anchor would end living leases, so only the owner writes the file.
         with files.replacement(new_name, b"%d\n" % anchor_ns, mode=0o644) as new_path:
             try:
-                creating, root = files.dirs["creating"], files.root
+                where, source = files.place(new_path)
+                root, target = files.place(name)
                 os.link(
-                    creating.prefix + new_name,
-                    root.prefix + name,
-                    src_dir_fd=creating.fd,
+                    source,
+                    target,
+                    src_dir_fd=where.fd,
                     dst_dir_fd=root.fd,
                     follow_symlinks=False,
                 )
             except (AttributeError, NotImplementedError, OSError):
-                # A file of this name exists, valid or not, or the file system has no hard links.
-                # Without hard links, two processes that start at the same time may have anchors
-                # that differ a little.
-                if self._read(name) is None:
+                # A file exists, valid or not, or the file system has no hard links. Then two
+                # processes that start at the same time may have anchors that differ a little.
+                if not self._read(name):
                     files.move(new_path, name)
             files.remove(new_path)
-        # RACE: another process links its clock file before ours. Then its anchor is returned.
+        # RACE (Ordering): another process links its clock file before ours.
         return self._read(name) or anchor_ns
 
 
@@ -2178,21 +2067,18 @@ class _QueueClock:
 #    whether the task still waits. Four rules keep the order of delivery, and keep pop() from
 #    reporting an empty queue while tasks wait:
 #    - All names may be dropped at any time. A pop() finds the queue empty only if its own listing
-#      adds no name (_Maintenance.refill).
-#    - A single name may be dropped only when this worker claims the task, if the file is missing,
-#      or if the task can't be claimed. Otherwise younger tasks would be delivered first.
-#    - A name may be added only if it sorts before the youngest name of the batch. Beyond it,
-#      pending/ may have tasks that are not in the batch.
-#    - A listing must keep the oldest names, and leave out what was pushed during it: relist().
+#      adds no name.
+#    - A single name may be dropped only if the task is claimed, is missing, or can't be claimed.
+#    - A name may be added only if it sorts before the youngest name of the batch: other tasks
+#      between them may be missing.
+#    - A listing must keep the oldest names, and leave out what was pushed during it.
 # ==================================================================================================
 
 _MAX_BATCH = 1 << 17  # names to keep in memory; they take up to 12 MB
 _CHUNK = 1 << 16  # directory entries to read at a time
 _FEW = 1000  # a directory that had fewer names is listed by one os.listdir()
-# The system lists a directory of up to this many names in one call. No push comes in between.
-_AT_ONCE = 256
-# the time for which a task that this worker can't claim is passed over
-_TROUBLE_PAUSE_S = 60.0
+_AT_ONCE = 256  # the system lists so many names in one call: no push comes in between
+_TROUBLE_PAUSE_S = 60.0  # how long a task that this worker can't claim is passed over
 _is_task_name = _FORMS["pending"]
 
 
@@ -2204,69 +2090,47 @@ class _Batch:
         self._lock = worker.lock
         self._clock = worker.clock
         self.names: list[str] = []  # the oldest last
-        self.seen = 0  # the number of names in pending/ at the last listing
-        self._listed_s = 0.0
-        # The tasks that this user may not claim, by id, and the time (monotonic clock) until which
-        # they are passed over.
+        self.seen = _FEW  # the number of names at the last listing; many at first
+        # the tasks that this user may not claim, by id, and until when (monotonic clock)
         self.barred: dict[str, float] = {}
 
-    def relist(self, now_s: float) -> None:
-        """List pending/, and replace the batch. `now_s` is the time on the monotonic clock.
-
-        RACE: another process pushes two tasks during the listing, and the listing shows only the
-        younger one, which would be delivered first. So the batch gets only the tasks whose order is
-        before the beginning of the listing. If a second listing also shows only later tasks, the
-        batch gets all of them, because an empty batch would mean that no task waits."""
-        for _ in range(2):
-            self._list(now_s)
-            if self.seen <= _AT_ONCE:
-                return
-            began = f"{int(now_s * 1e9) + self._clock.anchor_ns:020d}"
-            if older := [name for name in self.names if name < began]:
-                self.names = older
-                return
-            now_s = time.monotonic()
-
-    def _list(self, now_s: float) -> None:
-        # If the last listing showed few names and is less than a second old, the directory can't be
-        # huge now.
-        if self.seen < _FEW and now_s - self._listed_s < 1:
-            names = self._files.names("pending")
-            self.seen = len(names)
-            self.names = sorted(filter(_is_task_name, names), reverse=True)
-        else:
-            self._list_in_chunks()
-        if self.barred:
-            self.barred = {
-                it: until_s for it, until_s in self.barred.items() if until_s > now_s
-            }
-            self.names = [
-                name for name in self.names if _id_of(name) not in self.barred
-            ]
-        self._listed_s = now_s
-
-    def _list_in_chunks(self) -> None:
-        """Keep the oldest names, at most _MAX_BATCH or a sixteenth of those at the last listing: a
-        million names would take 100 MB in each worker."""
-        keep = max(_MAX_BATCH, self.seen // 16)
+    def relist(self, now_s: float, is_second: bool = False) -> None:
+        """List pending/, and replace the batch. `now_s` is the time on the monotonic clock."""
+        is_large = self.seen >= _FEW
         names: list[str] = []
         seen = 0
-        youngest = "~"  # sorts after every name of a task
+        for chunk in self._chunks() if is_large else [self._files.names("pending")]:
+            seen += len(chunk)
+            names += filter(_is_task_name, chunk)
+            names.sort(reverse=True)
+            del names[:-_MAX_BATCH]
+        if self.barred:
+            names = [it for it in names if self.barred.get(_id_of(it), 0) < now_s]
+        self.names = names
+        self.seen = seen
+        if seen <= _AT_ONCE:
+            return
+        # RACE (Races): another process pushes two tasks during the listing, which shows only the
+        # younger one. So the batch gets only the tasks from before the listing. If a second listing
+        # also shows only later tasks, the batch gets all of them: an empty one would mean that no
+        # task waits.
+        began = f"{int(now_s * 1e9) + self._clock.anchor_ns:020d}"
+        if older := [name for name in names if name < began]:
+            self.names = older
+        elif not is_second:
+            self.relist(time.monotonic(), is_second=True)
+
+    def _chunks(self) -> Iterator[list[str]]:
+        """Yield the names in pending/. A million at a time would take 100 MB."""
         listing = self._files.scan("pending")
         while chunk := [*itertools.islice(listing, _CHUNK)]:
-            seen += len(chunk)
-            names += [name for name in chunk if name < youngest and _is_task_name(name)]
-            if len(names) > 2 * keep:
-                names = sorted(names, reverse=True)[-keep:]
-                youngest = names[0]
-        self.seen = seen
-        self.names = sorted(names, reverse=True)[-keep:]
+            yield chunk
 
     def add(self, path: str) -> None:
-        """Add a task that came to `path` in pending/. If the batch is empty, or if the task sorts
-        after the whole batch, do nothing: a later listing shows the task."""
+        """Add a task that came to `path` in pending/, unless a later listing will show it."""
         with self._lock:
-            names, name = self.names, path.rpartition("/")[2]
+            names = self.names
+            name = path.rpartition("/")[2]
             if names and name < names[0]:
                 names.insert(bisect.bisect(names, False, key=name.__gt__), name)
 
@@ -2275,14 +2139,14 @@ class _Batch:
             self.barred[ident] = time.monotonic() + _TROUBLE_PAUSE_S
 
     def correct_after_loss(self, lost: str) -> None:
-        """After a lost claim at the path `lost`, drop the oldest names of the batch until the file
-        of the oldest remaining name exists. To look for a file costs a third of a failed rename().
-
-        RACE: after the listing, another process pushes a newer payload for the key of a task. The
-        task keeps its place, and its name has 0 attempts. So this name is put into the batch. The
-        loop stops at the name of a task with a key, because only a lost claim does that."""
+        """After a lost claim at the path `lost`, drop the oldest names up to one whose file exists:
+        a look costs a third of a failed rename()."""
+        # RACE (Keyed): another process pushes a newer payload for the key of a task. The task keeps
+        # its place, and its name has 0 attempts. Only a lost claim puts this name into the batch,
+        # so the loop stops at a task with a key.
         with self._lock:
-            names, renamed = self.names, _fresh_path(lost, None)
+            names = self.names
+            renamed = _fresh_path(lost, None)
             if renamed != lost:
                 names.append(renamed.partition("/")[2])
             pending = self._files.dirs["pending"]
@@ -3917,8 +3781,8 @@ class FemtoQueue:
         if entry.directory == "failed":
             # Show the task even if the reason is missing, or if this user may not read the reason.
             with suppress(FileNotFoundError, PermissionError):
-                text = self._files.text(f"failed/{entry.id}.error", _REASON_BYTES)
-                task.error = text.removesuffix("\n")
+                text = self._files.beginning(f"failed/{entry.id}.error", _REASON_BYTES)
+                task.error = text.decode("utf-8", "replace").removesuffix("\n")
         return task
 
     def _read_or_log(self, entry: _Entry, data: bool) -> FemtoTask | None:
@@ -4065,7 +3929,19 @@ class _Keys:
         with closing(lock):
             lock.acquire_exclusive(until_s)
             _key_locks[self._holder(tag)] = lock
+            with self._repaired_after_error():
+                yield
+
+    @contextmanager
+    def _repaired_after_error(self) -> Iterator[None]:
+        """Run a repair soon if the block raises: it may have left a task in keys/."""
+        try:
             yield
+        except (FemtoQueueError, FileNotFoundError):
+            raise
+        except BaseException:
+            self._worker.maintenance.sooner("repair", 0)
+            raise
 
     def _holder(self, tag: str) -> tuple[object, ...]:
         return _process_id, threading.get_ident(), self._files.inode, tag[-2:]
@@ -4243,7 +4119,7 @@ class _Keys:
             # If this fails, the older payload is delivered, so the push must raise.
             self._files.unlink_if_exists(behind)
         # The new payload is in the queue: after an error, find() or repair() makes the task of it.
-        with suppress(OSError):
+        with suppress(OSError), self._repaired_after_error():
             self._files.move(aside, target)
             self._link(_tag_of(path), target)
         self._worker.note_arrival(target)
@@ -4338,7 +4214,7 @@ class _Keys:
                 behind = ""
             target = self._files.move(source, target)
             # The task has moved. After an error, find() or repair() does the rest.
-            with suppress(OSError):
+            with suppress(OSError), self._repaired_after_error():
                 if is_linked and _ends_at(target):
                     self._link(tag, self._promote(behind))
                 elif is_linked:
@@ -5648,8 +5524,7 @@ class TicketQueue:
 #    GlusterFS):
 #
 #      _SharedLock.reading_is_enough         flock (NFS)
-#      _SharedFiles.syncs_after_rename       a torn file would be visible to other hosts (both)
-#      _SharedFiles.head, text, sync_file    replaced (GlusterFS)
+#      _SharedFiles.beginning, sync_file     replaced (GlusterFS)
 #      _SharedFiles.open_lock                replaced (GlusterFS)
 #      _SharedFiles.lstat                    stale (NFS), replaced (GlusterFS)
 #      _SharedFiles.names                    stale (NFS)
@@ -5692,6 +5567,7 @@ def _open_files(data_dir: str, is_durable: bool) -> _Files:
         return _SharedFiles(root, is_durable, fs_type)
     files = _Files(root, is_durable)
     files.parts = _LeaseDir, _Keys, _Numbers
+    files.syncs_after_rename = fs_type in _LOCAL_TYPES
     # An overlay is not certainly local: its upper directory may also be used by its own path, and
     # locks taken there do not exclude locks taken through the overlay.
     files.is_local = fs_type in _LOCAL_TYPES - {_OVERLAY_TYPE}
@@ -5738,8 +5614,6 @@ class _SharedLock(_FileLock):
 class _SharedFiles(_Files):
     """The steps on files that other hosts use, too. is_fuse: it counts as GlusterFS."""
 
-    syncs_after_rename = False
-
     def __init__(self, root: _OpenFile, is_durable: bool, fs_type: int) -> None:
         super().__init__(root, is_durable)
         self.is_fuse = fs_type == _FUSE_TYPE
@@ -5747,8 +5621,7 @@ class _SharedFiles(_Files):
 
     # Looking
 
-    head = _afresh(_Files.head)
-    text = _afresh(_Files.text)
+    beginning = _afresh(_Files.beginning)
     _read_once = _afresh(_Files.read)
     sync_file = _afresh(_Files.sync_file)
     open_lock = _afresh(_Files.open_lock)

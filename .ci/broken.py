@@ -164,9 +164,10 @@ a new directory of the queue is synced | Durability
 -            self.sync_dir("")
              # Another process may just
 a file whose lstat() fails does not count as missing | Faults
-             self.lstat(path)
--        except (FileNotFoundError, NotADirectoryError):
-+        except OSError:
+-        with _ignore_missing():
+-            return self.lstat(path).st_mode
++        with suppress(OSError):
++            return self.lstat(path).st_mode
 purge() counts age from the move, not from the push | Model
 -        if status.st_ctime <= before_s and
 +        if status.st_mtime <= before_s and
@@ -285,11 +286,10 @@ a move succeeds though the directory is replaced meanwhile | Shrinking
 -            return self.move(source, target)
 +            raise
 a push succeeds though pending/ is replaced meanwhile | Shrinking
--                except FileNotFoundError:  # the directory was replaced
-+                except FileExistsError:
-a push succeeds though creating/ is replaced meanwhile | Shrinking
--            return self.publish(new_name, data, directory, name, is_synced)
-+            raise
+-                    except FileNotFoundError:
+                         # RACE (Shrinking): another worker replaces pending/.
++                    except FileExistsError:
++                        # RACE (Shrinking): another worker replaces pending/.
 a pending/ that is replaced keeps its mode | Shrinking
 -            _follow_owner(made.fd, old, mode)
 a large pending/ is replaced when it is empty | Shrinking
@@ -355,8 +355,8 @@ work() goes on if the end of a task fails because of the task's file | Work
 -                if getattr(error, "errno", None) in _ONE_FILE_ERRNOS:
 +                if lease is None:
 a clock file whose time no honest clock shows is written again | Ordering
--        return anchor_ns if _EARLIEST_NS <= now_ns < _LATEST_CLOCK_NS else None
-+        return anchor_ns or None
+-                return int(text) if _EARLIEST_NS <= now_ns < _LATEST_CLOCK_NS else 0
++                return int(text)
 orders of one object strictly increase | Model
 -            order_ns = self._order = now_ns if now_ns > self._order else self._order + 1
 +            order_ns = self._order = now_ns
@@ -378,14 +378,11 @@ a forged id of the far future does not move the queue clock | Trust
 - for order_ns in orders if order_ns < latest_ns]
 + for order_ns in orders]
 the batch of a huge directory has the oldest names | Ordering
--                names = sorted(names, reverse=True)[-keep:]
-+                names = sorted(names, reverse=True)[:keep]
+-            del names[:-_MAX_BATCH]
++            del names[_MAX_BATCH:]
 tasks are delivered in the order of push() | Model; fuzz: lives; hosts: calm ~ in the order
--        self.names = sorted(names, reverse=True)[-keep:]
-+        self.names = sorted(names)[-keep:]
-tasks of a short listing are delivered in the order of push() | Model
--            self.names = sorted(filter(_is_task_name, names), reverse=True)
-+            self.names = sorted(filter(_is_task_name, names))
+-            names.sort(reverse=True)
++            names.sort()
 a task put back to the front is delivered next | Model
 -            if names and name < names[0]:
 +            if names and name > names[0]:
@@ -460,29 +457,26 @@ pause() makes no file behind a link | Trust
 -            os.close(self._files.create("PAUSED"))
 +            os.close(os.open(f"{self._files.path}/PAUSED", os.O_WRONLY | os.O_CREAT))
 a push writes only into the directory that the queue has opened | Faults
--            fd = os.open(source, _CREATE_FLAGS, self._file_mode, dir_fd=creating.fd)
-+            fd = os.open(f"{creating.path}/{source}", _CREATE_FLAGS, self._file_mode)
+-            fd = os.open(source, _CREATE_FLAGS, self._file_mode, dir_fd=old.fd)
++            fd = os.open(f"{old.path}/{source}", _CREATE_FLAGS, self._file_mode)
 a move stays in the directories that the queue has opened | Faults
 -            os.replace(name, new_name, src_dir_fd=old.fd, dst_dir_fd=new.fd)
 +            os.replace(f"{self.path}/{source}", f"{self.path}/{target}")
 a read stays in the directory that the queue has opened | Faults
 -                fd = os.open(where.prefix + name, _READ_FLAGS, dir_fd=where.fd)
 +                fd = os.open(f"{where.path}/{name}", _READ_FLAGS)
-a new file is made only in the directory that the queue has opened | Faults
--                return os.open(name, _CREATE_FLAGS, self._file_mode, dir_fd=where.fd)
-+                return os.open(f"{self.path}/{path}", _CREATE_FLAGS, self._file_mode)
-a file is removed only from the directory that the queue has opened | Faults
--            os.unlink(name, dir_fd=where.fd)
-+            os.unlink(f"{self.path}/{path}")
+a file is made, looked at and removed only in the directory that the queue has opened | Faults
+-            return function(name, *args, dir_fd=where.fd)
++            return function(f"{self.path}/{path}", *args)
 a listing shows only a directory of the queue that was opened, not what a link leads to | Faults
 -            fd = os.open(directory or ".", _DIR_FLAGS, dir_fd=root.fd)
 +            fd = os.open(f"{root.path}/{directory}", _ROOT_FLAGS)
 a directory that was replaced is opened anew | Shrinking
--        gone = [name for name, it in [*self.items()] if name and not it.is_at_path()]
-+        gone: list[str] = []
+-                if opened.is_at_path() if name else opened.status().st_nlink:
++                if name or opened.status().st_nlink:
 a data_dir that was removed and made again is opened anew | Faults
--            if root is None or root.status().st_nlink:
-+            if root is None or root.fd != -1:
+-                if opened.is_at_path() if name else opened.status().st_nlink:
++                if not name or opened.is_at_path():
 a process that only pushes notices that a directory was replaced | Shrinking
 -                self._files.dirs.refresh()
              return f"0{order_ns}-{self.tag}"
@@ -505,18 +499,19 @@ a worker uses another directory if another process keeps its own locked | Livene
 -                if time.monotonic() >= end_s:
 -                    raise PermissionError
 a lease directory that this user may not read does not end the work | Trust
--        if error.errno in (errno.EACCES, errno.EPERM) and directory not in _STATE_DIRS:
+-        if isinstance(error, PermissionError):
 +        if not directory:
 those who may not write to data_dir can't lock a lease directory | Trust
--            mode &= ~((~mode & 0o022) << 1)
+-            mode &= 0o7711 | self.lock_mode
++            mode &= 0o7777
 root is told that others decide what it works on | Checking
 -    if not hasattr(os, "geteuid") or os.geteuid() != 0:
 +    if files:
 the opening of a queue as root logs who else decides what root works on | ManyUsers
 -            _warn_once(f"{self._files.path}: {text}")
 the text that is shown of a reason has a limit | ManyUsers
--            return os.read(fd, most_bytes).decode("utf-8", "replace")
-+            return os.read(fd, most_bytes << 8).decode("utf-8", "replace")
+-            return os.read(fd, most_bytes)
++            return os.read(fd, most_bytes << 8)
 close() closes the directories of the queue | Lifecycle
 -            self._files.dirs.clear()
          finally:
@@ -533,11 +528,11 @@ a missing data_dir is trouble with the disk, not a lost lease | Faults
 a look for a key in a missing queue raises an error | Keyed
 -            self._files.lstat("pending")  # a missing pending/ is disk trouble
 those who may not write to data_dir can't read the lock files | ManyUsers
--        return 0o600 | write | write << 1
-+        return 0o644 | write
+-        self.lock_mode = 0o600 | writable | writable << 1
++        self.lock_mode = 0o644 | writable
 all who may write to data_dir can take the locks | ManyUsers
--        return 0o600 | write | write << 1
-+        return 0o600
+-        self.lock_mode = 0o600 | writable | writable << 1
++        self.lock_mode = 0o600
 only its owner writes the clock file | ManyUsers
 -b"%d\n" % anchor_ns, mode=0o644)
 +b"%d\n" % anchor_ns, mode=0o666)
@@ -548,7 +543,7 @@ only its owner writes a checkpoint | ManyUsers
 -    mode = 0o600 | files.mode & 0o044
 +    mode = 0o600 | files.mode & 0o066
 those who may not write to data_dir can't write to a task | Trust
--        self._file_mode = 0o644 | self.mode & 0o022
+-        self._file_mode = 0o644 | writable
 +        self._file_mode = 0o666
 a wait for a lock ends at the caller's timeout | LockWaits hangs
 -            if now_s >= until_s:
@@ -661,16 +656,14 @@ a pop() that close() meets does not open the lease directory again | Interrupted
 -                        is_closed = self.lease_dir.close_count != close_count
 +                        is_closed = False
 a file is opened when another process gives up its lease of the kernel | TroubleOfOneTask
--                if error.errno != errno.EAGAIN or tries > _KERNEL_LEASE_TRIES:
-+                if error:
+-        for _ in range(_KERNEL_LEASE_TRIES):
++        for _ in range(1):
 a task whose file or key is locked does not block other tasks | TroubleOfOneTask
 -            is_its_own = isinstance(error, (BlockingIOError, MemoryError))
 +            is_its_own = isinstance(error, MemoryError)
 if a listing shows only tasks pushed meanwhile, a second one gives their order | Races
--        for _ in range(2):
--            self._list(now_s)
-+        for _ in range(1):
-+            self._list(now_s)
+-        elif not is_second:
++        elif not seen:
 the lost+found of a mount point is no foreign name | Checking
 -            elif mode and name != "lost+found" and not
 +            elif mode and not
@@ -818,8 +811,8 @@ a task is delivered again if Ctrl-C ends the block of processing() | Work
 -        except BaseException:  # trouble with the disk; str() of
 +        except Exception:  # trouble with the disk; str() of
 the older of two pushes during a listing with foreign files comes first | Races
--            if self.seen <= _AT_ONCE:
-+            if len(self.names) <= _AT_ONCE:
+-        if seen <= _AT_ONCE:
++        if len(names) <= _AT_ONCE:
 a part of the maintenance pauses for longer than it took | Faults
 -                self.next_s[what] = ended_s + max(every_s, rest_s)
 +                self.next_s[what] = ended_s
@@ -1036,7 +1029,8 @@ a signal to all processes of a scheduler's job does not end the launcher | Comma
 -        if signal.getsignal(number) not in (signal.SIG_IGN, None):
 +        if not number:
 the younger of two pushes during a listing does not come first | Races
--                self.names = older
+-            self.names = older
++            pass
 a TimeoutError from a signal handler does not count as a disk error of a job | Faults
 -    if error.errno is None:
 +    if error is None:
@@ -1058,8 +1052,8 @@ a claim whose undo failed is put back uncounted later | Faults
 a task that this user may not claim does not delay other tasks | TroubleOfOneTask
 -                self._worker.batch.bar(_id_of(name))
 a task that this user could not claim is tried again after a minute | TroubleOfOneTask
-- in self.barred.items() if until_s > now_s
-+ in self.barred.items()
+-self.barred.get(_id_of(it), 0) < now_s
++not self.barred.get(_id_of(it), 0)
 a task found for a coroutine that was cancelled goes back | Coroutines
 -            if not answer.cancel() and answer.exception() is None:
 +            if not answer.cancel() and answer.exception():

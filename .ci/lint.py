@@ -71,7 +71,7 @@ HELPERS = {  # functions that rename or unlink, but are not a step in the table 
 }
 MOVES = re.compile(
     r"\b(?:os|files|_files|self)\.(?:rename|rename_onto|replace|move|unlink|unlink_if_\w+)\("
-    r"|files\.remove\("
+    r"|files\.remove\(|\(os\.unlink,"
 )
 # Names in prose that are not of femtoqueue.py: programs, system calls, words of an output.
 OTHER_NAMES = (
@@ -494,10 +494,10 @@ CHECKS: list[tuple[str, int, Measure]] = [
     ("functions that call another function of their name", 0, calls_of_own_name),
     (
         "lines of code in the longest part except FemtoQueue, Command line",
-        430,
+        380,
         longest_part,
     ),
-    ("lines of code in the longest class except FemtoQueue", 400, longest_class),
+    ("lines of code in the longest class except FemtoQueue", 350, longest_class),
     ("steps of the table of moves that are not functions", 0, steps_without_a_method),
     (
         "functions that rename or unlink and are not in that table",
