@@ -232,14 +232,11 @@ def _os_error(code: int, path: str) -> OSError:
 
 
 def _call_libc(name: str, path: str, *args: object) -> None:
-    """Make a system call that returns 0 on success. Raises OSError for `path` if the call fails,
-    with ENOSYS where the C library does not have the call."""
-    call = getattr(_libc(), name, None)
-    if call is None:
-        raise _os_error(errno.ENOSYS, path)
+    """Make a system call that returns 0 on success. Raises OSError for `path` if the call fails.
+    _libc() must not be None."""
     import ctypes
 
-    if call(*args):
+    if getattr(_libc(), name)(*args):
         raise _os_error(ctypes.get_errno(), path)
 
 
@@ -284,8 +281,9 @@ class _OpenFile:
     def __init__(
         self, parent: _OpenFile | None, name: str, flags: int = _DIR_FLAGS
     ) -> None:
-        self.parent: _OpenFile | None = parent
-        self.name = name
+        # data_dir has no parent: its name is a path
+        self.parent = parent
+        self.name = parent.prefix + name if parent else name
         self.path: str = os.path.join(parent.path, name) if parent else name
         try:
             if _HAS_DIR_FDS:
@@ -298,21 +296,19 @@ class _OpenFile:
                 error.filename = self.path
             raise
 
-    def _open(self, flags: int) -> int:
-        if self.parent is None:
-            return os.open(self.name, flags)
-        return os.open(self.parent.prefix + self.name, flags, dir_fd=self.parent.fd)
+    def _open(self, flags: int, mode: int = 0) -> int:
+        dir_fd = self.parent.fd if self.parent else None
+        return os.open(self.name, flags, mode, dir_fd=dir_fd)
 
     def status(self) -> os.stat_result:
         return os.stat(self.path if self.fd is None else self.fd)
 
     def is_at_path(self) -> bool:
-        """Say whether this file is still the one of its name."""
+        """Say whether this file is still the one of its name in `parent`."""
         with _ignore_missing():
-            if self.parent is None or self.fd is None:
-                return os.path.samestat(os.stat(self.path), self.status())
-            found = os.lstat(self.name, dir_fd=self.parent.fd)
-            return os.path.samestat(found, os.fstat(self.fd))
+            dir_fd = self.parent.fd if self.parent else None
+            found = os.lstat(self.name, dir_fd=dir_fd)
+            return os.path.samestat(found, self.status())
         return False
 
     def close(self) -> None:
@@ -326,21 +322,19 @@ class _OpenFile:
             self.close()
 
 
-def _follow_owner(fd: int | None, data_dir: os.stat_result, mode: int) -> None:
+def _follow_owner(fd: Any, data_dir: os.stat_result, mode: int) -> None:
     """Give a file or directory that this process has just made a mode, and the owner and group of
     data_dir as far as this user may set them. All users of the queue need the file."""
-    if fd is None:
-        return
     with suppress(OSError, AttributeError):  # AttributeError: not POSIX
+        user = os.geteuid()
         made = os.fstat(fd)
         # RACE: between mkdir() and open(), a member of the queue replaces the new directory by
         # another one, which may be a private directory of this user.
-        if made.st_uid != os.geteuid() or (
-            stat.S_ISDIR(made.st_mode) and os.listdir(fd)
-        ):
+        is_own = made.st_uid == user
+        if not is_own or (stat.S_ISDIR(made.st_mode) and os.listdir(fd)):
             return
         with suppress(OSError):  # this user is not a member of the group
-            os.fchown(fd, data_dir.st_uid if os.geteuid() == 0 else -1, data_dir.st_gid)
+            os.fchown(fd, -1 if user else data_dir.st_uid, data_dir.st_gid)
         os.fchmod(fd, mode)
 
 
@@ -366,7 +360,7 @@ def _sync_path(path: str) -> None:
             os.close(fd)
 
 
-class _ignore_missing:
+class _ignore_missing(AbstractContextManager[None]):
     """Suppress an OSError that says that a file or its directory does not exist, or whose errno is
     in `others`.
 
@@ -375,9 +369,6 @@ class _ignore_missing:
 
     def __init__(self, *others: int) -> None:
         self._numbers = *_MISSING_ERRNOS, errno.ENOTDIR, *others
-
-    def __enter__(self) -> None:
-        pass
 
     def __exit__(self, kind: object, error: object, traceback: object) -> bool:
         return isinstance(error, OSError) and error.errno in self._numbers
@@ -1217,32 +1208,14 @@ _NO_FLOCK_ERRNOS = (
     errno.EINVAL,
 )
 _LOCK_FLAGS = os.O_RDWR | os.O_CREAT | _NO_FOLLOW_OR_BLOCK
-# attempts to open a lock's file, if others make and remove it meanwhile
-_MAX_OPENINGS = 100
 # The pauses between two attempts to take a lock. Not flock() itself waits: it has no timeout, NFS
 # asks the server again only after 1, 2, 4 ... seconds, and a cut network leaves the request with
 # the servers of GlusterFS for ever.
-_LOCK_PAUSE_S, _LONGEST_LOCK_PAUSE_S = 0.00005, 0.01
+_LOCK_PAUSE_S = 0.00005
+_LONGEST_LOCK_PAUSE_S = 0.01
 _LONG_WAIT_S = 5.0  # a longer wait for a lock is logged
 
-# the descriptors of all locks; a forked child closes its copies
-_open_lock_fds: set[int] = set()
 _process_id = os.getpid()
-
-
-def _flock(fd: Any, how: int) -> bool | None:
-    """Take a lock; `how` has the flags of flock(2). Return True if the lock was taken, None if
-    flock does not work here. With LOCK_NB, return False if the file is locked through another
-    opening."""
-    try:
-        fcntl.flock(fd, how)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        if error.errno in _NO_FLOCK_ERRNOS:
-            return None
-        raise
-    return True
 
 
 class _FileLock(_OpenFile):
@@ -1251,65 +1224,61 @@ class _FileLock(_OpenFile):
     An exception from a signal handler (Ctrl-C) may come between any two lines, and the lock must
     end then, too: with the last reference to this object."""
 
-    reading_is_enough = True  # flock() works on a file that is open for reading only
-    # the error that made _open() open the file for reading only
-    refused: OSError | None = None
+    parent: _OpenFile
+    fd: Any
 
     def __init__(
-        self, parent: _OpenFile, name: str, flags: int = _LOCK_FLAGS, mode: int = 0o666
+        self, parent: _OpenFile, name: str, flags: int = _LOCK_FLAGS, mode: int = 0
     ) -> None:
-        self._dir = parent
         self._mode = mode
-        self._pid = os.getpid()
         super().__init__(parent, name, flags)
         # RACE: another thread forks before this line. If this process dies before that child, the
         # child's copy of the descriptor keeps the lock until the child ends.
-        _open_lock_fds.add(self.fd)  # type: ignore[arg-type]
+        _fork_hooks[self] = _OpenFile.close
 
-    def _open(self, flags: int) -> int:
-        """Open a file, and make it if it is missing and the flags have O_CREAT. A file that this
-        user may not write to is opened for reading, if flock() needs no more."""
-        for _ in range(_MAX_OPENINGS):
-            # Without O_CREAT: in a sticky directory, the kernel refuses O_CREAT for another user's
-            # file (fs.protected_regular).
-            try:
-                return super()._open(flags & ~os.O_CREAT)
-            except FileNotFoundError:
-                if not flags & os.O_CREAT:
-                    raise
-            except OSError as error:
-                is_refused = error.errno in _REFUSED_ERRNOS and flags & os.O_RDWR
-                if not (is_refused and self.reading_is_enough):
-                    raise
-                self.refused = error
-                with suppress(FileNotFoundError):  # the first error says more
-                    return super()._open(os.O_RDONLY | _NO_FOLLOW_OR_BLOCK)
+    def _open(self, flags: int, mode: int = 0) -> int:
+        """Open the file. Make it if it is missing and the flags have O_CREAT."""
+        # Without O_CREAT: in a sticky directory, the kernel refuses O_CREAT for another user's
+        # file (fs.protected_regular).
+        old_flags = flags & ~os.O_CREAT
+        try:
+            return super()._open(old_flags)
+        except FileNotFoundError:
+            if flags == old_flags:
                 raise
-            # RACE: another process makes the file between our two calls of open(). Then O_EXCL
-            # fails, and the next round opens the other process's file.
-            with suppress(FileExistsError):
-                return self._create(flags | os.O_EXCL)
-        raise _os_error(errno.ENOENT, self.path)
-
-    def _create(self, flags: int) -> int:
-        fd = os.open(
-            self._dir.prefix + self.name, flags, self._mode, dir_fd=self._dir.fd
-        )
-        _follow_owner(fd, self._dir.status(), self._mode)
+        # RACE: another process makes the file between our two calls of open(). O_EXCL keeps us from
+        # giving a mode to that file, which may be a link to a file elsewhere.
+        try:
+            fd = super()._open(flags | os.O_EXCL, self._mode)
+        except FileExistsError:
+            return super()._open(old_flags)
+        _follow_owner(fd, self.parent.status(), self._mode)
         return fd
 
     def try_shared(self) -> bool | None:
-        return _flock(self.fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return self._flock(fcntl.LOCK_SH)
 
     def try_exclusive(self) -> bool | None:
-        return _flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return self._flock(fcntl.LOCK_EX)
+
+    def _flock(self, how: int) -> bool | None:
+        """Take a lock without waiting. Return True if the lock was taken, False if the file is
+        locked through another opening, None if flock does not work here."""
+        try:
+            fcntl.flock(self.fd, how | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            if error.errno in _NO_FLOCK_ERRNOS:
+                return None
+            raise
+        return True
 
     def acquire_exclusive(self, until_s: float = _FOREVER_S) -> None:
         """Take the exclusive lock. Raises BlockingIOError if another thread or process still has it
         at the time until_s (monotonic clock; 0: try once). Raises OSError if flock does not work
         here."""
         began_s = time.monotonic()
-        is_told = False
         for pause_s in _backoff_s(_LOCK_PAUSE_S, _LONGEST_LOCK_PAUSE_S):
             if locked := self.try_exclusive():
                 return
@@ -1317,36 +1286,22 @@ class _FileLock(_OpenFile):
                 raise OSError(errno.ENOTSUP, _NO_FLOCK, self.path)
             now_s = time.monotonic()
             if now_s >= until_s:
-                raise BlockingIOError(
-                    errno.EWOULDBLOCK, "another process has its lock", self.path
-                )
-            if now_s >= began_s + _LONG_WAIT_S and not is_told:
-                is_told = True
-                _log().warning(
-                    "waiting for %s, which another process has locked", self.path
-                )
+                why = "another process has its lock"
+                raise BlockingIOError(errno.EWOULDBLOCK, why, self.path)
+            if now_s >= began_s + _LONG_WAIT_S:
+                _warn_once(f"waiting for {self.path}, which another process has locked")
             time.sleep(min(pause_s, until_s - now_s))
 
     def close(self) -> None:
         """Unlock and close the file. Closing alone is not enough: a forked child's copy of the
-        descriptor would keep the lock."""
-        fd = self.fd
-        if fd is None:
-            return
-        if self._pid != os.getpid():  # _after_fork_in_child() closes the child's copy
-            self.fd = None
-            return
-        with suppress(OSError):  # flock does not work here
-            fcntl.flock(fd, fcntl.LOCK_UN)
-        # before os.close() frees the number for another file
-        _open_lock_fds.discard(fd)
-        # Not earlier: if Ctrl-C ends close() before this line, __del__() closes the descriptor.
-        self.fd = None
-        try:
-            os.close(fd)
-        except OSError as error:
-            # the work under the lock is done, so ignore a disk error
-            _raise_if_no_errno(error)
+        descriptor would keep the lock. A forked child only closes its copy."""
+        # An error is ignored: the work under the lock is done, or flock does not work here.
+        with suppress(OSError):
+            try:
+                if self.fd is not None and os.getpid() == _process_id:
+                    fcntl.flock(self.fd, fcntl.LOCK_UN)
+            finally:
+                super().close()
 
 
 # Maps objects to functions. A forked child calls each function with its object.
@@ -1356,11 +1311,9 @@ _fork_hooks: weakref.WeakKeyDictionary[Any, Callable[[Any], None]] = (
 
 
 def _after_fork_in_child() -> None:
-    """Close a forked child's copies of the parent's locks, because these locks must end with the
-    parent. Then call the functions in _fork_hooks."""
+    """Call the functions in _fork_hooks. They close the child's copies of the parent's locks, which
+    must end with the parent."""
     global _process_id  # noqa: PLW0603
-    while _open_lock_fds:
-        os.close(_open_lock_fds.pop())
     for owner, hook in [*_fork_hooks.items()]:
         hook(owner)
     # Last: if Ctrl-C ends this function, _notice_fork() calls it again.
@@ -5883,8 +5836,8 @@ class _Inspector:
 #    that has ended is never taken again. So any process may remove the ticket of a dead member.
 # ==================================================================================================
 
-# how often a member draws another number: see _join_with() and check()
-_MAX_REDRAWS = 8
+# how often a member tries again to take a ticket, and a TicketQueue to open its directory
+_MAX_REDRAWS = 30
 _REDRAW_PAUSE_S = 0.01
 _REDRAW_ERRNOS = (*_MISSING_ERRNOS, errno.EEXIST, errno.ENOTSUP)
 
@@ -5901,14 +5854,10 @@ class _Numbers:
         self._files = files
 
     def draw(self, last: _FileLock, highest: int) -> int:
-        """Return the next number, and write it to "last". highest: the highest number in line.
-        Raises OSError if this user may only read "last"."""
-        if last.refused is not None:
-            raise last.refused
-        fd = last.fd or 0
-        text = os.read(fd, 20)  # after power loss the file may be empty or damaged
+        """Return the next number, and write it to "last". highest: the highest number in line."""
+        text = os.read(last.fd, 20)  # after power loss the file may be empty or damaged
         number = max(int(text) if text.isdigit() else 0, highest) + 1
-        os.pwrite(fd, b"%020d" % number, 0)
+        os.pwrite(last.fd, b"%020d" % number, 0)
         return number
 
     def check(self, number: int) -> None:
@@ -5932,14 +5881,13 @@ class _HeldTicket:
         self.member, self.lock, self.touched_s = member, lock, touched_s
 
 
-def _despite_cleanup(step: Callable[[], _Found], path: str) -> _Found:
-    """Call step() until it does not raise FileNotFoundError, because maybe_cleanup() in another
-    process removed the directory. Raises FileNotFoundError after _MAX_REPLACED calls: the path is
-    most likely a broken link."""
-    for _ in range(_MAX_REPLACED):
+def _open_line(path: str) -> _Files:
+    for _ in range(_MAX_REDRAWS):
+        # RACE (Tickets): maybe_cleanup() in another process removes the new directory before it is
+        # opened here.
         with suppress(FileNotFoundError):
-            return step()
-    raise _os_error(errno.ENOENT, path)
+            return _open_files(path, is_durable=False)
+    raise _os_error(errno.ENOENT, path)  # most likely a broken link
 
 
 class TicketQueue:
@@ -5963,19 +5911,13 @@ class TicketQueue:
         self, queue_dir: str | os.PathLike[str], stale_timeout: float | None = None
     ) -> None:
         self._held_tickets: dict[str, _HeldTicket] = {}  # by member
+        self._stale_s = _FOREVER_S
         if stale_timeout is not None:
-            _positive("stale_timeout", stale_timeout)
+            self._stale_s = _positive("stale_timeout", stale_timeout)
         self.queue_dir = queue_dir
         self.stale_timeout = stale_timeout
-        path = _check_dir("queue_dir", queue_dir)
-        boot_id = _read_boot_id() or (
-            os.uname().nodename if hasattr(os, "uname") else ""
-        )
-
-        self._files = _despite_cleanup(
-            lambda: _open_files(path, is_durable=False), path
-        )
-        self._boot = _boot_tag(boot_id, self._files.root)
+        self._files = _open_line(_check_dir("queue_dir", queue_dir))
+        self._boot = _boot_tag(_read_boot_id() or "", self._files.root)
         self._numbers: _Numbers = self._files.parts[-1](self._files)
         _fork_hooks[self] = TicketQueue._after_fork
 
@@ -6003,6 +5945,7 @@ class TicketQueue:
         redraws = 0
         while True:
             try:
+                _make_dir(self._files.path, 0o700, sync=False)
                 with self._locked(until_s) as last:
                     return self._join_with(last)
             except OSError as error:
@@ -6101,11 +6044,12 @@ class TicketQueue:
         other hosts write to. Also returns False if a register() that waited has made queue_dir
         again.
         """
-        if not os.path.isdir(self._files.path):
+        try:
+            with self._locked():
+                if self.is_empty() and self._files.names("") == ["last"]:
+                    self._numbers.remove_dir()
+        except FileNotFoundError:
             return False
-        with self._locked():
-            if self.is_empty() and self._files.names("") == ["last"]:
-                self._numbers.remove_dir()
         return not os.path.isdir(self._files.path)
 
     @contextmanager
@@ -6120,18 +6064,15 @@ class TicketQueue:
         is_head() tells this: turn() does not interrupt the block. Raises OSError as register()
         does, and ValueError or TypeError for an invalid timeout.
         """
-        end_s = (
-            float("inf")
-            if timeout is None
-            else time.monotonic() + _finite("timeout", timeout)
-        )
+        end_s = _end_s(timeout)
         late = TimeoutError(f"no turn within {timeout} s")
         try:
             held = self._join_line(end_s)
         except BlockingIOError as error:
             raise late from error
         over = threading.Event()
-        member, ticket = held.member, _stamp_of(held.member)
+        member = held.member
+        ticket = _stamp_of(member)
         try:
             self._held_tickets[member] = held
             if self.stale_timeout is not None:
@@ -6181,43 +6122,31 @@ class TicketQueue:
         # RACE: another thread gives the ticket up, and closes its file. Then os.utime() raises
         # EBADF or EINVAL.
         with _ignore_missing(errno.EBADF, errno.EINVAL):
-            os.utime(held.lock.fd or 0)  # this may take long, so the time is read again
+            os.utime(
+                held.lock.fd or -1
+            )  # this may take long, so the time is read again
             if time.time() - held.touched_s <= self._numbers.late_part * self._stale_s:
                 held.touched_s = began_s
                 return True
         return False
 
-    @property
-    def _stale_s(self) -> float:
-        return float("inf") if self.stale_timeout is None else self.stale_timeout
-
     @contextmanager
     def _locked(self, until_s: float = _FOREVER_S) -> Iterator[_FileLock]:
-        """Hold the lock of the file "last", and yield that lock. until_s: as in _join_line()."""
-        lock = _despite_cleanup(lambda: self._lock_last(until_s), self._files.path)
-        try:
-            # CRASH: a process dies in _join_with(), after open_lock() and before the rename, and
-            # leaves a file whose name begins with ".". Such a file is needed only under the lock of
-            # "last", so each of them is a leftover here.
+        """Hold the lock of the file "last", and yield that lock. until_s: as in _join_line().
+        Raises FileNotFoundError if queue_dir is missing."""
+        self._files.dirs.refresh()
+        with closing(self._files.open_lock("last")) as lock:
+            lock.acquire_exclusive(until_s)
+            if not lock.is_at_path():
+                # RACE (Tickets): maybe_cleanup() removed the file while we waited.
+                raise _os_error(errno.ENOENT, lock.path)
+            # CRASH (Tickets): a process dies in _join_with(), after open_lock() and before the
+            # rename, and leaves a file whose name begins with ".". Such a file is needed only
+            # under the lock of "last", so each of them is a leftover here.
             for name in self._files.names(""):
                 if name[0] == "." and _parse_ticket(name[1:]):
                     self._files.unlink_if_exists(name)
             yield lock
-        finally:
-            lock.close()
-
-    def _lock_last(self, until_s: float) -> _FileLock:
-        try:
-            self._files.dirs.refresh()
-            lock = self._files.open_lock("last")
-        except FileNotFoundError:  # RACE: maybe_cleanup() has removed the directory
-            _make_dir(self._files.path, 0o700, sync=False)
-            raise
-        lock.acquire_exclusive(until_s)
-        if not lock.is_at_path():
-            # RACE: maybe_cleanup() removed the file while we waited
-            raise _os_error(errno.ENOENT, lock.path)
-        return lock
 
     def _tickets(self) -> list[str]:
         self._files.dirs.refresh()  # another process may have made the directory anew
@@ -6271,7 +6200,6 @@ class TicketQueue:
 #    The overrides, the facts that make them necessary, and the file systems ("both": NFS and
 #    GlusterFS). With a *, the override does nothing more on FUSE.
 #
-#      _SharedLock.reading_is_enough         flock (NFS)
 #      _SharedFiles.syncs_after_rename       a torn file would be visible to other hosts (both)
 #      _SharedFiles.head, lstat, text        replaced (GlusterFS)
 #      _SharedFiles.sync_file, open_lock     replaced (GlusterFS)
@@ -6391,12 +6319,6 @@ def _afresh(look: _Method) -> _Method:
     return call  # type: ignore[return-value]
 
 
-class _SharedLock(_FileLock):
-    # NFS turns flock() into a lock on a range of bytes. An exclusive lock of this kind needs a
-    # descriptor that is open for writing.
-    reading_is_enough = False
-
-
 class _SharedFiles(_Files):
     """The steps on files that other hosts read and write at the same time. is_fuse: the file system
     is treated as GlusterFS, which heals names and loses no replies."""
@@ -6416,6 +6338,7 @@ class _SharedFiles(_Files):
     text = _afresh(_Files.text)
     _read_once = _afresh(_Files.read)
     sync_file = _afresh(_Files.sync_file)
+    open_lock = _afresh(_Files.open_lock)
 
     def _refresh(self, directory: str) -> None:
         """Open a directory, so that the names in it are looked up anew (close-to-open, see
@@ -6509,11 +6432,6 @@ class _SharedFiles(_Files):
         # If the last change is older than the call, another host moved the file. The clocks of
         # hosts agree to a second.
         return os.path.samestat(before, after) and after.st_ctime_ns > began_ns - 10**9
-
-    @_afresh
-    def open_lock(self, path: str, flags: int = _LOCK_FLAGS) -> _FileLock:
-        where, _ = self.place(path)
-        return _SharedLock(where, os.path.basename(path), flags, self.lock_mode())
 
     def shrink(self, new_name: str) -> None:
         """Do nothing: other hosts might look into the old directory for a long time (stale)."""

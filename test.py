@@ -6968,8 +6968,8 @@ class ManyUsers(QueueCase):
     def test_push_raises_the_first_error_when_a_lock_file_can_not_be_opened(
         self,
     ) -> None:
-        """If the first open() of a lock file is refused, push() tries to open the file for reading.
-        If the file is missing, push() raises the error of the first open(), not of the second."""
+        """If the first open() of a lock file is refused, push() raises its error, and adds no
+        task."""
         q = self.queue()
         q.push(b"x", key="other")
         with hooked(at_call("open", "/locks/", errno_raiser(errno.EACCES), times=1)):
@@ -7162,26 +7162,6 @@ class ManyUsers(QueueCase):
         with hooked(refused):
             task = self.pop(q)
         self.assertEqual((task.data, task.checkpoint), (b"x", None))
-
-    def test_lock_file_without_write_permission_can_be_locked(self) -> None:
-        # A lock file may have mode 0644 and belong to root, as an earlier version made it. flock
-        # needs no write permission.
-        q = self.queue()
-        q.push(b"x", key="k")
-        opened = os.open
-
-        def refuse(path: str, flags: int, *rest: Any, **more: Any) -> int:
-            is_lock = "/locks/" in path_at(more.get("dir_fd"), path)
-            if is_lock and flags & (os.O_RDWR | os.O_CREAT):
-                refused.append(path)
-                raise_errno(errno.EACCES)
-            return opened(path, flags, *rest, **more)
-
-        refused = list[str]()
-        with mock.patch.object(femtoqueue, "os", fake_os(open=refuse)):
-            q.done(self.pop(q))
-        self.assertTrue(refused)
-        self.assertEqual(len(self.names("done")), 1)
 
 
 @FORK
