@@ -1295,13 +1295,15 @@ class _FileLock(_OpenFile):
     def close(self) -> None:
         """Unlock and close the file. Closing alone is not enough: a forked child's copy of the
         descriptor would keep the lock. A forked child only closes its copy."""
-        # An error is ignored: the work under the lock is done, or flock does not work here.
-        with suppress(OSError):
+        try:
             try:
                 if self.fd is not None and os.getpid() == _process_id:
                     fcntl.flock(self.fd, fcntl.LOCK_UN)
             finally:
                 super().close()
+        except OSError as error:
+            # the work under the lock is done, or flock does not work here
+            _raise_if_no_errno(error)
 
 
 # Maps objects to functions. A forked child calls each function with its object.

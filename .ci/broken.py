@@ -238,9 +238,9 @@ a forked child closes its parent's lock files | Liveness
 -        _fork_hooks[self] = _OpenFile.close
 +        self._fork_hook = _OpenFile.close
 a lock on a file that was removed does not count | Tickets
-         lock.acquire_exclusive(until_s)
--        if not lock.is_at_path():
-+        if lock.fd < 0:
+             lock.acquire_exclusive(until_s)
+-            if not lock.is_at_path():
++            if lock.fd < 0:
 an error of flock() is raised, unless the file system does not support locks | Faults
 -        if error.errno in _NO_FLOCK_ERRNOS:
 +        if error.errno:
@@ -339,8 +339,8 @@ work() pauses after a task that it passes over | TroubleOfOneTask
 work() ends if no task can be read | TroubleOfOneTask hangs
 -            self._trouble_s = min(self._trouble_s, now_s)
 root changes the mode only of a file that it made itself | ManyUsers
--                return self._create(flags | os.O_EXCL)
-+                return self._create(flags)
+-            fd = super()._open(flags | os.O_EXCL, self._mode)
++            fd = super()._open(flags, self._mode)
 a due time is compared with a margin of a microsecond | ReplacedClock
 -    return _wall_ns() + 1000
 +    return _wall_ns()
@@ -990,7 +990,7 @@ rm cancels a task even while its payload is replaced | KeyedInterrupted
          # an override of move()
 an exception that a signal handler raises while a lock is closed is not lost | Faults
          except OSError as error:
-             # the work under the lock is done, so ignore a disk error
+             # the work under the lock is done, or flock does not work here
 -            _raise_if_no_errno(error)
 +            pass
 a payload scheduled behind a task moves with the task to the new time | Keyed
