@@ -1437,13 +1437,14 @@ class _Files:
 
     path: the absolute path of data_dir.
     is_durable: the setting sync_after_write.
-    parts: the classes of the lease directory, the keys and the ticket numbers for this file system.
+    parts: the classes of the lease directory and of the keys for this file system.
     clock: the queue clock, which sets this attribute. The _Files of a TicketQueue has no clock.
     """
 
     parts: Any
     # True: it is certain that only this kernel writes to the file system
     is_local = False
+    is_shared = False  # True: other hosts may write to the file system
     clock: _QueueClock
     syncs_after_rename = os.name == "posix"
 
@@ -2493,7 +2494,7 @@ class _Worker:
         self.length_ns = queue._length_ns
         self.poll_interval_s = queue.poll_interval_s
         self.batch = _Batch(self)
-        lease_dir_class, keys_class, _ = files.parts
+        lease_dir_class, keys_class = files.parts
         self.lease_dir: _LeaseDir = lease_dir_class(self)
         self.keys: _Keys = keys_class(self)
         self.maintenance = _Maintenance(self)
@@ -5844,35 +5845,6 @@ _REDRAW_PAUSE_S = 0.01
 _REDRAW_ERRNOS = (*_MISSING_ERRNOS, errno.EEXIST, errno.ENOTSUP)
 
 
-class _Numbers:
-    """The numbers of the tickets in a line. The file "last" holds the number that was drawn last.
-    The caller of each method holds the lock of "last"."""
-
-    # The part of stale_timeout after which another host may be about to pass over a ticket that was
-    # not touched. On a local file system, no host does.
-    late_part = _FOREVER_S
-
-    def __init__(self, files: _Files) -> None:
-        self._files = files
-
-    def draw(self, last: _FileLock, highest: int) -> int:
-        """Return the next number, and write it to "last". highest: the highest number in line."""
-        text = os.read(last.fd, 20)  # after power loss the file may be empty or damaged
-        number = max(int(text) if text.isdigit() else 0, highest) + 1
-        os.pwrite(last.fd, b"%020d" % number, 0)
-        return number
-
-    def check(self, number: int) -> None:
-        """Do nothing: on a local file system, every object heeds our lock of "last"."""
-
-    def remove_dir(self) -> None:
-        self._files.unlink("last")
-        # RACE: another process may make a new "last" now. Then the directory stays. It also stays
-        # if it is a mount point.
-        with suppress(OSError):
-            os.rmdir(self._files.path)
-
-
 class _HeldTicket:
     """A ticket that a TicketQueue object holds: the name of its file, the locked file, and the
     start of the last touch that came in time (wall clock)."""
@@ -5920,7 +5892,12 @@ class TicketQueue:
         self.stale_timeout = stale_timeout
         self._files = _open_line(_check_dir("queue_dir", queue_dir))
         self._boot = _boot_tag(_read_boot_id() or "", self._files.root)
-        self._numbers: _Numbers = self._files.parts[-1](self._files)
+        # RACE (SharedTickets): another host finds this member's ticket stale, and is about to
+        # remove the ticket and to take the turn. Then the member touches the ticket, too late, and
+        # finds it first in line. So the member gives up a ticket that was not touched for three
+        # quarters of stale_timeout. The last quarter is for clocks that differ. On a local file
+        # system, no host passes a ticket over.
+        self._late_s = 0.75 * self._stale_s if self._files.is_shared else _FOREVER_S
         _fork_hooks[self] = TicketQueue._after_fork
 
     def _after_fork(self) -> None:
@@ -5932,9 +5909,10 @@ class TicketQueue:
 
     def register(self) -> tuple[int, str]:
         """Take the next ticket, and return its number, and the name of its file in queue_dir. The
-        number is 1 or more. The name stands for the member: pass it to remove(). The call blocks
-        only while another process or thread takes a ticket, or runs maybe_cleanup(). Raises
-        OSError, also if this host was cut off from the network again and again."""
+        number is one more than the highest in line, and 1 if nobody is in line. The name stands for
+        the member: pass it to remove(). The call blocks only while another process or thread takes
+        a ticket, or runs maybe_cleanup(). Raises OSError, also if this host was cut off from the
+        network again and again."""
         held = self._join_line(_FOREVER_S)
         # If Ctrl-C comes before this line, the lock ends with the last reference to `held`.
         self._held_tickets[held.member] = held
@@ -5948,30 +5926,32 @@ class TicketQueue:
         while True:
             try:
                 _make_dir(self._files.path, 0o700, sync=False)
-                with self._locked(until_s) as last:
-                    return self._join_with(last)
+                with self._locked(until_s):
+                    return self._join_locked()
             except OSError as error:
                 redraws += 1
                 if redraws > _MAX_REDRAWS or error.errno not in _REDRAW_ERRNOS:
                     raise
             time.sleep(_REDRAW_PAUSE_S)
 
-    def _join_with(self, last: _FileLock) -> _HeldTicket:
+    def _join_locked(self) -> _HeldTicket:
         """Take the next ticket. The caller holds the lock of "last"."""
-        # RACE: this host is cut off from the network, and loses the lock of "last" without notice.
-        # Another host draws a number, or removes the new file as a leftover. Then OSError is raised
-        # with one of _REDRAW_ERRNOS, and the caller tries again. ENOTSUP is among them: flock()
-        # raises EBADF for a removed file (NFS), which acquire_exclusive() turns into ENOTSUP.
-        number = self._numbers.draw(
-            last, max(map(_stamp_of, self._tickets()), default=0)
-        )
+        number = max(map(_stamp_of, self._tickets()), default=0) + 1
         began_s = time.time()
         name = f"{number:020d}~{self._boot}~{os.urandom(8).hex()}"
         lock = self._files.open_lock(f".{name}")
+        # RACE (SharedTickets): this host is cut off from the network, and loses the lock of "last"
+        # without notice. Another host then removes the new file as a leftover. Or it draws the same
+        # number or a higher one, is the first in line, and may have its turn now: our ticket would
+        # give this member a turn at the same time. In both cases OSError is raised with one of
+        # _REDRAW_ERRNOS. ENOTSUP is among them: flock() raises EBADF for a removed file (NFS),
+        # which acquire_exclusive() turns into ENOTSUP.
         try:
             lock.acquire_exclusive()
             self._files.move(f".{name}", name)
-            self._numbers.check(number)
+            if sum(_stamp_of(it) >= number for it in self._tickets()) > 1:
+                why = "another host was faster"
+                raise FileExistsError(errno.EEXIST, why, self._files.path)
         except BaseException:
             # If the file was not renamed, its name still begins with ".", and the next _locked(),
             # in any process, removes it.
@@ -6004,7 +5984,7 @@ class TicketQueue:
                     self.remove(member)
                 return False
             # Compare the whole name. If our ticket was removed, another ticket may have the same
-            # number, because the numbers start again after maybe_cleanup().
+            # number.
             is_first = member == first
             held.had_turn |= is_first
         return is_first
@@ -6039,20 +6019,24 @@ class TicketQueue:
         return not any(map(self._lives, self._tickets()))
 
     def maybe_cleanup(self) -> bool:
-        """Remove queue_dir if no living member is in line, and return whether it was removed. After
-        a removal, the numbers start at 1 again.
+        """Remove queue_dir if no living member is in line, and return whether it was removed.
 
         Returns False if queue_dir does not exist, has other files, or is on a file system that
-        other hosts write to. Also returns False if a register() that waited has made queue_dir
-        again.
+        other hosts write to.
         """
-        try:
-            with self._locked():
-                if self.is_empty() and self._files.names("") == ["last"]:
-                    self._numbers.remove_dir()
-        except FileNotFoundError:
+        # Another host could open and lock a removed "last" for a while, and two hosts would hold
+        # the lock of one line.
+        if self._files.is_shared:
             return False
-        return not os.path.isdir(self._files.path)
+        with suppress(FileNotFoundError), self._locked():
+            if self.is_empty() and self._files.names("") == ["last"]:
+                self._files.unlink("last")
+                # RACE: another process makes a new "last" now. Then the directory stays. It also
+                # stays if it is a mount point.
+                with suppress(OSError):
+                    os.rmdir(self._files.path)
+                    return True
+        return False
 
     @contextmanager
     def turn(self, timeout: float | None = None) -> Iterator[int]:
@@ -6127,28 +6111,28 @@ class TicketQueue:
             os.utime(
                 held.lock.fd or -1
             )  # this may take long, so the time is read again
-            if time.time() - held.touched_s <= self._numbers.late_part * self._stale_s:
+            if time.time() - held.touched_s <= self._late_s:
                 held.touched_s = began_s
                 return True
         return False
 
     @contextmanager
-    def _locked(self, until_s: float = _FOREVER_S) -> Iterator[_FileLock]:
-        """Hold the lock of the file "last", and yield that lock. until_s: as in _join_line().
-        Raises FileNotFoundError if queue_dir is missing."""
+    def _locked(self, until_s: float = _FOREVER_S) -> Iterator[None]:
+        """Hold the lock of the file "last" for the block. until_s: as in _join_line(). Raises
+        FileNotFoundError if queue_dir is missing."""
         self._files.dirs.refresh()
         with closing(self._files.open_lock("last")) as lock:
             lock.acquire_exclusive(until_s)
             if not lock.is_at_path():
                 # RACE (Tickets): maybe_cleanup() removed the file while we waited.
                 raise _os_error(errno.ENOENT, lock.path)
-            # CRASH (Tickets): a process dies in _join_with(), after open_lock() and before the
+            # CRASH (Tickets): a process dies in _join_locked(), after open_lock() and before the
             # rename, and leaves a file whose name begins with ".". Such a file is needed only
             # under the lock of "last", so each of them is a leftover here.
             for name in self._files.names(""):
                 if name[0] == "." and _parse_ticket(name[1:]):
                     self._files.unlink_if_exists(name)
-            yield lock
+            yield
 
     def _tickets(self) -> list[str]:
         self._files.dirs.refresh()  # another process may have made the directory anew
@@ -6216,10 +6200,8 @@ class TicketQueue:
 #      _SharedKeys._has_nothing_behind       stale (both)
 #      _SharedKeys.newest_path               stale (both)
 #      _SharedKeys._link_or_give_way         flock (both), healed (GlusterFS)
-#      _SharedNumbers.draw                   stale, flock (both)
-#      _SharedNumbers.check                  flock (both)
-#      _SharedNumbers.late_part              a host may be cut off or stopped for long (both)
-#      _SharedNumbers.remove_dir             stale (both)
+#
+#    A TicketQueue asks is_shared for the same reasons.
 #
 #    Without flock (Python has no module fcntl), the leases of a worker that died or was closed end
 #    at their deadlines only. Tasks with a key and tickets are not available.
@@ -6250,13 +6232,13 @@ def _open_files(data_dir: str, is_durable: bool) -> _Files:
     fs_type = _fs_type(root)
     if fs_type not in (0, *_LOCAL_TYPES):
         files: _Files = _SharedFiles(root, is_durable, fs_type)
-        files.parts = _SharedLeaseDir, _SharedKeys, _SharedNumbers
+        files.parts = _SharedLeaseDir, _SharedKeys
     elif fcntl is None:
         files = _UnlockedFiles(root, is_durable)
-        files.parts = _UnlockedLeaseDir, _Keys, _Numbers
+        files.parts = _UnlockedLeaseDir, _Keys
     else:
         files = _Files(root, is_durable)
-        files.parts = _LeaseDir, _Keys, _Numbers
+        files.parts = _LeaseDir, _Keys
         # An overlay is not certainly local: its upper directory may also be used by its own path,
         # and locks taken there do not exclude locks taken through the overlay.
         files.is_local = fs_type in _LOCAL_TYPES - {_OVERLAY_TYPE}
@@ -6328,6 +6310,7 @@ class _SharedFiles(_Files):
     # A file is synced before its rename. Otherwise another host could read a torn file between the
     # rename and the sync.
     syncs_after_rename = False
+    is_shared = True
 
     def __init__(self, root: _OpenFile, is_durable: bool, fs_type: int) -> None:
         super().__init__(root, is_durable)
@@ -6531,47 +6514,6 @@ class _SharedKeys(_Keys):
                 return None
             self._quarantine_second(lease, path)
         return behind if _id_of(behind) > ident else ""
-
-
-class _SharedNumbers(_Numbers):
-    """The numbers of the tickets, on a file system that other hosts write to. The last number is in
-    the name of an empty file, last~<number>, because contents may be stale, but a listing is not.
-    If two hosts hold the lock of "last" (flock), one of their renames fails."""
-
-    # RACE: another host finds this member's ticket stale, and is about to remove the ticket and to
-    # take the turn. Then the member touches the ticket, too late, and finds it first in line. So
-    # the member gives up a ticket that was not touched for three quarters of stale_timeout. The
-    # last quarter is for clocks that differ.
-    late_part = 0.75
-    _parse = re.compile(r"last~[0-9]{20}").fullmatch
-
-    def draw(self, last: _FileLock, highest: int) -> int:
-        noted = self._last_name()
-        number = max(int(noted[5:] or 0), highest) + 1
-        if noted:
-            # Not _SharedFiles.move(): if two hosts draw, one of the renames must fail.
-            _Files.move(self._files, noted, f"last~{number:020d}")
-        else:
-            os.close(self._files.create(f"last~{number:020d}"))
-        return number
-
-    def _last_name(self) -> str:
-        return max(filter(self._parse, self._files.names("")), default="")
-
-    def check(self, number: int) -> None:
-        """Raise FileExistsError if another host drew a higher number before this ticket was in
-        line."""
-        # RACE: this host lost the lock of "last" between draw() and the rename of the ticket
-        # (flock). Another host drew a higher number, was the first in line, and may have its turn
-        # now. The lower number of this ticket would give this member a turn at the same time.
-        if self._last_name() > f"last~{number:020d}":
-            raise FileExistsError(
-                errno.EEXIST, "another host was faster", self._files.path
-            )
-
-    def remove_dir(self) -> None:
-        """Do nothing: another host could open and lock a removed "last" (stale), and two hosts
-        would hold the lock of one line."""
 
 
 # ==================================================================================================

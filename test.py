@@ -7460,14 +7460,9 @@ class Tickets(TicketCase):
         )
         line.remove(tickets[2][1])
         self.assertEqual((line.is_head(0), line.is_empty()), (False, True))
-        self.assertEqual((other.register()[0], line.is_empty()), (4, False))
+        self.assertEqual((other.register()[0], line.is_empty()), (1, False))
         del other  # dropping the object removes its tickets
         self.assertEqual(self.names("line"), ["last"])
-        for content in (b"", bytes(20), b"hello"):
-            # left by power loss, or written by a person
-            self.put("last", content, "line")
-            number, member = line.register()
-            self.assertEqual((number, line.remove(member)), (1, True))
 
     def test_new_ticket_is_locked_before_others_can_see_it(self) -> None:
         # RACE: another process looks at the line as soon as the ticket appears. An unlocked ticket
@@ -7572,8 +7567,7 @@ class Tickets(TicketCase):
         """If register() raises, it leaves no ticket in line, for which all others would wait."""
         # At each system call of register() the network is cut, or Ctrl-C comes before or after the
         # call. If register() returns, the ticket is in line. An error at the closing of a lock is
-        # ignored. But on NFS, register() makes the file last~<number>, and an error of close() may
-        # make register() fail. So may an error at the closing of a directory that was listed.
+        # ignored, but not at the closing of a directory that was listed.
         cut = errno_raiser(errno.ENOTCONN)
         ways = (Step, cut), (Step, interrupt), (Meanwhile, interrupt)
         for fs_type, (kind, action) in itertools.product((EXT4, NFS), ways):
@@ -7595,9 +7589,7 @@ class Tickets(TicketCase):
                     self.assertEqual(self.line().is_empty(), not members)
                     if action is cut:
                         self.assertEqual(self.members(), members)
-                        is_ignored = (
-                            step.at == "close" and closed[-1] and fs_type != NFS
-                        )
+                        is_ignored = step.at == "close" and closed[-1]
                         self.assertTrue(members or not is_ignored)
                     for member in members:
                         self.assertTrue(line.remove(member))
@@ -7779,18 +7771,14 @@ class SharedTickets(TicketCase):
             wait_until_blocked(thread)
             self.assertTrue(thread.is_alive())
 
-    def test_last_number_is_kept_in_a_file_name_and_the_directory_stays(self) -> None:
-        """On NFS the last number is in the name of a file, and maybe_cleanup() removes nothing."""
-        # A host may read the old content of "last" from its cache after another host has written to
-        # the file. If the directory were removed, one host might lock the removed "last" while
-        # another host locks the new "last".
-        for number in (1, 2, 3):
-            line = self.line()
-            ticket, member = line.register()
-            line.remove(member)
-            self.assertEqual((ticket, line.maybe_cleanup()), (number, False))
-        self.assertEqual(self.names("line"), ["last", f"last~{3:020d}"])
-        self.assertEqual(os.stat(self.file("line", "last")).st_size, 0)
+    def test_directory_that_other_hosts_use_stays(self) -> None:
+        """On NFS maybe_cleanup() removes nothing."""
+        # If the directory were removed, one host might lock the removed "last" while another host
+        # locks the new "last".
+        line = self.line()
+        line.remove(line.register()[1])
+        self.assertFalse(line.maybe_cleanup())
+        self.assertEqual(self.names("line"), ["last"])
 
     def check_registered(self, line: TicketQueue, hook: Hook, number: int) -> None:
         """Fail unless register() takes the ticket of this number, while the hook interferes, and
@@ -7802,26 +7790,22 @@ class SharedTickets(TicketCase):
             self.assertTrue(line.remove(member))
 
     def test_register_draws_again_if_another_host_draws_meanwhile(self) -> None:
-        # RACE: this host was cut off and has lost the lock of "last". Another host draws a
-        # number just before this host puts a number into the name of last~<number>, or just before
-        # the ticket of this host is in line. This host must draw again: the number is not
-        # higher than the number of the other host, and could put the ticket in front of the other
-        # host's ticket.
+        # RACE: this host was cut off and has lost the lock of "last". Another host takes a ticket
+        # just before the ticket of this host is in line. This host must draw again: its number is
+        # not higher than the number of the other host, and could put its ticket in front of the
+        # other host's ticket, which may have its turn.
         line = self.line()
+        for theirs in (1, 5):
+            other = f"{theirs:020d}~{'f' * 8}~{'0' * 16}"
 
-        def draw(number: int) -> None:
-            for name in self.names("line"):
-                if name.startswith("last~"):
-                    os.unlink(self.file("line", name))
-            self.put(f"last~{number:020d}", b"", "line")
+            def join(other: str = other) -> None:
+                self.put(other, b"", "line")
 
-        for call, part, theirs in (
-            ("open", "/last~", 1),
-            ("move", "/last~", 5),
-            ("move", "/.", 8),
-        ):
-            hook = at_call(call, part, functools.partial(draw, theirs), times=1)
-            self.check_registered(line, hook, theirs + 1)
+            with hooked(at_call("move", "/.", join, times=1)):
+                ticket, member = line.register()
+            self.assertEqual((ticket, self.members()), (theirs + 1, [other, member]))
+            os.unlink(self.file("line", other))
+            self.assertTrue(line.remove(member))
 
     def test_register_draws_again_if_another_host_removes_the_new_file(self) -> None:
         # RACE: the new file is not in line yet. Another host mistakes it for the file of a dead
@@ -7839,21 +7823,18 @@ class SharedTickets(TicketCase):
                 remove_new_file()
                 raise_errno(errno.EBADF)
 
-        self.check_registered(line, at_call("move", "/.", remove_new_file, times=1), 2)
-        self.check_registered(line, at_call("lock", None, remove_open_file), 4)
+        self.check_registered(line, at_call("move", "/.", remove_new_file, times=1), 1)
+        self.check_registered(line, at_call("lock", None, remove_open_file), 1)
 
-    def test_register_tries_again_until_the_file_of_the_last_number_is_found(
+    def test_register_that_can_not_find_its_new_file_raises_after_some_attempts(
         self,
     ) -> None:
         # GlusterFS may list a name but not find the file, perhaps for minutes, until it has healed.
-        # register() tries again a few times, and at last raises the error.
         line = self.line()
-        line.remove(line.register()[1])
-        for number, code in enumerate((errno.ENOENT, errno.ESTALE), 2):
-            missing = at_call("move", "/last~", errno_raiser(code), times=2)
-            self.check_registered(line, missing, number)
         for code in (errno.ENOENT, errno.ESTALE):
-            with hooked(at_call("move", "/last~", errno_raiser(code))):
+            missing = at_call("move", "/.", errno_raiser(code), times=2)
+            self.check_registered(line, missing, 1)
+            with hooked(at_call("move", "/.", errno_raiser(code))):
                 self.assertRaises(OSError, line.turn(60).__enter__)
             self.assertTrue(line.is_empty())
 

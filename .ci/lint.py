@@ -42,7 +42,7 @@ DOORS = {  # names of later parts that parts above them may use
 HELPERS = {  # functions that rename or unlink, but are not a step in the table of moves
     *("_Files.move", "_Files.remove", "_Files.shrink"),
     *("_Files.unlink", "_Files.unlink_if_exists"),
-    "_Numbers.remove_dir",
+    "TicketQueue.maybe_cleanup",
     *(
         "_QueueClock._create",
         "_Worker._put_reason",
