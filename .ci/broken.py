@@ -689,9 +689,9 @@ the lost+found of a mount point is no foreign name | Checking
 -        return name in (*directories, "lost+found")
 +        return name in (*directories,)
 maybe_cleanup() returns False for a mount point | Tickets
--        with suppress(OSError):
--            os.rmdir(self._files.path)
-+        os.rmdir(self._files.path)
+-                with suppress(OSError):
++                with nullcontext():
+                     os.rmdir(self._files.path)
 an exception whose traceback can't be formatted still has a reason | Reported
 -    except Exception:
 +    except ValueError:
