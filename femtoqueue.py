@@ -211,12 +211,12 @@ def _log() -> logging.Logger:
     return logging.getLogger("femtoqueue")
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache
 def _warn_once(text: str) -> None:
     _log().warning("%s", text)
 
 
-@functools.lru_cache(maxsize=1)
+@functools.cache
 def _libc() -> Any:
     """Return the C library on Linux; None elsewhere, or if ctypes can't load it."""
     with suppress(ImportError, OSError):
@@ -705,7 +705,9 @@ class LeaseLost(FemtoQueueError):
 
     def __init__(self, id: str, expired: bool, why: str) -> None:
         super().__init__(id, expired, why)
-        self.id, self.expired, self.why = id, expired, why
+        self.id = id
+        self.expired = expired
+        self.why = why
 
     def __str__(self) -> str:
         return f"task {self.id}: {self.why}"
@@ -721,7 +723,8 @@ class KeyInFlight(FemtoQueueError):
 
     def __init__(self, key: str, id: str) -> None:
         super().__init__(key, id)
-        self.key, self.id = key, id
+        self.key = key
+        self.id = id
 
     def __str__(self) -> str:
         return f"key {self.key!r} has a task already: {self.id}"
@@ -742,7 +745,8 @@ class CorruptTask(FemtoQueueError):
 
     def __init__(self, id: str, reason: str) -> None:
         super().__init__(id, reason)
-        self.id, self.reason = id, reason
+        self.id = id
+        self.reason = reason
 
     def __str__(self) -> str:
         return f"task {self.id} is corrupt: {self.reason}"
@@ -788,21 +792,6 @@ class FemtoTask:
     Two tasks are equal if `id`, `data`, `attempts` and `key` are equal.
     """
 
-    # _anchor_ns: the anchor of the queue clock, for `until`.
-    __slots__ = (
-        *(
-            "id",
-            "data",
-            "attempts",
-            "key",
-            "checkpoint",
-            "error",
-            "size_bytes",
-            "since",
-        ),
-        *("_anchor_ns", "_lease"),
-    )
-
     def __init__(
         self,
         id: str,
@@ -822,7 +811,8 @@ class FemtoTask:
         self.error: str | None = None
         self.size_bytes: int | None = len(data)
         self.since: datetime | None = None
-        self._lease, self._anchor_ns = _lease, _anchor_ns
+        self._lease = _lease
+        self._anchor_ns = _anchor_ns  # of the queue clock, for `until`
 
     def _compared(self) -> tuple[object, ...]:
         return self.id, self.data, self.attempts, self.key
@@ -855,8 +845,7 @@ class FemtoTask:
     @property
     def node(self) -> str | None:
         """The node_id of the worker that holds the lease; None if the task is not in flight."""
-        match = _parse_node_dir(self.path.partition("/")[0])
-        return match and match[1]
+        return self.path.partition("/")[0].partition("-")[2] or None
 
     @property
     def created(self) -> datetime:
@@ -964,35 +953,22 @@ class Finding(NamedTuple):
     repaired: bool = False
 
 
-def _finite(name: str, value: float) -> float:
+def _check_number(name: str, value: float, least: float = 0.0) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number, not {value!r}")
-    if not abs(value) < _MAX_NUMBER:  # also true for NaN
-        raise ValueError(
-            f"{name} must be finite, and less than {_MAX_NUMBER:g}, not {value!r}"
-        )
-    return value
-
-
-def _not_negative(name: str, value: float) -> float:
-    if _finite(name, value) < 0:
-        raise ValueError(f"{name} must be 0 or more, not {value!r}")
-    return value
-
-
-def _positive(name: str, value: float) -> float:
-    if _finite(name, value) <= 0:
-        raise ValueError(f"{name} must be greater than 0, not {value!r}")
+    if not least <= value < _MAX_NUMBER:  # also true for NaN
+        wanted = f"{least:g} or more, and less than {_MAX_NUMBER:g}"
+        raise ValueError(f"{name} must be {wanted}, not {value!r}")
     return value
 
 
 def _due_time_ns(time_us: float | datetime) -> int:
     """Return the due time for schedule(), in nanoseconds since the epoch."""
-    if not isinstance(time_us, (int, float)) and hasattr(time_us, "utcoffset"):
+    if isinstance(time_us, datetime):
         if time_us.utcoffset() is None:
             raise ValueError(f"the datetime must have a time zone, unlike {time_us!r}")
         time_us = time_us.timestamp() * 1e6
-    due_ns = max(0, int(_finite("time_us", time_us) * 1000))  # type: ignore[arg-type]
+    due_ns = max(0, int(_check_number("time_us", time_us, -_MAX_NUMBER) * 1000))
     if due_ns >= _MAX_STAMP_NS:
         raise ValueError(f"time_us must be before the year 2255, not {time_us!r}")
     if _REFUSED_DUE_NS[0] <= due_ns < _REFUSED_DUE_NS[1]:
@@ -1003,21 +979,19 @@ def _due_time_ns(time_us: float | datetime) -> int:
 
 def _due_after_ns(delay_s: float) -> int:
     """Return the due time of a task that waits for `delay_s` seconds from now."""
-    return _wall_ns() + int(min(_not_negative("delay_s", delay_s) * 1e9, _FOREVER_NS))
+    return _wall_ns() + int(min(_check_number("delay_s", delay_s) * 1e9, _FOREVER_NS))
 
 
 def _lease_length_ns(name: str, ms: float | None, if_none_ns: int) -> int:
-    return (
-        if_none_ns
-        if ms is None
-        else max(1, min(_FOREVER_NS, int(_positive(name, ms) * 1e6)))
-    )
+    if ms is None:
+        return if_none_ns
+    return min(_FOREVER_NS, int(_check_number(name, ms, 1e-6) * 1e6))
 
 
 def _end_s(timeout: float | None, name: str = "timeout") -> float:
     if timeout is None:
-        return float("inf")
-    return time.monotonic() + _not_negative(name, timeout)
+        return _FOREVER_S
+    return time.monotonic() + _check_number(name, timeout)
 
 
 def _check_dir(name: str, directory: object) -> str:
@@ -1035,8 +1009,8 @@ def _check_dir(name: str, directory: object) -> str:
 def _check_node_id(node_id: object) -> str | None:
     if node_id is None:
         return None
-    match = _parse_node_dir("inflight-" + node_id) if isinstance(node_id, str) else None
-    if match is None or match[1] in (".", ".."):
+    match = _parse_node_dir("inflight-" + _check_str("node_id", node_id))
+    if match is None:
         raise ValueError(
             f"node_id must be 1 to 100 of A-Z a-z 0-9 . _ -, not {node_id!r}"
         )
@@ -1087,16 +1061,12 @@ _match_header = re.compile(rb"FQ1 ([0-9a-f]{8}) ([0-9]{1,19})(?: ([!-~]+))?\n").
 
 
 def _as_bytes(data: object) -> memoryview:
-    if isinstance(data, str):
-        raise TypeError("data must be bytes, not str: encode it, as in text.encode()")
     try:
         return memoryview(data).cast("B")  # type: ignore[arg-type]
     except TypeError:
-        kind, hint = (
-            type(data).__name__,
-            "json.dumps(...).encode() makes bytes of a value",
-        )
-        raise TypeError(f"data must be bytes-like, not {kind}; {hint}") from None
+        kind = type(data).__name__
+        hint = "encode it, as in text.encode() or json.dumps(value).encode()"
+        raise TypeError(f"data must be bytes-like, not {kind}: {hint}") from None
 
 
 def _header(payload: bytes | memoryview, key: str = "") -> bytes:
@@ -1133,7 +1103,8 @@ def _finish_read(fd: int, head: bytes, ident: str) -> _Record:
     header = _match_header(head)
     if header is None:
         raise CorruptTask(ident, "no FQ1 header; truncated, or not a task's file")
-    length, start = int(header[2]), header.end()
+    length = int(header[2])
+    start = header.end()
     # This check comes before the read: a wrong length must not make us allocate much memory.
     if status.st_size - start != length:
         raise CorruptTask(
@@ -1153,12 +1124,10 @@ def _finish_read(fd: int, head: bytes, ident: str) -> _Record:
     if not name:
         return payload, None
     key = _decode_key(name)
-    with suppress(ValueError):
-        if _encode_key(key) == name and _key_tag(name) == _tag_of(ident):
-            return payload, key
-    raise CorruptTask(
-        ident, "its key is invalid, or not quoted as push() does, or not of its id"
-    )
+    if _quote_key(key) != name or _key_tag(name) != _tag_of(ident):
+        why = "its key is not quoted as push() does, or not of its id"
+        raise CorruptTask(ident, why)
+    return payload, key
 
 
 # ==================================================================================================
@@ -1442,9 +1411,9 @@ class _Files:
     """
 
     parts: Any
-    # True: it is certain that only this kernel writes to the file system
-    is_local = False
-    is_shared = False  # True: other hosts may write to the file system
+    # is_local: it is certain that only this kernel writes to the file system. is_shared: other
+    # hosts may write to it.
+    is_local = is_shared = False
     clock: _QueueClock
     syncs_after_rename = os.name == "posix"
 
@@ -3394,7 +3363,7 @@ class FemtoQueue:
     ) -> None:
         """Open the queue, and make data_dir (mode 0700) if it is missing.
 
-        node_id:  1 to 100 of A-Z a-z 0-9 . _ -, but not "." or "..". None: a new name.
+        node_id:  1 to 100 of A-Z a-z 0-9 . _ -. None: a new name.
         timeout_stale_ms:  the milliseconds of a lease. None: no deadline. After a reboot, only a
             restart under the same node_id or the command `release` ends such a lease.
         sync_after_write:  True: what a call did survives power loss. False: only killed processes.
@@ -3411,10 +3380,10 @@ class FemtoQueue:
         self._length_ns = _lease_length_ns(
             "timeout_stale_ms", timeout_stale_ms, _FOREVER_NS
         )
-        _not_negative("retry_delay_s", retry_delay_s)
-        _positive("poll_interval_s", poll_interval_s)
+        _check_number("retry_delay_s", retry_delay_s)
+        _check_number("poll_interval_s", poll_interval_s, 1e-6)
         if not isinstance(keep_done, bool):
-            _not_negative("keep_done", keep_done)
+            _check_number("keep_done", keep_done)
         _check_max_attempts(max_attempts)
         self.data_dir = data_dir
         self.timeout_stale_ms = timeout_stale_ms
@@ -3765,10 +3734,8 @@ class FemtoQueue:
         """
         path = _lease_of(task).path
         ident, attempts = _id_of(path), _attempts_of(path) - (not counted)
-        if _finite("delay_s", delay_s) < 0 or (front and delay_s):
-            raise ValueError(
-                f"delay_s must be 0 or more, and 0 with front, not {delay_s!r}"
-            )
+        if _check_number("delay_s", delay_s) and front:
+            raise ValueError(f"delay_s must be 0 with front, not {delay_s!r}")
         if delay_s:
             target = f"scheduled/{_task_name(_due_after_ns(delay_s), attempts, ident)}"
         elif front:
@@ -3999,7 +3966,7 @@ class FemtoQueue:
         Raises ValueError or TypeError if an argument is invalid, and the OSError of the system
         call.
         """
-        _not_negative("older_than_s", older_than_s)
+        _check_number("older_than_s", older_than_s)
         given = {states} if isinstance(states, str) else set(states)
         if not given <= {*_ENDED}:
             raise ValueError(
@@ -5887,7 +5854,7 @@ class TicketQueue:
         self._held_tickets: dict[str, _HeldTicket] = {}  # by member
         self._stale_s = _FOREVER_S
         if stale_timeout is not None:
-            self._stale_s = _positive("stale_timeout", stale_timeout)
+            self._stale_s = _check_number("stale_timeout", stale_timeout, 1e-6)
         self.queue_dir = queue_dir
         self.stale_timeout = stale_timeout
         self._files = _open_line(_check_dir("queue_dir", queue_dir))

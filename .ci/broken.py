@@ -186,7 +186,7 @@ a file with a foreign name is not removed | ForeignFiles; storm: ~ left over:
 +        [self.remove(f"{directory}/{name}") for name in names if not _parse(directory, name)]
          return [entry for name in names if (entry := _parse(directory, name))]
 a node_id that cannot be part of a file name is refused | Lifecycle
--    match = _parse_node_dir("inflight-" + node_id) if isinstance(node_id, str) else None
+-    match = _parse_node_dir("inflight-" + _check_str("node_id", node_id))
 +    match = re.match("(.*)", f"{node_id}")
 a key of more than 200 bytes is refused | Lifecycle
 -_MAX_KEY_BYTES = 200
@@ -198,8 +198,8 @@ front=True puts a task back where its push had put it | Model
 -    return f"pending/{_task_name(_stamp_of(ident), attempts, ident)}"
 +    return f"pending/{_task_name(_stamp_of(ident) + 10**15, attempts, ident)}"
 an argument that is NaN is refused | Lifecycle
--    if not abs(value) < _MAX_NUMBER:  # also true for NaN
-+    if abs(value) >= _MAX_NUMBER:  # also true for NaN
+-    if not least <= value < _MAX_NUMBER:  # also true for NaN
++    if value < least or value >= _MAX_NUMBER:  # also true for NaN
 max_attempts of True is refused | Lifecycle
 -        type(max_attempts) is not int or not 1 <= max_attempts
 +        not isinstance(max_attempts, int) or not 1 <= max_attempts
@@ -207,9 +207,8 @@ two tasks are equal only if their attempts are | Lifecycle
 -        return self.id, self.data, self.attempts, self.key
 +        return self.id, self.data, self.key
 a payload that is a str is refused | Lifecycle
-+        return memoryview(data.encode())
-+    if isinstance(data, str):
-         raise TypeError("data must be bytes, not str
+-        return memoryview(data).cast("B")
++        return memoryview(f"{data}".encode() if isinstance(data, str) else data).cast("B")
 a record with a wrong checksum is never delivered | Corruption; fuzz: contents
 -    if _header(payload, name) != header[0]:
 +    if not header[0]:
@@ -217,7 +216,7 @@ a record with bytes after its payload is never delivered | Corruption
 -    if status.st_size - start != length:
 +    if status.st_size - start < length:
 a record with the key of another id is never delivered | Corruption
-- and _key_tag(name) == _tag_of(ident):
+- or _key_tag(name) != _tag_of(ident):
 +:
 the checksum of a record covers its key | Compatibility
 -binascii.crc32(payload, binascii.crc32(name))
@@ -533,7 +532,7 @@ an error of one file does not end the maintenance | Reported
 -            if error.errno in _ONE_FILE_ERRNOS:
 +            if error.errno in ():
 an error of one file is logged once | Trust
--@functools.lru_cache(maxsize=256)
+-@functools.lru_cache
  def _warn_once(text: str) -> None:
 a missing data_dir is trouble with the disk, not a lost lease | Faults
 -                self.files.dirs[directory if directory in _STATE_DIRS else "pending"]
@@ -1106,8 +1105,8 @@ a worker takes no task after its time limit | Work
 -or time.monotonic() >= self._end_s
 +or not self._end_s
 release() refuses a delay together with front=True | Lifecycle
-- or (front and delay_s):
-+:
+-        if _check_number("delay_s", delay_s) and front:
++        if _check_number("delay_s", delay_s) < 0:
 a queue object that is collected gives up its lease directory | Liveness
  _SETTINGS = FemtoQueue.__init__.__annotations__.keys() - {"return"}
 +del FemtoQueue.__del__

@@ -62,7 +62,7 @@ HELPERS = {  # functions that rename or unlink, but are not a step in the table 
     ),
     *("FemtoQueue.purge", "FemtoQueue.resume", "_read_checkpoint"),
     *(
-        "TicketQueue._join_with",
+        "TicketQueue._join_locked",
         "TicketQueue._lives",
         "TicketQueue._locked",
         "TicketQueue.remove",
@@ -359,7 +359,7 @@ def fields_of_a_task() -> list[str]:
     """Return the public fields and properties of FemtoTask."""
     it = femtoqueue.FemtoTask
     names = {
-        *it.__slots__,
+        *vars(it("", b"")),
         *(n for n, value in vars(it).items() if isinstance(value, property)),
     }
     return sorted(name for name in names if name[0] != "_")
