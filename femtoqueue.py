@@ -255,10 +255,10 @@ def _fs_type(directory: _OpenFile) -> int:
 
 def _read_boot_id() -> str | None:
     """Return a text that identifies this boot, or None where this process can't read one."""
-    path = "/proc/sys/kernel/random/boot_id"
     # OSError: not Linux, or no /proc, or hidden by ProcSubset=pid of systemd.
-    with suppress(OSError), open(path, encoding="ascii") as file:
-        return file.read().strip()
+    with suppress(OSError):
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return file.read().strip()
     return None
 
 
@@ -456,10 +456,6 @@ _STATE_DIRS = ("creating", *_WAITING_DIRS, *_ENDED)  # made when the queue is op
 # the year 2255: the largest number that a name may carry
 _MAX_STAMP_NS = 8_999_999_999_999_999_999
 _FOREVER_NS = 4 * 10**18  # 126 years: the longest lease
-# schedule() refuses due times from one second after the epoch to the end of 1972: most likely, such
-# a time was given in seconds or milliseconds, not in microseconds. Programs for version 0.4 pass
-# numbers near 0 for a task due at once.
-_REFUSED_DUE_NS = (10**9, 94_694_400 * 10**9)
 # September 2001. No queue clock starts earlier, so the times of a queue clock have 19 digits, and
 # new_id() and claim() put one "0" in front.
 _EARLIEST_NS = 10**18
@@ -971,7 +967,9 @@ def _due_time_ns(time_us: float | datetime) -> int:
     due_ns = max(0, int(_check_number("time_us", time_us, -_MAX_NUMBER) * 1000))
     if due_ns >= _MAX_STAMP_NS:
         raise ValueError(f"time_us must be before the year 2255, not {time_us!r}")
-    if _REFUSED_DUE_NS[0] <= due_ns < _REFUSED_DUE_NS[1]:
+    # From one second after the epoch, because programs for version 0.4 pass numbers near 0 for a
+    # task due at once, to the end of 1972.
+    if 1.0 <= due_ns / 1e9 < 94_694_400.0:
         wanted = "time_us must be in microseconds, as time.time() * 1e6"
         raise ValueError(f"{wanted}: {time_us!r} would be in {_utc(due_ns):%B %Y}")
     return due_ns
@@ -5819,7 +5817,9 @@ class _HeldTicket:
     had_turn = False  # True: is_head() has found this ticket to be the first in line
 
     def __init__(self, member: str, lock: _FileLock, touched_s: float) -> None:
-        self.member, self.lock, self.touched_s = member, lock, touched_s
+        self.member = member
+        self.lock = lock
+        self.touched_s = touched_s
 
 
 def _open_line(path: str) -> _Files:
@@ -6030,7 +6030,7 @@ class TicketQueue:
             self._held_tickets[member] = held
             if self.stale_timeout is not None:
                 threading.Thread(
-                    target=self._touch_until, args=(member, over), daemon=True
+                    target=self._touch_until, args=(held, over), daemon=True
                 ).start()
             while not self.is_head(ticket):
                 line = self._tickets()
@@ -6062,9 +6062,9 @@ class TicketQueue:
     def __reduce__(self) -> tuple[Any, ...]:  # a copy holds no ticket
         return type(self), (self._files.path, self.stale_timeout)
 
-    def _touch_until(self, member: str, over: threading.Event) -> None:
+    def _touch_until(self, held: _HeldTicket, over: threading.Event) -> None:
         pause_s = min(self._stale_s / 4, threading.TIMEOUT_MAX)
-        while not over.wait(pause_s) and (held := self._held_tickets.get(member)):
+        while not over.wait(pause_s):
             with suppress(OSError):  # the next round tries again
                 self._touch(held)
 
