@@ -192,8 +192,7 @@ def _wall_ns() -> int:
 
 
 def _latest_due_ns() -> int:
-    """Return the latest time that counts as due. A float of time.time() * 1e6 is only exact to
-    about 240 ns, so a microsecond is allowed for."""
+    # A microsecond is allowed for: a float of time.time() * 1e6 is only exact to about 240 ns.
     return _wall_ns() + 1000
 
 
@@ -241,8 +240,7 @@ def _call_libc(name: str, path: str, *args: object) -> None:
 
 
 def _fs_type(directory: _OpenFile) -> int:
-    """Return the type of the file system of a directory: f_type of fstatfs(2), or 0 where _libc()
-    is None."""
+    """Return f_type of fstatfs(2), or 0 where _libc() is None."""
     if _libc() is None:
         return 0
     import ctypes
@@ -254,23 +252,20 @@ def _fs_type(directory: _OpenFile) -> int:
 
 
 def _read_boot_id() -> str | None:
-    """Return a text that identifies this boot, or None where this process can't read one."""
+    path = "/proc/sys/kernel/random/boot_id"
     # OSError: not Linux, or no /proc, or hidden by ProcSubset=pid of systemd.
-    with suppress(OSError):
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            return file.read().strip()
+    with suppress(OSError), open(path, encoding="ascii") as file:
+        return file.read().strip()
     return None
 
 
 def _boot_tag(boot_id: str, directory: _OpenFile) -> str:
-    """Return 8 hex digits that stand for a boot id and for the file system of a directory. If both
-    are the same for two processes, these processes see each other's flocks."""
+    """Return 8 hex digits. Processes that get the same ones see each other's flocks."""
     return f"{binascii.crc32(f'{boot_id} {directory.status().st_dev}'.encode()):08x}"
 
 
 class _OpenFile:
-    """The open file or directory `name`, in the directory `parent`. It is closed with the last
-    reference at the latest.
+    """An open file or directory. It is closed with the last reference at the latest.
 
     A call names a file in an open directory by `prefix + name` and `dir_fd=fd`. Where the system
     has no such calls (Windows), fd is None, and prefix is the path of the directory."""
@@ -304,7 +299,6 @@ class _OpenFile:
         return os.stat(self.path if self.fd is None else self.fd)
 
     def is_at_path(self) -> bool:
-        """Say whether this file is still the one of its name in `parent`."""
         with _ignore_missing():
             dir_fd = self.parent.fd if self.parent else None
             found = os.lstat(self.name, dir_fd=dir_fd)
@@ -323,13 +317,13 @@ class _OpenFile:
 
 
 def _follow_owner(fd: Any, data_dir: os.stat_result, mode: int) -> None:
-    """Give a file or directory that this process has just made a mode, and the owner and group of
-    data_dir as far as this user may set them. All users of the queue need the file."""
+    """Set the mode of a file that this process has just made, and as far as possible its owner and
+    group: those of data_dir."""
     with suppress(OSError, AttributeError):  # AttributeError: not POSIX
         user = os.geteuid()
         made = os.fstat(fd)
-        # RACE: between mkdir() and open(), a member of the queue replaces the new directory by
-        # another one, which may be a private directory of this user.
+        # RACE (Trust): between mkdir() and open(), a member of the queue replaces the new directory
+        # by another one, which may be a private directory of this user.
         is_own = made.st_uid == user
         if not is_own or (stat.S_ISDIR(made.st_mode) and os.listdir(fd)):
             return
@@ -339,8 +333,7 @@ def _follow_owner(fd: Any, data_dir: os.stat_result, mode: int) -> None:
 
 
 def _make_dir(path: str, mode: int, sync: bool) -> None:
-    """Make a directory and its missing parents, unless the directory exists. With `sync`, the new
-    directories survive power loss."""
+    """Make a directory and its missing parents. With `sync`, they survive power loss."""
     parent = os.path.dirname(path)
     if parent not in ("", path) and not os.path.lexists(parent):
         _make_dir(parent, 0o777, sync)
@@ -351,7 +344,7 @@ def _make_dir(path: str, mode: int, sync: bool) -> None:
 
 
 def _sync_path(path: str) -> None:
-    """Sync a directory by its path. Elsewhere than on POSIX, directories can't be synced."""
+    # elsewhere than on POSIX, directories can't be synced
     if os.name == "posix":
         fd = os.open(path, _ROOT_FLAGS)
         try:
@@ -361,11 +354,10 @@ def _sync_path(path: str) -> None:
 
 
 class _ignore_missing(AbstractContextManager[None]):
-    """Suppress an OSError that says that a file or its directory does not exist, or whose errno is
-    in `others`.
+    """Suppress an OSError of a missing file or directory, or with an errno in `others`."""
 
-    This is a class because the error that a generator's context manager suppresses stays in a
-    reference cycle on Python 3.12, and keeps the queue object of a frame alive."""
+    # Not a generator: on Python 3.12, the error that it suppresses stays in a reference cycle, and
+    # keeps the queue object of a frame alive.
 
     def __init__(self, *others: int) -> None:
         self._numbers = *_MISSING_ERRNOS, errno.ENOTDIR, *others
@@ -375,15 +367,14 @@ class _ignore_missing(AbstractContextManager[None]):
 
 
 def _raise_if_no_errno(error: OSError) -> None:
-    """Raise `error` if it has no errno. Then it is not trouble with the disk: it may be the
-    TimeoutError of a signal handler, which is meant to end the call."""
+    # It may be the TimeoutError of a signal handler, which is meant to end the call.
     if error.errno is None:
         raise error
 
 
 def _for_each(act: Callable[[Any], object], items: Iterable[Any]) -> None:
-    """Call act() for each item. An error of one file is logged once, and passed over. Another
-    OSError is raised after the last item."""
+    """Call act() for each item. An error of one file is logged and passed over. Another OSError is
+    raised after the last item."""
     errors = []
     for item in items:
         try:
@@ -399,7 +390,7 @@ def _for_each(act: Callable[[Any], object], items: Iterable[Any]) -> None:
 
 
 def _handler_frames(error: BaseException) -> TracebackType | None:
-    """Return the traceback of an exception without the first frames, those of this file."""
+    """Return a traceback without the first frames, those of this file."""
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
         frames = frames.tb_next
@@ -407,8 +398,7 @@ def _handler_frames(error: BaseException) -> TracebackType | None:
 
 
 def _traceback_of(error: BaseException) -> str:
-    """Return the traceback of an exception as text. If odd fields of the exception keep Python
-    from formatting it, return its name alone."""
+    """Return a traceback as text, or the name of an exception that can't be formatted."""
     import traceback
 
     try:
@@ -425,11 +415,11 @@ def _check_str(name: str, value: object) -> str:
 
 
 def _no_op(*args: object) -> None:
-    """Do nothing: the default of a callback."""
+    """Do nothing."""
 
 
 def _backoff_s(first_s: float, longest_s: float) -> Iterator[float]:
-    """Yield pauses in seconds, each twice as long as the one before, up to longest_s."""
+    """Yield pauses, each twice as long as the one before, up to longest_s."""
     while True:
         yield min(first_s, longest_s)
         first_s *= 2
@@ -445,10 +435,8 @@ _State = Literal["pending", "scheduled", "inflight", "done", "failed"]
 _EndState = Literal["done", "failed"]
 STATES: tuple[_State, ...] = ("pending", "scheduled", "inflight", "done", "failed")
 _ENDED: tuple[_EndState, ...] = ("done", "failed")
-# The states of a task that has not ended, in the order of a search. A claim by pop(), or the
-# undoing of a claim, may move the task during the search. The search looks at the leases first and
-# again at the end, so it finds a task that makes one of these moves, but may miss one that makes
-# both.
+# The states of a task that has not ended, in the order of a search. The leases come twice: so a
+# search finds a task that is claimed or given back meanwhile, unless both happen.
 _LIVE = ("inflight", "scheduled", "pending", "inflight")
 _WAITING_DIRS = ("pending", "scheduled")
 _STATE_DIRS = ("creating", *_WAITING_DIRS, *_ENDED)  # made when the queue is opened
@@ -456,8 +444,8 @@ _STATE_DIRS = ("creating", *_WAITING_DIRS, *_ENDED)  # made when the queue is op
 # the year 2255: the largest number that a name may carry
 _MAX_STAMP_NS = 8_999_999_999_999_999_999
 _FOREVER_NS = 4 * 10**18  # 126 years: the longest lease
-# September 2001. No queue clock starts earlier, so the times of a queue clock have 19 digits, and
-# new_id() and claim() put one "0" in front.
+# September 2001. No queue clock starts earlier, so its times have 19 digits, and new_id() and
+# claim() put one "0" in front.
 _EARLIEST_NS = 10**18
 _LATEST_CLOCK_NS = 5_680_281_600 * 10**9  # the year 2150
 _RELEASE_NS = 1_795_824_000 * 10**9  # 2026-11-28, the date of this release
@@ -471,11 +459,10 @@ _NS = "0[0-8][0-9]{18}"
 _ID = f"({_NS}-[0-9a-f]{{16}})"
 _ATTEMPTS = "([0-9]{1,6})"
 _BOOT = "([0-9a-f]{8})"
-# The form of names in pending/, done/ and failed/. A person may move a task from another directory
-# to one of these three, and keep the name.
+# A person may move a task from another directory to pending/, done/ or failed/, and keep the name.
 _TASK_NAME = f"(?:{_NS}~{_ATTEMPTS}~(?:{_BOOT}~)?)?{_ID}"
-# The form of the names in data_dir (".") and in each of its directories. The form of a task's name
-# has three groups: attempts, boot and id.
+# The form of the names in data_dir (".") and in each of its directories. The three groups of a
+# task's name are attempts, boot and id.
 _FORMS = {
     state: re.compile(form).fullmatch
     for state, form in {
@@ -494,7 +481,7 @@ _FORMS = {
 }
 # the other form of a name in failed/
 _parse_reason = re.compile(rf"{_ID}\.error").fullmatch
-# The hash of a key, which is the other form of a name in keys/. A random tag does not match.
+# the other form of a name in keys/: the hash of a key
 _parse_tag = re.compile("[89a-f][0-9a-f]{15}").fullmatch
 _parse_id = re.compile(_ID).fullmatch
 _parse_old_task = re.compile("[0-9]+_(?:[0-9a-f]{16}|<built-in .*)").fullmatch  # of 0.4
@@ -509,8 +496,8 @@ _parse_link = re.compile(
 
 
 class _Entry(NamedTuple):
-    """The file of a task: its directory, its name there, and the fields of the name. `attempts` is
-    None and `boot` is "" if the name does not have the field."""
+    """The file of a task, and the fields of its name. `attempts` is None and `boot` is "" if the
+    name does not have the field."""
 
     directory: str
     name: str
@@ -520,7 +507,6 @@ class _Entry(NamedTuple):
 
     @property
     def path(self) -> str:
-        """The path of the file, relative to data_dir."""
         return f"{self.directory}/{self.name}"
 
     @property
@@ -529,8 +515,8 @@ class _Entry(NamedTuple):
 
 
 def _parse(directory: str, name: str) -> _Entry | None:
-    """Return the entry of a name in a directory. Return None if the name is not the name of a task,
-    a newer payload, a checkpoint or a file in creating/."""
+    """Return the entry of a name in a directory of tasks, payloads, checkpoints or new files, or
+    None if the name is foreign, or has another form."""
     match = _FORMS[_state_of(directory)](name)
     if match is None:
         return None
@@ -541,8 +527,7 @@ def _parse(directory: str, name: str) -> _Entry | None:
 
 
 def _state_of(path: str) -> str:
-    """Return the state of a task in a directory, given the directory or a path in it. A directory
-    that is not of a state, such as "keys", is returned as it is."""
+    """Return the state of a path or directory: "inflight", or the name of the directory."""
     directory = path.partition("/")[0]
     return "inflight" if directory.startswith("inflight-") else directory
 
@@ -556,8 +541,8 @@ def _tag_of(ident: str) -> str:
 
 
 def _stamp_of(path: str) -> int:
-    """Return the number at the front of a name, or of the last part of a path: an order, a due time
-    or a deadline, in ns. For a ticket, it is the number of the ticket."""
+    """Return the number at the front of a name, with or without its directory: an order, a due time
+    or a deadline, in ns, or the number of a ticket."""
     return int(path.rpartition("/")[2][:20])
 
 
@@ -566,28 +551,26 @@ def _attempts_of(path: str) -> int:
 
 
 def _ends_at(path: str) -> bool:
-    """Say whether a task has ended after a move to `path`. "" stands for the removal of the
-    file."""
+    """Say whether a move to `path` ends a task. "" stands for the removal of the file."""
     return not path or path.startswith(_ENDED)
 
 
 def _is_keyed(ident: str) -> bool:
-    """Say whether an id's tag is the hash of a key. The id alone tells this, so the support of keys
-    costs nothing for a task without a key."""
+    """Say whether an id's tag is the hash of a key."""
     return ident[21] > "7"
 
 
 def _date_ns() -> int:
-    """Return the wall clock. But a date after 2096 is not believed: orders would get too long a
-    number in the end."""
+    # A date after 2096 is not believed: orders would get too long a number in the end.
     now_ns = _wall_ns()
     return now_ns if now_ns < 4 * 10**18 else _RELEASE_NS
 
 
 def _latest_order_ns() -> int:
     """Return the latest time that an id can have honestly. A later id moves no clock: anybody who
-    may write to data_dir may have made it. The limit is years away, because a machine without a
-    battery boots years in the past, and new ids must still sort after old ones."""
+    may write to data_dir may have made it."""
+    # Years away: a machine without a battery boots years in the past, and new ids must still sort
+    # after old ones.
     return max(_date_ns(), _RELEASE_NS) + 3650 * 86400 * 10**9
 
 
@@ -600,13 +583,12 @@ def _task_name(stamp_ns: int, attempts: int, ident: str) -> str:
 
 
 def _push_place(ident: str, attempts: int) -> str:
-    """Return the path in pending/ that puts a task back at the place of its push."""
+    """Return the path that puts a task back at the place of its push."""
     return f"pending/{_task_name(_stamp_of(ident), attempts, ident)}"
 
 
 def _fresh_path(path: str, due_ns: int | None) -> str:
-    """Return the path of a waiting task with its attempts set to 0. The task keeps its place or, if
-    due_ns is given, is scheduled for that time."""
+    """Return the path of a waiting task with its attempts set to 0, at its place or at due_ns."""
     if due_ns is not None:
         return f"scheduled/{_task_name(due_ns, 0, _id_of(path))}"
     if "~" not in path:
@@ -615,8 +597,7 @@ def _fresh_path(path: str, due_ns: int | None) -> str:
 
 
 def _payload_path(ident: str, due_ns: int | None, is_update: bool = False) -> str:
-    """Return the path in keys/ of a newer payload. is_update: the payload is removed, and does not
-    become a task, if the task in front of it ends."""
+    """Return the path of a newer payload. is_update: it never becomes a task of its own."""
     if is_update:
         return f"keys/update~{ident}"
     return f"keys/{ident if due_ns is None else _task_name(due_ns, 0, ident)}"
@@ -627,19 +608,18 @@ def _is_update(payload_path: str) -> bool:
 
 
 def _payload_due_ns(payload_path: str) -> int | None:
-    """Return the due time of a newer payload, or None if it has none."""
     return _stamp_of(payload_path) if "~0~" in payload_path else None
 
 
 def _task_path(payload_path: str) -> str:
-    """Return the path that a newer payload gets when it becomes a task."""
+    """Return the path that a newer payload gets as a task."""
     waiting = "scheduled" if _payload_due_ns(payload_path) is not None else "pending"
     return f"{waiting}/{payload_path.partition('/')[2]}"
 
 
 def _key_tag(name: str) -> str:
-    """Return the hash of an encoded key, as 16 hex digits: the tag in the ids of the key's tasks.
-    With 63 bits, two of a billion keys have the same hash with a chance of 5 %."""
+    """Return the hash of an encoded key: the tag in the ids of its tasks."""
+    # with 63 bits, two of a billion keys have the same hash with a chance of 5 %
     from hashlib import blake2b
 
     digest = blake2b(name.encode(), digest_size=8).digest()
@@ -647,8 +627,7 @@ def _key_tag(name: str) -> str:
 
 
 def _encode_key(key: object) -> str:
-    """Return a key in the form of the headers: percent-encoded, as in a URL. Raises TypeError if
-    the key is not a str, ValueError if its length is invalid."""
+    """Return a key, percent-encoded. Raises TypeError or ValueError if it is invalid."""
     # Not str(key): that shows the name of a str Enum's member.
     raw = _check_str("key", key).encode()
     if not 1 <= len(raw) <= _MAX_KEY_BYTES:
@@ -753,8 +732,8 @@ class _CommandFailed(Exception):
 
 
 class _Lease:
-    """The path of a task's file, which is the fence of a leased task, and the facts of one
-    delivery. If the caller has no lease, as after peek() and tasks(), length_ns is 0."""
+    """The path of a task's file, and the facts of one delivery. If the caller has no lease, as
+    after peek() and tasks(), length_ns is 0."""
 
     # path: a renewal writes the new path here.
     # name: the name of the file at its claim.
@@ -859,8 +838,7 @@ class FemtoTask:
 
 
 def _lease_of(task: object) -> _Lease:
-    """Return the lease of a task. Raises TypeError if `task` is not a FemtoTask, LeaseLost if the
-    task carries no lease."""
+    """Return the lease of a task. Raises TypeError, or LeaseLost if the task carries none."""
     if not isinstance(task, FemtoTask):
         kind = type(task).__name__
         raise TypeError(
@@ -959,7 +937,6 @@ def _check_number(name: str, value: float, least: float = 0.0) -> float:
 
 
 def _due_time_ns(time_us: float | datetime) -> int:
-    """Return the due time for schedule(), in nanoseconds since the epoch."""
     if isinstance(time_us, datetime):
         if time_us.utcoffset() is None:
             raise ValueError(f"the datetime must have a time zone, unlike {time_us!r}")
@@ -976,7 +953,6 @@ def _due_time_ns(time_us: float | datetime) -> int:
 
 
 def _due_after_ns(delay_s: float) -> int:
-    """Return the due time of a task that waits for `delay_s` seconds from now."""
     return _wall_ns() + int(min(_check_number("delay_s", delay_s) * 1e9, _FOREVER_NS))
 
 
@@ -1068,7 +1044,7 @@ def _as_bytes(data: object) -> memoryview:
 
 
 def _header(payload: bytes | memoryview, key: str = "") -> bytes:
-    """Return the header line of a record. `key` is an encoded key, or "" for none."""
+    """Return the header line of a record. `key` is an encoded key, or ""."""
     if not key:
         return b"FQ1 %08x %d\n" % (binascii.crc32(payload), len(payload))
     # the checksum covers the key: a damaged key must not pass for another
@@ -1078,8 +1054,7 @@ def _header(payload: bytes | memoryview, key: str = "") -> bytes:
 
 
 def _write_record(fd: int, header: bytes, payload: bytes | memoryview) -> None:
-    """Write a record: a small one with one call, a large one in two parts, so that header and
-    payload need not be joined in memory."""
+    # a large record is not joined in memory
     size = len(header) + len(payload)
     if size <= _JOINED_BYTES and os.write(fd, header + payload) == size:
         return
@@ -1091,10 +1066,8 @@ def _write_record(fd: int, header: bytes, payload: bytes | memoryview) -> None:
 
 
 def _finish_read(fd: int, head: bytes, ident: str) -> _Record:
-    """Finish the read of a large record, of a record with a key, or of a corrupt file. Raises
-    CorruptTask, with the reason, if the file is not a whole record.
-
-    head: the bytes that the first read returned."""
+    """Finish the read of a large record, of a record with a key, or of a corrupt file, from the
+    bytes that the first read returned. Raises CorruptTask, with the reason."""
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode):
         raise CorruptTask(ident, "not a regular file")
@@ -1139,8 +1112,7 @@ def _finish_read(fd: int, head: bytes, ident: str) -> _Record:
 # - The child has none of the parent's file locks: _after_fork_in_child() closes its copies.
 # - A queue object in the child is another worker: FemtoQueue._after_fork(). It has a new tag for
 #   ids, and a new node_id unless the program has given one. No thread of the parent runs there.
-# - A task that the parent has leased stays the parent's. The end of a block of processing() does
-#   nothing in the child, and a TicketQueue has no tickets there.
+# - A task that the parent has leased stays the parent's, as do the tickets of a TicketQueue.
 # - A fork that Python does not see (a C extension, uWSGI) calls no hook. _notice_fork() finds out
 #   where an id is made, a task is taken, or an object is closed.
 #
@@ -1154,8 +1126,7 @@ def _finish_read(fd: int, head: bytes, ident: str) -> _Record:
 #   thread that renews leases only try to take it. A thread that holds such a lock takes no second
 #   one, unless a signal handler of the program uses the queue.
 # - _Worker.lock is held while a task is claimed, renewed, settled or reclaimed, and during
-#   maintenance. A thread that holds it may try to take locks/NN, but does not wait: the holder of
-#   locks/NN may wait for _Worker.lock.
+#   maintenance.
 # - inflight-<node>/ is locked by its worker, shared. Another process tries to take the exclusive
 #   lock, to find out whether the worker is dead, and holds it while it reclaims the leases.
 # - The lock of a log handler: a thread may log a message while it holds any of the locks above.
@@ -1175,9 +1146,8 @@ _NO_FLOCK_ERRNOS = (
     errno.EINVAL,
 )
 _LOCK_FLAGS = os.O_RDWR | os.O_CREAT | _NO_FOLLOW_OR_BLOCK
-# The pauses between two attempts to take a lock. Not flock() itself waits: it has no timeout, NFS
-# asks the server again only after 1, 2, 4 ... seconds, and a cut network leaves the request with
-# the servers of GlusterFS for ever.
+# The pauses between two attempts to take a lock. Not flock() itself waits: it has no timeout, and a
+# cut network leaves the request with the servers of GlusterFS for ever.
 _LOCK_PAUSE_S = 0.00005
 _LONGEST_LOCK_PAUSE_S = 0.01
 _LONG_WAIT_S = 5.0  # a longer wait for a lock is logged
@@ -1199,12 +1169,11 @@ class _FileLock(_OpenFile):
     ) -> None:
         self._mode = mode
         super().__init__(parent, name, flags)
-        # RACE: another thread forks before this line. If this process dies before that child, the
+        # Another thread may fork before this line. If this process then dies before that child, the
         # child's copy of the descriptor keeps the lock until the child ends.
         _fork_hooks[self] = _OpenFile.close
 
     def _open(self, flags: int, mode: int = 0) -> int:
-        """Open the file. Make it if it is missing and the flags have O_CREAT."""
         # Without O_CREAT: in a sticky directory, the kernel refuses O_CREAT for another user's
         # file (fs.protected_regular).
         old_flags = flags & ~os.O_CREAT
@@ -1213,8 +1182,8 @@ class _FileLock(_OpenFile):
         except FileNotFoundError:
             if flags == old_flags:
                 raise
-        # RACE: another process makes the file between our two calls of open(). O_EXCL keeps us from
-        # giving a mode to that file, which may be a link to a file elsewhere.
+        # RACE (ManyUsers): another process makes the file between our two calls of open(). O_EXCL
+        # keeps us from giving a mode to that file, which may be a link to a file elsewhere.
         try:
             fd = super()._open(flags | os.O_EXCL, self._mode)
         except FileExistsError:
@@ -1229,8 +1198,7 @@ class _FileLock(_OpenFile):
         return self._flock(fcntl.LOCK_EX)
 
     def _flock(self, how: int) -> bool | None:
-        """Take a lock without waiting. Return True if the lock was taken, False if the file is
-        locked through another opening, None if flock does not work here."""
+        """Try to take a lock. Return None if flock does not work here."""
         try:
             fcntl.flock(self.fd, how | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -1242,9 +1210,8 @@ class _FileLock(_OpenFile):
         return True
 
     def acquire_exclusive(self, until_s: float = _FOREVER_S) -> None:
-        """Take the exclusive lock. Raises BlockingIOError if another thread or process still has it
-        at the time until_s (monotonic clock; 0: try once). Raises OSError if flock does not work
-        here."""
+        """Take the exclusive lock. Raises BlockingIOError if it is not free at the time until_s
+        (monotonic clock; 0: try once), OSError if flock does not work here."""
         began_s = time.monotonic()
         for pause_s in _backoff_s(_LOCK_PAUSE_S, _LONGEST_LOCK_PAUSE_S):
             if locked := self.try_exclusive():
@@ -1260,8 +1227,8 @@ class _FileLock(_OpenFile):
             time.sleep(min(pause_s, until_s - now_s))
 
     def close(self) -> None:
-        """Unlock and close the file. Closing alone is not enough: a forked child's copy of the
-        descriptor would keep the lock. A forked child only closes its copy."""
+        """Unlock and close the file. A forked child only closes its copy."""
+        # Closing alone is not enough: the copy of a forked child would keep the lock.
         try:
             try:
                 if self.fd is not None and os.getpid() == _process_id:
@@ -1280,8 +1247,7 @@ _fork_hooks: weakref.WeakKeyDictionary[Any, Callable[[Any], None]] = (
 
 
 def _after_fork_in_child() -> None:
-    """Call the functions in _fork_hooks. They close the child's copies of the parent's locks, which
-    must end with the parent."""
+    """Call the functions in _fork_hooks, which also close the child's copies of locks."""
     global _process_id  # noqa: PLW0603
     for owner, hook in [*_fork_hooks.items()]:
         hook(owner)
@@ -1290,7 +1256,7 @@ def _after_fork_in_child() -> None:
 
 
 def _notice_fork() -> None:
-    """Call _after_fork_in_child() if this process was forked, and Python did not see the fork."""
+    """Call _after_fork_in_child() after a fork that Python did not see."""
     if os.getpid() != _process_id:
         _after_fork_in_child()
 
@@ -5799,9 +5765,9 @@ class _Inspector:
 # 19. Tickets: first come, first served, between processes.
 #    A line is a directory. A member is a participant in the line; its ticket is a file, which the
 #    member keeps locked.
-#    Invariant: a ticket's file is locked before the file gets the name of a ticket. A member draws
-#    its number, and locks and renames its file, while it holds the lock of the file "last". A lock
-#    that has ended is never taken again. So any process may remove the ticket of a dead member.
+#    Invariant: a file is locked before it gets the name of a ticket, while the member holds the lock
+#    of the file "last". A lock that has ended is never taken again. So any process may remove the
+#    ticket of a dead member.
 # ==================================================================================================
 
 # how often a member tries again to take a ticket, and a TicketQueue to open its directory
@@ -5886,8 +5852,7 @@ class TicketQueue:
         return _stamp_of(held.member), held.member
 
     def _join_line(self, until_s: float) -> _HeldTicket:
-        """Take the next ticket. Raises BlockingIOError if the lock of "last" is not free at the
-        time until_s (monotonic clock)."""
+        """Take the next ticket. Raises BlockingIOError as acquire_exclusive() does."""
         _notice_fork()
         redraws = 0
         while True:
@@ -5902,7 +5867,7 @@ class TicketQueue:
             time.sleep(_REDRAW_PAUSE_S)
 
     def _join_locked(self) -> _HeldTicket:
-        """Take the next ticket. The caller holds the lock of "last"."""
+        """Take the next ticket. The caller is in _locked()."""
         number = max(map(_stamp_of, self._tickets()), default=0) + 1
         began_s = time.time()
         name = f"{number:020d}~{self._boot}~{os.urandom(8).hex()}"
@@ -5998,8 +5963,8 @@ class TicketQueue:
         with suppress(FileNotFoundError), self._locked():
             if self.is_empty() and self._files.names("") == ["last"]:
                 self._files.unlink("last")
-                # RACE: another process makes a new "last" now. Then the directory stays. It also
-                # stays if it is a mount point.
+                # RACE (Tickets): another process makes a new "last" now. Then the directory stays.
+                # It also stays if it is a mount point.
                 with suppress(OSError):
                     os.rmdir(self._files.path)
                     return True
@@ -6030,7 +5995,7 @@ class TicketQueue:
             self._held_tickets[member] = held
             if self.stale_timeout is not None:
                 threading.Thread(
-                    target=self._touch_until, args=(held, over), daemon=True
+                    target=self._touch_until, args=(member, over), daemon=True
                 ).start()
             while not self.is_head(ticket):
                 line = self._tickets()
@@ -6062,18 +6027,19 @@ class TicketQueue:
     def __reduce__(self) -> tuple[Any, ...]:  # a copy holds no ticket
         return type(self), (self._files.path, self.stale_timeout)
 
-    def _touch_until(self, held: _HeldTicket, over: threading.Event) -> None:
+    def _touch_until(self, member: str, over: threading.Event) -> None:
+        # By its name: a reference to the ticket would keep its lock, if Ctrl-C ends turn().
         pause_s = min(self._stale_s / 4, threading.TIMEOUT_MAX)
-        while not over.wait(pause_s):
+        while not over.wait(pause_s) and (held := self._held_tickets.get(member)):
             with suppress(OSError):  # the next round tries again
                 self._touch(held)
 
     def _touch(self, held: _HeldTicket) -> bool:
-        """Touch the file of a ticket. Return False if the touch came too late, so that another host
-        may have passed the ticket over, or if the ticket was given up."""
+        """Touch the file of a ticket. Return False if the touch came too late, or if the ticket was
+        given up."""
         began_s = time.time()
-        # RACE: another thread gives the ticket up, and closes its file. Then os.utime() raises
-        # EBADF or EINVAL.
+        # RACE (Tickets): another thread gives the ticket up, and closes its file. Then os.utime()
+        # raises EBADF or EINVAL.
         with _ignore_missing(errno.EBADF, errno.EINVAL):
             os.utime(
                 held.lock.fd or -1
@@ -6085,7 +6051,7 @@ class TicketQueue:
 
     @contextmanager
     def _locked(self, until_s: float = _FOREVER_S) -> Iterator[None]:
-        """Hold the lock of the file "last" for the block. until_s: as in _join_line(). Raises
+        """Hold the lock of the file "last" for the block. Raises as acquire_exclusive() does, and
         FileNotFoundError if queue_dir is missing."""
         self._files.dirs.refresh()
         with closing(self._files.open_lock("last")) as lock:
@@ -6094,8 +6060,7 @@ class TicketQueue:
                 # RACE (Tickets): maybe_cleanup() removed the file while we waited.
                 raise _os_error(errno.ENOENT, lock.path)
             # CRASH (Tickets): a process dies in _join_locked(), after open_lock() and before the
-            # rename, and leaves a file whose name begins with ".". Such a file is needed only
-            # under the lock of "last", so each of them is a leftover here.
+            # rename. Its file is needed only under the lock of "last", so it is a leftover here.
             for name in self._files.names(""):
                 if name[0] == "." and _parse_ticket(name[1:]):
                     self._files.unlink_if_exists(name)
@@ -6106,10 +6071,9 @@ class TicketQueue:
         return sorted(filter(_parse_ticket, self._files.names("")))
 
     def _lives(self, member: str) -> bool:
-        """Return whether a member lives. If not, remove its ticket. For a member of this boot, or
-        if only this kernel uses the line, the lock decides, else the last touch."""
+        """Return whether a member lives. If not, remove its ticket."""
         with _ignore_missing():
-            # RACE: the member or another process removed the ticket
+            # RACE (Tickets): the member or another process removed the ticket
             with closing(self._files.open_lock(member, os.O_RDWR)) as lock:
                 if member.split("~")[1] == self._boot or self._files.is_local:
                     is_dead = lock.try_exclusive()

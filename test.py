@@ -2510,7 +2510,8 @@ class LeaseDirectoryLost(QueueCase):
 
         def stale(name: str, args: tuple[Any, ...]) -> None:
             into_it = name == "move" and "(deleted)" in args[1]
-            if into_it or (name == "fstat" and "(deleted)" in path_at(args[0], "x")):
+            by_fd = "stat" in name and type(args[0]) is int
+            if into_it or (by_fd and "(deleted)" in path_at(args[0], "x")):
                 raise_errno(errno.ESTALE)
 
         with hooked(stale):
@@ -2570,7 +2571,7 @@ class Row(NamedTuple):
 # of Life; the words before a bar prepare the step, in a new queue. After an intended change of the
 # system calls, edit these tables.
 # at the directories and PAUSED, every 0.1 s
-LOOK = "stat" + " stat fstat" * 7 + " stat"
+LOOK = "stat" + " stat stat" * 7 + " stat"
 STEPS = {
     "push x": Row("open write close move", "move file directory"),
     "schedule x 4e15": Row("open write close move", "move file directory"),
