@@ -147,15 +147,15 @@ __version__ = "1.0.0"
 
 # ==================================================================================================
 # 1. System: system calls and constants that Python lacks, open directories, and small helpers.
-#    Invariant: the functions time.time() and time.monotonic() are looked up in the module `time` at
-#    each call, because a program under test may replace them. A replaced clock may stand still.
+#    Invariant: time.time() and time.monotonic() are looked up in the module `time` at each call,
+#    because a program under test may replace them. A replaced clock may stand still.
 # ==================================================================================================
 
-# The values of f_type (statfs(2)) for which one syncfs(2) makes all tasks of a push_many() durable:
-# ext2 to ext4, xfs, btrfs, f2fs, tmpfs.
+# The f_type of file systems where one syncfs(2) makes all tasks of a push_many() durable: ext2 to
+# ext4, xfs, btrfs, f2fs, tmpfs.
 _SYNCFS_TYPES = frozenset({0xEF53, 0x58465342, 0x9123683E, 0xF2F52010, 0x01021994})
-# _LOCAL_TYPES adds overlay, zfs, bcachefs and ramfs. Only this kernel writes to a file system of
-# one of the local types, so inotify reports every change.
+# Only this kernel writes to these, so inotify reports every change. It adds overlay, zfs, bcachefs
+# and ramfs.
 _OVERLAY_TYPE = 0x794C7630
 _LOCAL_TYPES = _SYNCFS_TYPES | {_OVERLAY_TYPE, 0x2FC12FC1, 0xCA451A4E, 0x858458F6}
 
@@ -163,8 +163,7 @@ _OUT_OF_SPACE_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
 _REFUSED_ERRNOS = (errno.EACCES, errno.EPERM, errno.EROFS)
 # Errors of a call that makes a file. EISDIR: a person made a directory with the name of the file.
 _NO_WRITE_ERRNOS = (*_OUT_OF_SPACE_ERRNOS, *_REFUSED_ERRNOS, errno.EISDIR)
-# Errors that concern one file: another user's file in a sticky directory, an immutable file, a
-# directory or a link with the name of a task.
+# Errors of one file: another user's in a sticky directory, an immutable one, a directory, a link.
 _ONE_FILE_ERRNOS = (
     errno.EACCES,
     errno.EPERM,
@@ -172,7 +171,7 @@ _ONE_FILE_ERRNOS = (
     errno.ENOTEMPTY,
     errno.ELOOP,
 )
-# This process, or the system, has no descriptor or no memory left. The file itself is in order.
+# no descriptor or no memory is left; the file itself is in order
 _TRANSIENT_ERRNOS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 # ESTALE: another host removed the file that our descriptor refers to (NFS, GlusterFS).
 _MISSING_ERRNOS = (errno.ENOENT, errno.ESTALE)
@@ -459,7 +458,7 @@ _NS = "0[0-8][0-9]{18}"
 _ID = f"({_NS}-[0-9a-f]{{16}})"
 _ATTEMPTS = "([0-9]{1,6})"
 _BOOT = "([0-9a-f]{8})"
-# A person may move a task from another directory to pending/, done/ or failed/, and keep the name.
+# a person may move a task to pending/, done/ or failed/, and keep the name
 _TASK_NAME = f"(?:{_NS}~{_ATTEMPTS}~(?:{_BOOT}~)?)?{_ID}"
 # The form of the names in data_dir (".") and in each of its directories. The three groups of a
 # task's name are attempts, boot and id.
@@ -471,7 +470,6 @@ _FORMS = {
         "pending": _TASK_NAME,
         "scheduled": f"{_NS}~{_ATTEMPTS}~(){_ID}",
         "inflight": f"{_NS}~{_ATTEMPTS}~{_BOOT}~{_ID}",
-        # A newer payload. The tag of its id is the hash of a key.
         "keys": rf"(?:{_NS}~0~|update~)?()()({_NS}-[89a-f][0-9a-f]{{15}})",
         "checkpoints": f"()(){_ID}",
         "done": _TASK_NAME,
@@ -487,7 +485,7 @@ _parse_id = re.compile(_ID).fullmatch
 _parse_old_task = re.compile("[0-9]+_(?:[0-9a-f]{16}|<built-in .*)").fullmatch  # of 0.4
 _parse_ticket = re.compile(r"[0-9]{20}~[0-9a-f]{8}~[0-9a-f]{16}").fullmatch
 _parse_node_dir = re.compile(r"inflight-([A-Za-z0-9._-]{1,100})").fullmatch
-# The text of the link keys/<hash>: the path of the key's task, and that of the payload behind it.
+# the text of the link keys/<hash>: the paths of the key's task and of the payload behind it
 _parse_link = re.compile(
     r"((?:pending|scheduled|inflight-[A-Za-z0-9._-]{1,100})/"
     rf"(?:{_NS}~[0-9]{{1,6}}~(?:[0-9a-f]{{8}}~)?)?{_ID})"
@@ -1020,7 +1018,7 @@ def _check_id(id: object) -> str:
 #
 #    TOPIC: a torn file. After power loss, the disk may have kept a rename and lost a part of the
 #    file. With sync_after_write, only a push that did not return can leave a torn file. The death
-#    of a process leaves none, because a record is written first and then renamed into place.
+#    of a process leaves none.
 #    _Files.read() raises CorruptTask for a torn file. A pop() that has claimed it, and
 #    check(repair=True) if it waits, then make a dead letter of it (_Worker.quarantine). peek()
 #    raises CorruptTask, and tasks() logs the error. A torn checkpoint is logged and ignored.
@@ -1113,18 +1111,16 @@ def _finish_read(fd: int, head: bytes, ident: str) -> _Record:
 # - A queue object in the child is another worker: FemtoQueue._after_fork(). It has a new tag for
 #   ids, and a new node_id unless the program has given one. No thread of the parent runs there.
 # - A task that the parent has leased stays the parent's, as do the tickets of a TicketQueue.
-# - A fork that Python does not see (a C extension, uWSGI) calls no hook. _notice_fork() finds out
-#   where an id is made, a task is taken, or an object is closed.
+# - A fork that Python does not see (a C extension, uWSGI) calls no hook. _notice_fork() finds out.
 #
 # TOPIC: locks, and their order. A thread that holds a lock waits only for locks further down in
 # this list. It may try to take a lock further up, without waiting.
 #
 # - _WorkerPool._take_lock is held by the thread of work() that takes a task.
 # - locks/NN guards the keys whose hash ends with NN. It is held while a task with such a key is
-#   pushed, taken by key or id, settled, renewed or moved, but not by a claim of pop() and by the
-#   undoing of a claim. A stopped process may hold it for ever. So maintenance, coroutines and the
-#   thread that renews leases only try to take it. A thread that holds such a lock takes no second
-#   one, unless a signal handler of the program uses the queue.
+#   pushed, taken by key or id, settled, renewed or moved, but not by a claim of pop() or its
+#   undoing. A stopped process may hold it for ever. So maintenance, coroutines and the thread that
+#   renews leases only try to take it. A thread takes no second one, but in a signal handler.
 # - _Worker.lock is held while a task is claimed, renewed, settled or reclaimed, and during
 #   maintenance.
 # - inflight-<node>/ is locked by its worker, shared. Another process tries to take the exclusive
@@ -1136,8 +1132,7 @@ def _finish_read(fd: int, head: bytes, ident: str) -> _Record:
 # takes only other locks in that directory.
 
 _NO_FLOCK = "keyed tasks and tickets need flock(2), which is not available here"
-# NFS returns EBADF for an exclusive lock on a file that is open for reading only. Some file systems
-# return EINVAL for a lock on a directory.
+# EBADF: NFS, for an exclusive lock on a directory. EINVAL: other file systems, for one.
 _NO_FLOCK_ERRNOS = (
     errno.ENOLCK,
     errno.ENOSYS,
@@ -1169,8 +1164,8 @@ class _FileLock(_OpenFile):
     ) -> None:
         self._mode = mode
         super().__init__(parent, name, flags)
-        # Another thread may fork before this line. If this process then dies before that child, the
-        # child's copy of the descriptor keeps the lock until the child ends.
+        # If another thread forks before this line, and this process dies before that child, the
+        # child's copy of the descriptor keeps the lock.
         _fork_hooks[self] = _OpenFile.close
 
     def _open(self, flags: int, mode: int = 0) -> int:
@@ -5765,9 +5760,8 @@ class _Inspector:
 # 19. Tickets: first come, first served, between processes.
 #    A line is a directory. A member is a participant in the line; its ticket is a file, which the
 #    member keeps locked.
-#    Invariant: a file is locked before it gets the name of a ticket, while the member holds the lock
-#    of the file "last". A lock that has ended is never taken again. So any process may remove the
-#    ticket of a dead member.
+#    Invariant: a file is locked before it gets the name of a ticket. A lock that has ended is never
+#    taken again. So any process may remove the ticket of a dead member.
 # ==================================================================================================
 
 # how often a member tries again to take a ticket, and a TicketQueue to open its directory
@@ -5790,8 +5784,7 @@ class _HeldTicket:
 
 def _open_line(path: str) -> _Files:
     for _ in range(_MAX_REDRAWS):
-        # RACE (Tickets): maybe_cleanup() in another process removes the new directory before it is
-        # opened here.
+        # RACE (Tickets): another process's maybe_cleanup() removes it before it is opened here.
         with suppress(FileNotFoundError):
             return _open_files(path, is_durable=False)
     raise _os_error(errno.ENOENT, path)  # most likely a broken link
@@ -5825,11 +5818,10 @@ class TicketQueue:
         self.stale_timeout = stale_timeout
         self._files = _open_line(_check_dir("queue_dir", queue_dir))
         self._boot = _boot_tag(_read_boot_id() or "", self._files.root)
-        # RACE (SharedTickets): another host finds this member's ticket stale, and is about to
-        # remove the ticket and to take the turn. Then the member touches the ticket, too late, and
-        # finds it first in line. So the member gives up a ticket that was not touched for three
-        # quarters of stale_timeout. The last quarter is for clocks that differ. On a local file
-        # system, no host passes a ticket over.
+        # RACE (SharedTickets): another host finds a ticket stale, and is about to take the turn.
+        # Then the member touches the ticket, too late, and finds it first in line. So the member
+        # gives up a ticket that was not touched for so long. A quarter is left for clocks that
+        # differ.
         self._late_s = 0.75 * self._stale_s if self._files.is_shared else _FOREVER_S
         _fork_hooks[self] = TicketQueue._after_fork
 
@@ -5874,10 +5866,9 @@ class TicketQueue:
         lock = self._files.open_lock(f".{name}")
         # RACE (SharedTickets): this host is cut off from the network, and loses the lock of "last"
         # without notice. Another host then removes the new file as a leftover. Or it draws the same
-        # number or a higher one, is the first in line, and may have its turn now: our ticket would
-        # give this member a turn at the same time. In both cases OSError is raised with one of
-        # _REDRAW_ERRNOS. ENOTSUP is among them: flock() raises EBADF for a removed file (NFS),
-        # which acquire_exclusive() turns into ENOTSUP.
+        # number or a higher one, and may have its turn now: our ticket would give this member a
+        # turn at the same time. In both cases an error of _REDRAW_ERRNOS is raised. ENOTSUP: on
+        # NFS, flock() of a removed file raises EBADF.
         try:
             lock.acquire_exclusive()
             self._files.move(f".{name}", name)
@@ -5885,8 +5876,7 @@ class TicketQueue:
                 why = "another host was faster"
                 raise FileExistsError(errno.EEXIST, why, self._files.path)
         except BaseException:
-            # If the file was not renamed, its name still begins with ".", and the next _locked(),
-            # in any process, removes it.
+            # if the file was not renamed, the next _locked(), in any process, removes it
             self._files.remove(name)
             lock.close()
             raise
