@@ -7708,6 +7708,25 @@ class Tickets(TicketCase):
             if next(calls) < number:
                 break
 
+    def test_lock_of_a_removed_file_does_not_count(self) -> None:
+        """A ticket is taken under the lock of the file that is now at the path of "last"."""
+        line, last, is_free = self.line(), self.file("line", "last"), list[bool]()
+        line.remove(line.register()[1])
+
+        def hook(name: str, args: tuple[Any, ...]) -> None:
+            if name == "lock" and not is_free:
+                os.unlink(last)
+                self.put("last", b"", "line")
+                is_free.append(False)
+            if name == "move":
+                with open(last, "rb") as file, contextlib.suppress(BlockingIOError):
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    is_free.append(True)
+
+        with hooked(hook):
+            line.register()
+        self.assertEqual(is_free, [False])
+
     def test_ticket_whose_removal_fails_is_no_longer_locked(self) -> None:
         """If the network is cut during remove(), the ticket's lock is dropped all the same."""
         # So other members pass over that ticket once the directory can be reached again.
