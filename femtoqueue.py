@@ -147,15 +147,15 @@ __version__ = "1.0.0"
 
 # ==================================================================================================
 # 1. System: system calls and constants that Python lacks, open directories, and small helpers.
-#    Invariant: the functions time.time() and time.monotonic() are looked up in the module `time` at
-#    each call, because a program under test may replace them. A replaced clock may stand still.
+#    Invariant: time.time() and time.monotonic() are looked up in the module `time` at each call,
+#    because a program under test may replace them. A replaced clock may stand still.
 # ==================================================================================================
 
-# The values of f_type (statfs(2)) for which one syncfs(2) makes all tasks of a push_many() durable:
-# ext2 to ext4, xfs, btrfs, f2fs, tmpfs.
+# The f_type of file systems where one syncfs(2) makes all tasks of a push_many() durable: ext2 to
+# ext4, xfs, btrfs, f2fs, tmpfs.
 _SYNCFS_TYPES = frozenset({0xEF53, 0x58465342, 0x9123683E, 0xF2F52010, 0x01021994})
-# _LOCAL_TYPES adds overlay, zfs, bcachefs and ramfs. Only this kernel writes to a file system of
-# one of the local types, so inotify reports every change.
+# Only this kernel writes to these, so inotify reports every change. It adds overlay, zfs, bcachefs
+# and ramfs.
 _OVERLAY_TYPE = 0x794C7630
 _LOCAL_TYPES = _SYNCFS_TYPES | {_OVERLAY_TYPE, 0x2FC12FC1, 0xCA451A4E, 0x858458F6}
 
@@ -163,8 +163,7 @@ _OUT_OF_SPACE_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
 _REFUSED_ERRNOS = (errno.EACCES, errno.EPERM, errno.EROFS)
 # Errors of a call that makes a file. EISDIR: a person made a directory with the name of the file.
 _NO_WRITE_ERRNOS = (*_OUT_OF_SPACE_ERRNOS, *_REFUSED_ERRNOS, errno.EISDIR)
-# Errors that concern one file: another user's file in a sticky directory, an immutable file, a
-# directory or a link with the name of a task.
+# Errors of one file: another user's in a sticky directory, an immutable one, a directory, a link.
 _ONE_FILE_ERRNOS = (
     errno.EACCES,
     errno.EPERM,
@@ -172,7 +171,7 @@ _ONE_FILE_ERRNOS = (
     errno.ENOTEMPTY,
     errno.ELOOP,
 )
-# This process, or the system, has no descriptor or no memory left. The file itself is in order.
+# no descriptor or no memory is left; the file itself is in order
 _TRANSIENT_ERRNOS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 # ESTALE: another host removed the file that our descriptor refers to (NFS, GlusterFS).
 _MISSING_ERRNOS = (errno.ENOENT, errno.ESTALE)
@@ -192,8 +191,7 @@ def _wall_ns() -> int:
 
 
 def _latest_due_ns() -> int:
-    """Return the latest time that counts as due. A float of time.time() * 1e6 is only exact to
-    about 240 ns, so a microsecond is allowed for."""
+    # A microsecond is allowed for: a float of time.time() * 1e6 is only exact to about 240 ns.
     return _wall_ns() + 1000
 
 
@@ -211,12 +209,12 @@ def _log() -> logging.Logger:
     return logging.getLogger("femtoqueue")
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache
 def _warn_once(text: str) -> None:
     _log().warning("%s", text)
 
 
-@functools.lru_cache(maxsize=1)
+@functools.cache
 def _libc() -> Any:
     """Return the C library on Linux; None elsewhere, or if ctypes can't load it."""
     with suppress(ImportError, OSError):
@@ -232,20 +230,16 @@ def _os_error(code: int, path: str) -> OSError:
 
 
 def _call_libc(name: str, path: str, *args: object) -> None:
-    """Make a system call that returns 0 on success. Raises OSError for `path` if the call fails,
-    with ENOSYS where the C library does not have the call."""
-    call = getattr(_libc(), name, None)
-    if call is None:
-        raise _os_error(errno.ENOSYS, path)
+    """Make a system call that returns 0 on success. Raises OSError for `path` if the call fails.
+    _libc() must not be None."""
     import ctypes
 
-    if call(*args):
+    if getattr(_libc(), name)(*args):
         raise _os_error(ctypes.get_errno(), path)
 
 
 def _fs_type(directory: _OpenFile) -> int:
-    """Return the type of the file system of a directory: f_type of fstatfs(2), or 0 where _libc()
-    is None."""
+    """Return f_type of fstatfs(2), or 0 where _libc() is None."""
     if _libc() is None:
         return 0
     import ctypes
@@ -257,7 +251,6 @@ def _fs_type(directory: _OpenFile) -> int:
 
 
 def _read_boot_id() -> str | None:
-    """Return a text that identifies this boot, or None where this process can't read one."""
     path = "/proc/sys/kernel/random/boot_id"
     # OSError: not Linux, or no /proc, or hidden by ProcSubset=pid of systemd.
     with suppress(OSError), open(path, encoding="ascii") as file:
@@ -266,14 +259,12 @@ def _read_boot_id() -> str | None:
 
 
 def _boot_tag(boot_id: str, directory: _OpenFile) -> str:
-    """Return 8 hex digits that stand for a boot id and for the file system of a directory. If both
-    are the same for two processes, these processes see each other's flocks."""
+    """Return 8 hex digits. Processes that get the same ones see each other's flocks."""
     return f"{binascii.crc32(f'{boot_id} {directory.status().st_dev}'.encode()):08x}"
 
 
 class _OpenFile:
-    """The open file or directory `name`, in the directory `parent`. It is closed with the last
-    reference at the latest.
+    """An open file or directory. It is closed with the last reference at the latest.
 
     A call names a file in an open directory by `prefix + name` and `dir_fd=fd`. Where the system
     has no such calls (Windows), fd is None, and prefix is the path of the directory."""
@@ -284,8 +275,9 @@ class _OpenFile:
     def __init__(
         self, parent: _OpenFile | None, name: str, flags: int = _DIR_FLAGS
     ) -> None:
-        self.parent: _OpenFile | None = parent
-        self.name = name
+        # data_dir has no parent: its name is a path
+        self.parent = parent
+        self.name = parent.prefix + name if parent else name
         self.path: str = os.path.join(parent.path, name) if parent else name
         try:
             if _HAS_DIR_FDS:
@@ -298,21 +290,18 @@ class _OpenFile:
                 error.filename = self.path
             raise
 
-    def _open(self, flags: int) -> int:
-        if self.parent is None:
-            return os.open(self.name, flags)
-        return os.open(self.parent.prefix + self.name, flags, dir_fd=self.parent.fd)
+    def _open(self, flags: int, mode: int = 0) -> int:
+        dir_fd = self.parent.fd if self.parent else None
+        return os.open(self.name, flags, mode, dir_fd=dir_fd)
 
     def status(self) -> os.stat_result:
         return os.stat(self.path if self.fd is None else self.fd)
 
     def is_at_path(self) -> bool:
-        """Say whether this file is still the one of its name."""
         with _ignore_missing():
-            if self.parent is None or self.fd is None:
-                return os.path.samestat(os.stat(self.path), self.status())
-            found = os.lstat(self.name, dir_fd=self.parent.fd)
-            return os.path.samestat(found, os.fstat(self.fd))
+            dir_fd = self.parent.fd if self.parent else None
+            found = os.lstat(self.name, dir_fd=dir_fd)
+            return os.path.samestat(found, self.status())
         return False
 
     def close(self) -> None:
@@ -326,27 +315,24 @@ class _OpenFile:
             self.close()
 
 
-def _follow_owner(fd: int | None, data_dir: os.stat_result, mode: int) -> None:
-    """Give a file or directory that this process has just made a mode, and the owner and group of
-    data_dir as far as this user may set them. All users of the queue need the file."""
-    if fd is None:
-        return
+def _follow_owner(fd: Any, data_dir: os.stat_result, mode: int) -> None:
+    """Set the mode of a file that this process has just made, and as far as possible its owner and
+    group: those of data_dir."""
     with suppress(OSError, AttributeError):  # AttributeError: not POSIX
+        user = os.geteuid()
         made = os.fstat(fd)
-        # RACE: between mkdir() and open(), a member of the queue replaces the new directory by
-        # another one, which may be a private directory of this user.
-        if made.st_uid != os.geteuid() or (
-            stat.S_ISDIR(made.st_mode) and os.listdir(fd)
-        ):
+        # RACE (Trust): between mkdir() and open(), a member of the queue replaces the new directory
+        # by another one, which may be a private directory of this user.
+        is_own = made.st_uid == user
+        if not is_own or (stat.S_ISDIR(made.st_mode) and os.listdir(fd)):
             return
         with suppress(OSError):  # this user is not a member of the group
-            os.fchown(fd, data_dir.st_uid if os.geteuid() == 0 else -1, data_dir.st_gid)
+            os.fchown(fd, -1 if user else data_dir.st_uid, data_dir.st_gid)
         os.fchmod(fd, mode)
 
 
 def _make_dir(path: str, mode: int, sync: bool) -> None:
-    """Make a directory and its missing parents, unless the directory exists. With `sync`, the new
-    directories survive power loss."""
+    """Make a directory and its missing parents. With `sync`, they survive power loss."""
     parent = os.path.dirname(path)
     if parent not in ("", path) and not os.path.lexists(parent):
         _make_dir(parent, 0o777, sync)
@@ -357,7 +343,7 @@ def _make_dir(path: str, mode: int, sync: bool) -> None:
 
 
 def _sync_path(path: str) -> None:
-    """Sync a directory by its path. Elsewhere than on POSIX, directories can't be synced."""
+    # elsewhere than on POSIX, directories can't be synced
     if os.name == "posix":
         fd = os.open(path, _ROOT_FLAGS)
         try:
@@ -366,33 +352,28 @@ def _sync_path(path: str) -> None:
             os.close(fd)
 
 
-class _ignore_missing:
-    """Suppress an OSError that says that a file or its directory does not exist, or whose errno is
-    in `others`.
+class _ignore_missing(AbstractContextManager[None]):
+    """Suppress an OSError of a missing file or directory, or with an errno in `others`."""
 
-    This is a class because the error that a generator's context manager suppresses stays in a
-    reference cycle on Python 3.12, and keeps the queue object of a frame alive."""
+    # Not a generator: on Python 3.12, the error that it suppresses stays in a reference cycle, and
+    # keeps the queue object of a frame alive.
 
     def __init__(self, *others: int) -> None:
         self._numbers = *_MISSING_ERRNOS, errno.ENOTDIR, *others
-
-    def __enter__(self) -> None:
-        pass
 
     def __exit__(self, kind: object, error: object, traceback: object) -> bool:
         return isinstance(error, OSError) and error.errno in self._numbers
 
 
 def _raise_if_no_errno(error: OSError) -> None:
-    """Raise `error` if it has no errno. Then it is not trouble with the disk: it may be the
-    TimeoutError of a signal handler, which is meant to end the call."""
+    # It may be the TimeoutError of a signal handler, which is meant to end the call.
     if error.errno is None:
         raise error
 
 
 def _for_each(act: Callable[[Any], object], items: Iterable[Any]) -> None:
-    """Call act() for each item. An error of one file is logged once, and passed over. Another
-    OSError is raised after the last item."""
+    """Call act() for each item. An error of one file is logged and passed over. Another OSError is
+    raised after the last item."""
     errors = []
     for item in items:
         try:
@@ -408,7 +389,7 @@ def _for_each(act: Callable[[Any], object], items: Iterable[Any]) -> None:
 
 
 def _handler_frames(error: BaseException) -> TracebackType | None:
-    """Return the traceback of an exception without the first frames, those of this file."""
+    """Return a traceback without the first frames, those of this file."""
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
         frames = frames.tb_next
@@ -416,8 +397,7 @@ def _handler_frames(error: BaseException) -> TracebackType | None:
 
 
 def _traceback_of(error: BaseException) -> str:
-    """Return the traceback of an exception as text. If odd fields of the exception keep Python
-    from formatting it, return its name alone."""
+    """Return a traceback as text, or the name of an exception that can't be formatted."""
     import traceback
 
     try:
@@ -434,11 +414,11 @@ def _check_str(name: str, value: object) -> str:
 
 
 def _no_op(*args: object) -> None:
-    """Do nothing: the default of a callback."""
+    """Do nothing."""
 
 
 def _backoff_s(first_s: float, longest_s: float) -> Iterator[float]:
-    """Yield pauses in seconds, each twice as long as the one before, up to longest_s."""
+    """Yield pauses, each twice as long as the one before, up to longest_s."""
     while True:
         yield min(first_s, longest_s)
         first_s *= 2
@@ -454,10 +434,8 @@ _State = Literal["pending", "scheduled", "inflight", "done", "failed"]
 _EndState = Literal["done", "failed"]
 STATES: tuple[_State, ...] = ("pending", "scheduled", "inflight", "done", "failed")
 _ENDED: tuple[_EndState, ...] = ("done", "failed")
-# The states of a task that has not ended, in the order of a search. A claim by pop(), or the
-# undoing of a claim, may move the task during the search. The search looks at the leases first and
-# again at the end, so it finds a task that makes one of these moves, but may miss one that makes
-# both.
+# The states of a task that has not ended, in the order of a search. The leases come twice: so a
+# search finds a task that is claimed or given back meanwhile, unless both happen.
 _LIVE = ("inflight", "scheduled", "pending", "inflight")
 _WAITING_DIRS = ("pending", "scheduled")
 _STATE_DIRS = ("creating", *_WAITING_DIRS, *_ENDED)  # made when the queue is opened
@@ -465,12 +443,8 @@ _STATE_DIRS = ("creating", *_WAITING_DIRS, *_ENDED)  # made when the queue is op
 # the year 2255: the largest number that a name may carry
 _MAX_STAMP_NS = 8_999_999_999_999_999_999
 _FOREVER_NS = 4 * 10**18  # 126 years: the longest lease
-# schedule() refuses due times from one second after the epoch to the end of 1972: most likely, such
-# a time was given in seconds or milliseconds, not in microseconds. Programs for version 0.4 pass
-# numbers near 0 for a task due at once.
-_REFUSED_DUE_NS = (10**9, 94_694_400 * 10**9)
-# September 2001. No queue clock starts earlier, so the times of a queue clock have 19 digits, and
-# new_id() and claim() put one "0" in front.
+# September 2001. No queue clock starts earlier, so its times have 19 digits, and new_id() and
+# claim() put one "0" in front.
 _EARLIEST_NS = 10**18
 _LATEST_CLOCK_NS = 5_680_281_600 * 10**9  # the year 2150
 _RELEASE_NS = 1_795_824_000 * 10**9  # 2026-11-28, the date of this release
@@ -484,11 +458,10 @@ _NS = "0[0-8][0-9]{18}"
 _ID = f"({_NS}-[0-9a-f]{{16}})"
 _ATTEMPTS = "([0-9]{1,6})"
 _BOOT = "([0-9a-f]{8})"
-# The form of names in pending/, done/ and failed/. A person may move a task from another directory
-# to one of these three, and keep the name.
+# a person may move a task to pending/, done/ or failed/, and keep the name
 _TASK_NAME = f"(?:{_NS}~{_ATTEMPTS}~(?:{_BOOT}~)?)?{_ID}"
-# The form of the names in data_dir (".") and in each of its directories. The form of a task's name
-# has three groups: attempts, boot and id.
+# The form of the names in data_dir (".") and in each of its directories. The three groups of a
+# task's name are attempts, boot and id.
 _FORMS = {
     state: re.compile(form).fullmatch
     for state, form in {
@@ -497,7 +470,6 @@ _FORMS = {
         "pending": _TASK_NAME,
         "scheduled": f"{_NS}~{_ATTEMPTS}~(){_ID}",
         "inflight": f"{_NS}~{_ATTEMPTS}~{_BOOT}~{_ID}",
-        # A newer payload. The tag of its id is the hash of a key.
         "keys": rf"(?:{_NS}~0~|update~)?()()({_NS}-[89a-f][0-9a-f]{{15}})",
         "checkpoints": f"()(){_ID}",
         "done": _TASK_NAME,
@@ -507,13 +479,13 @@ _FORMS = {
 }
 # the other form of a name in failed/
 _parse_reason = re.compile(rf"{_ID}\.error").fullmatch
-# The hash of a key, which is the other form of a name in keys/. A random tag does not match.
+# the other form of a name in keys/: the hash of a key
 _parse_tag = re.compile("[89a-f][0-9a-f]{15}").fullmatch
 _parse_id = re.compile(_ID).fullmatch
 _parse_old_task = re.compile("[0-9]+_(?:[0-9a-f]{16}|<built-in .*)").fullmatch  # of 0.4
 _parse_ticket = re.compile(r"[0-9]{20}~[0-9a-f]{8}~[0-9a-f]{16}").fullmatch
 _parse_node_dir = re.compile(r"inflight-([A-Za-z0-9._-]{1,100})").fullmatch
-# The text of the link keys/<hash>: the path of the key's task, and that of the payload behind it.
+# the text of the link keys/<hash>: the paths of the key's task and of the payload behind it
 _parse_link = re.compile(
     r"((?:pending|scheduled|inflight-[A-Za-z0-9._-]{1,100})/"
     rf"(?:{_NS}~[0-9]{{1,6}}~(?:[0-9a-f]{{8}}~)?)?{_ID})"
@@ -522,8 +494,8 @@ _parse_link = re.compile(
 
 
 class _Entry(NamedTuple):
-    """The file of a task: its directory, its name there, and the fields of the name. `attempts` is
-    None and `boot` is "" if the name does not have the field."""
+    """The file of a task, and the fields of its name. `attempts` is None and `boot` is "" if the
+    name does not have the field."""
 
     directory: str
     name: str
@@ -533,7 +505,6 @@ class _Entry(NamedTuple):
 
     @property
     def path(self) -> str:
-        """The path of the file, relative to data_dir."""
         return f"{self.directory}/{self.name}"
 
     @property
@@ -542,8 +513,8 @@ class _Entry(NamedTuple):
 
 
 def _parse(directory: str, name: str) -> _Entry | None:
-    """Return the entry of a name in a directory. Return None if the name is not the name of a task,
-    a newer payload, a checkpoint or a file in creating/."""
+    """Return the entry of a name in a directory of tasks, payloads, checkpoints or new files, or
+    None if the name is foreign, or has another form."""
     match = _FORMS[_state_of(directory)](name)
     if match is None:
         return None
@@ -554,8 +525,7 @@ def _parse(directory: str, name: str) -> _Entry | None:
 
 
 def _state_of(path: str) -> str:
-    """Return the state of a task in a directory, given the directory or a path in it. A directory
-    that is not of a state, such as "keys", is returned as it is."""
+    """Return the state of a path or directory: "inflight", or the name of the directory."""
     directory = path.partition("/")[0]
     return "inflight" if directory.startswith("inflight-") else directory
 
@@ -569,8 +539,8 @@ def _tag_of(ident: str) -> str:
 
 
 def _stamp_of(path: str) -> int:
-    """Return the number at the front of a name, or of the last part of a path: an order, a due time
-    or a deadline, in ns. For a ticket, it is the number of the ticket."""
+    """Return the number at the front of a name, with or without its directory: an order, a due time
+    or a deadline, in ns, or the number of a ticket."""
     return int(path.rpartition("/")[2][:20])
 
 
@@ -579,28 +549,26 @@ def _attempts_of(path: str) -> int:
 
 
 def _ends_at(path: str) -> bool:
-    """Say whether a task has ended after a move to `path`. "" stands for the removal of the
-    file."""
+    """Say whether a move to `path` ends a task. "" stands for the removal of the file."""
     return not path or path.startswith(_ENDED)
 
 
 def _is_keyed(ident: str) -> bool:
-    """Say whether an id's tag is the hash of a key. The id alone tells this, so the support of keys
-    costs nothing for a task without a key."""
+    """Say whether an id's tag is the hash of a key."""
     return ident[21] > "7"
 
 
 def _date_ns() -> int:
-    """Return the wall clock. But a date after 2096 is not believed: orders would get too long a
-    number in the end."""
+    # A date after 2096 is not believed: orders would get too long a number in the end.
     now_ns = _wall_ns()
     return now_ns if now_ns < 4 * 10**18 else _RELEASE_NS
 
 
 def _latest_order_ns() -> int:
     """Return the latest time that an id can have honestly. A later id moves no clock: anybody who
-    may write to data_dir may have made it. The limit is years away, because a machine without a
-    battery boots years in the past, and new ids must still sort after old ones."""
+    may write to data_dir may have made it."""
+    # Years away: a machine without a battery boots years in the past, and new ids must still sort
+    # after old ones.
     return max(_date_ns(), _RELEASE_NS) + 3650 * 86400 * 10**9
 
 
@@ -613,13 +581,12 @@ def _task_name(stamp_ns: int, attempts: int, ident: str) -> str:
 
 
 def _push_place(ident: str, attempts: int) -> str:
-    """Return the path in pending/ that puts a task back at the place of its push."""
+    """Return the path that puts a task back at the place of its push."""
     return f"pending/{_task_name(_stamp_of(ident), attempts, ident)}"
 
 
 def _fresh_path(path: str, due_ns: int | None) -> str:
-    """Return the path of a waiting task with its attempts set to 0. The task keeps its place or, if
-    due_ns is given, is scheduled for that time."""
+    """Return the path of a waiting task with its attempts set to 0, at its place or at due_ns."""
     if due_ns is not None:
         return f"scheduled/{_task_name(due_ns, 0, _id_of(path))}"
     if "~" not in path:
@@ -628,8 +595,7 @@ def _fresh_path(path: str, due_ns: int | None) -> str:
 
 
 def _payload_path(ident: str, due_ns: int | None, is_update: bool = False) -> str:
-    """Return the path in keys/ of a newer payload. is_update: the payload is removed, and does not
-    become a task, if the task in front of it ends."""
+    """Return the path of a newer payload. is_update: it never becomes a task of its own."""
     if is_update:
         return f"keys/update~{ident}"
     return f"keys/{ident if due_ns is None else _task_name(due_ns, 0, ident)}"
@@ -640,19 +606,18 @@ def _is_update(payload_path: str) -> bool:
 
 
 def _payload_due_ns(payload_path: str) -> int | None:
-    """Return the due time of a newer payload, or None if it has none."""
     return _stamp_of(payload_path) if "~0~" in payload_path else None
 
 
 def _task_path(payload_path: str) -> str:
-    """Return the path that a newer payload gets when it becomes a task."""
+    """Return the path that a newer payload gets as a task."""
     waiting = "scheduled" if _payload_due_ns(payload_path) is not None else "pending"
     return f"{waiting}/{payload_path.partition('/')[2]}"
 
 
 def _key_tag(name: str) -> str:
-    """Return the hash of an encoded key, as 16 hex digits: the tag in the ids of the key's tasks.
-    With 63 bits, two of a billion keys have the same hash with a chance of 5 %."""
+    """Return the hash of an encoded key: the tag in the ids of its tasks."""
+    # with 63 bits, two of a billion keys have the same hash with a chance of 5 %
     from hashlib import blake2b
 
     digest = blake2b(name.encode(), digest_size=8).digest()
@@ -660,8 +625,7 @@ def _key_tag(name: str) -> str:
 
 
 def _encode_key(key: object) -> str:
-    """Return a key in the form of the headers: percent-encoded, as in a URL. Raises TypeError if
-    the key is not a str, ValueError if its length is invalid."""
+    """Return a key, percent-encoded. Raises TypeError or ValueError if it is invalid."""
     # Not str(key): that shows the name of a str Enum's member.
     raw = _check_str("key", key).encode()
     if not 1 <= len(raw) <= _MAX_KEY_BYTES:
@@ -714,7 +678,9 @@ class LeaseLost(FemtoQueueError):
 
     def __init__(self, id: str, expired: bool, why: str) -> None:
         super().__init__(id, expired, why)
-        self.id, self.expired, self.why = id, expired, why
+        self.id = id
+        self.expired = expired
+        self.why = why
 
     def __str__(self) -> str:
         return f"task {self.id}: {self.why}"
@@ -730,7 +696,8 @@ class KeyInFlight(FemtoQueueError):
 
     def __init__(self, key: str, id: str) -> None:
         super().__init__(key, id)
-        self.key, self.id = key, id
+        self.key = key
+        self.id = id
 
     def __str__(self) -> str:
         return f"key {self.key!r} has a task already: {self.id}"
@@ -751,7 +718,8 @@ class CorruptTask(FemtoQueueError):
 
     def __init__(self, id: str, reason: str) -> None:
         super().__init__(id, reason)
-        self.id, self.reason = id, reason
+        self.id = id
+        self.reason = reason
 
     def __str__(self) -> str:
         return f"task {self.id} is corrupt: {self.reason}"
@@ -762,8 +730,8 @@ class _CommandFailed(Exception):
 
 
 class _Lease:
-    """The path of a task's file, which is the fence of a leased task, and the facts of one
-    delivery. If the caller has no lease, as after peek() and tasks(), length_ns is 0."""
+    """The path of a task's file, and the facts of one delivery. If the caller has no lease, as
+    after peek() and tasks(), length_ns is 0."""
 
     # path: a renewal writes the new path here.
     # name: the name of the file at its claim.
@@ -797,21 +765,6 @@ class FemtoTask:
     Two tasks are equal if `id`, `data`, `attempts` and `key` are equal.
     """
 
-    # _anchor_ns: the anchor of the queue clock, for `until`.
-    __slots__ = (
-        *(
-            "id",
-            "data",
-            "attempts",
-            "key",
-            "checkpoint",
-            "error",
-            "size_bytes",
-            "since",
-        ),
-        *("_anchor_ns", "_lease"),
-    )
-
     def __init__(
         self,
         id: str,
@@ -831,7 +784,8 @@ class FemtoTask:
         self.error: str | None = None
         self.size_bytes: int | None = len(data)
         self.since: datetime | None = None
-        self._lease, self._anchor_ns = _lease, _anchor_ns
+        self._lease = _lease
+        self._anchor_ns = _anchor_ns  # of the queue clock, for `until`
 
     def _compared(self) -> tuple[object, ...]:
         return self.id, self.data, self.attempts, self.key
@@ -864,8 +818,7 @@ class FemtoTask:
     @property
     def node(self) -> str | None:
         """The node_id of the worker that holds the lease; None if the task is not in flight."""
-        match = _parse_node_dir(self.path.partition("/")[0])
-        return match and match[1]
+        return self.path.partition("/")[0].partition("-")[2] or None
 
     @property
     def created(self) -> datetime:
@@ -883,8 +836,7 @@ class FemtoTask:
 
 
 def _lease_of(task: object) -> _Lease:
-    """Return the lease of a task. Raises TypeError if `task` is not a FemtoTask, LeaseLost if the
-    task carries no lease."""
+    """Return the lease of a task. Raises TypeError, or LeaseLost if the task carries none."""
     if not isinstance(task, FemtoTask):
         kind = type(task).__name__
         raise TypeError(
@@ -973,60 +925,45 @@ class Finding(NamedTuple):
     repaired: bool = False
 
 
-def _finite(name: str, value: float) -> float:
+def _check_number(name: str, value: float, least: float = 0.0) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number, not {value!r}")
-    if not abs(value) < _MAX_NUMBER:  # also true for NaN
-        raise ValueError(
-            f"{name} must be finite, and less than {_MAX_NUMBER:g}, not {value!r}"
-        )
-    return value
-
-
-def _not_negative(name: str, value: float) -> float:
-    if _finite(name, value) < 0:
-        raise ValueError(f"{name} must be 0 or more, not {value!r}")
-    return value
-
-
-def _positive(name: str, value: float) -> float:
-    if _finite(name, value) <= 0:
-        raise ValueError(f"{name} must be greater than 0, not {value!r}")
+    if not least <= value < _MAX_NUMBER:  # also true for NaN
+        bound = "greater than 0" if least > 0 else f"{least:g} or more"
+        raise ValueError(f"{name} must be finite, and {bound}, not {value!r}")
     return value
 
 
 def _due_time_ns(time_us: float | datetime) -> int:
-    """Return the due time for schedule(), in nanoseconds since the epoch."""
-    if not isinstance(time_us, (int, float)) and hasattr(time_us, "utcoffset"):
+    if isinstance(time_us, datetime):
         if time_us.utcoffset() is None:
             raise ValueError(f"the datetime must have a time zone, unlike {time_us!r}")
         time_us = time_us.timestamp() * 1e6
-    due_ns = max(0, int(_finite("time_us", time_us) * 1000))  # type: ignore[arg-type]
+    due_ns = max(0, int(_check_number("time_us", time_us, -_MAX_NUMBER) * 1000))
     if due_ns >= _MAX_STAMP_NS:
         raise ValueError(f"time_us must be before the year 2255, not {time_us!r}")
-    if _REFUSED_DUE_NS[0] <= due_ns < _REFUSED_DUE_NS[1]:
+    # From one second after the epoch, because programs for version 0.4 pass numbers near 0 for a
+    # task due at once, to the end of 1972.
+    if 1.0 <= due_ns / 1e9 < 94_694_400.0:
         wanted = "time_us must be in microseconds, as time.time() * 1e6"
         raise ValueError(f"{wanted}: {time_us!r} would be in {_utc(due_ns):%B %Y}")
     return due_ns
 
 
 def _due_after_ns(delay_s: float) -> int:
-    """Return the due time of a task that waits for `delay_s` seconds from now."""
-    return _wall_ns() + int(min(_not_negative("delay_s", delay_s) * 1e9, _FOREVER_NS))
+    return _wall_ns() + int(min(_check_number("delay_s", delay_s) * 1e9, _FOREVER_NS))
 
 
 def _lease_length_ns(name: str, ms: float | None, if_none_ns: int) -> int:
-    return (
-        if_none_ns
-        if ms is None
-        else max(1, min(_FOREVER_NS, int(_positive(name, ms) * 1e6)))
-    )
+    if ms is None:
+        return if_none_ns
+    return min(_FOREVER_NS, int(_check_number(name, ms, 1e-6) * 1e6))
 
 
 def _end_s(timeout: float | None, name: str = "timeout") -> float:
     if timeout is None:
-        return float("inf")
-    return time.monotonic() + _not_negative(name, timeout)
+        return _FOREVER_S
+    return time.monotonic() + _check_number(name, timeout)
 
 
 def _check_dir(name: str, directory: object) -> str:
@@ -1044,8 +981,8 @@ def _check_dir(name: str, directory: object) -> str:
 def _check_node_id(node_id: object) -> str | None:
     if node_id is None:
         return None
-    match = _parse_node_dir("inflight-" + node_id) if isinstance(node_id, str) else None
-    if match is None or match[1] in (".", ".."):
+    match = _parse_node_dir("inflight-" + _check_str("node_id", node_id))
+    if match is None:
         raise ValueError(
             f"node_id must be 1 to 100 of A-Z a-z 0-9 . _ -, not {node_id!r}"
         )
@@ -1081,7 +1018,7 @@ def _check_id(id: object) -> str:
 #
 #    TOPIC: a torn file. After power loss, the disk may have kept a rename and lost a part of the
 #    file. With sync_after_write, only a push that did not return can leave a torn file. The death
-#    of a process leaves none, because a record is written first and then renamed into place.
+#    of a process leaves none.
 #    _Files.read() raises CorruptTask for a torn file. A pop() that has claimed it, and
 #    check(repair=True) if it waits, then make a dead letter of it (_Worker.quarantine). peek()
 #    raises CorruptTask, and tasks() logs the error. A torn checkpoint is logged and ignored.
@@ -1096,20 +1033,16 @@ _match_header = re.compile(rb"FQ1 ([0-9a-f]{8}) ([0-9]{1,19})(?: ([!-~]+))?\n").
 
 
 def _as_bytes(data: object) -> memoryview:
-    if isinstance(data, str):
-        raise TypeError("data must be bytes, not str: encode it, as in text.encode()")
     try:
         return memoryview(data).cast("B")  # type: ignore[arg-type]
     except TypeError:
-        kind, hint = (
-            type(data).__name__,
-            "json.dumps(...).encode() makes bytes of a value",
-        )
-        raise TypeError(f"data must be bytes-like, not {kind}; {hint}") from None
+        kind = type(data).__name__
+        hint = "encode it, as in text.encode() or json.dumps(value).encode()"
+        raise TypeError(f"data must be bytes-like, not {kind}: {hint}") from None
 
 
 def _header(payload: bytes | memoryview, key: str = "") -> bytes:
-    """Return the header line of a record. `key` is an encoded key, or "" for none."""
+    """Return the header line of a record. `key` is an encoded key, or ""."""
     if not key:
         return b"FQ1 %08x %d\n" % (binascii.crc32(payload), len(payload))
     # the checksum covers the key: a damaged key must not pass for another
@@ -1119,8 +1052,7 @@ def _header(payload: bytes | memoryview, key: str = "") -> bytes:
 
 
 def _write_record(fd: int, header: bytes, payload: bytes | memoryview) -> None:
-    """Write a record: a small one with one call, a large one in two parts, so that header and
-    payload need not be joined in memory."""
+    # a large record is not joined in memory
     size = len(header) + len(payload)
     if size <= _JOINED_BYTES and os.write(fd, header + payload) == size:
         return
@@ -1132,17 +1064,16 @@ def _write_record(fd: int, header: bytes, payload: bytes | memoryview) -> None:
 
 
 def _finish_read(fd: int, head: bytes, ident: str) -> _Record:
-    """Finish the read of a large record, of a record with a key, or of a corrupt file. Raises
-    CorruptTask, with the reason, if the file is not a whole record.
-
-    head: the bytes that the first read returned."""
+    """Finish the read of a large record, of a record with a key, or of a corrupt file, from the
+    bytes that the first read returned. Raises CorruptTask, with the reason."""
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode):
         raise CorruptTask(ident, "not a regular file")
     header = _match_header(head)
     if header is None:
         raise CorruptTask(ident, "no FQ1 header; truncated, or not a task's file")
-    length, start = int(header[2]), header.end()
+    length = int(header[2])
+    start = header.end()
     # This check comes before the read: a wrong length must not make us allocate much memory.
     if status.st_size - start != length:
         raise CorruptTask(
@@ -1162,12 +1093,10 @@ def _finish_read(fd: int, head: bytes, ident: str) -> _Record:
     if not name:
         return payload, None
     key = _decode_key(name)
-    with suppress(ValueError):
-        if _encode_key(key) == name and _key_tag(name) == _tag_of(ident):
-            return payload, key
-    raise CorruptTask(
-        ident, "its key is invalid, or not quoted as push() does, or not of its id"
-    )
+    if _quote_key(key) != name or _key_tag(name) != _tag_of(ident):
+        why = "its key is not quoted as push() does, or not of its id"
+        raise CorruptTask(ident, why)
+    return payload, key
 
 
 # ==================================================================================================
@@ -1181,23 +1110,19 @@ def _finish_read(fd: int, head: bytes, ident: str) -> _Record:
 # - The child has none of the parent's file locks: _after_fork_in_child() closes its copies.
 # - A queue object in the child is another worker: FemtoQueue._after_fork(). It has a new tag for
 #   ids, and a new node_id unless the program has given one. No thread of the parent runs there.
-# - A task that the parent has leased stays the parent's. The end of a block of processing() does
-#   nothing in the child, and a TicketQueue has no tickets there.
-# - A fork that Python does not see (a C extension, uWSGI) calls no hook. _notice_fork() finds out
-#   where an id is made, a task is taken, or an object is closed.
+# - A task that the parent has leased stays the parent's, as do the tickets of a TicketQueue.
+# - A fork that Python does not see (a C extension, uWSGI) calls no hook. _notice_fork() finds out.
 #
 # TOPIC: locks, and their order. A thread that holds a lock waits only for locks further down in
 # this list. It may try to take a lock further up, without waiting.
 #
 # - _WorkerPool._take_lock is held by the thread of work() that takes a task.
 # - locks/NN guards the keys whose hash ends with NN. It is held while a task with such a key is
-#   pushed, taken by key or id, settled, renewed or moved, but not by a claim of pop() and by the
-#   undoing of a claim. A stopped process may hold it for ever. So maintenance, coroutines and the
-#   thread that renews leases only try to take it. A thread that holds such a lock takes no second
-#   one, unless a signal handler of the program uses the queue.
+#   pushed, taken by key or id, settled, renewed or moved, but not by a claim of pop() or its
+#   undoing. A stopped process may hold it for ever. So maintenance, coroutines and the thread that
+#   renews leases only try to take it. A thread takes no second one, but in a signal handler.
 # - _Worker.lock is held while a task is claimed, renewed, settled or reclaimed, and during
-#   maintenance. A thread that holds it may try to take locks/NN, but does not wait: the holder of
-#   locks/NN may wait for _Worker.lock.
+#   maintenance.
 # - inflight-<node>/ is locked by its worker, shared. Another process tries to take the exclusive
 #   lock, to find out whether the worker is dead, and holds it while it reclaims the leases.
 # - The lock of a log handler: a thread may log a message while it holds any of the locks above.
@@ -1207,8 +1132,7 @@ def _finish_read(fd: int, head: bytes, ident: str) -> _Record:
 # takes only other locks in that directory.
 
 _NO_FLOCK = "keyed tasks and tickets need flock(2), which is not available here"
-# NFS returns EBADF for an exclusive lock on a file that is open for reading only. Some file systems
-# return EINVAL for a lock on a directory.
+# EBADF: NFS, for an exclusive lock on a directory. EINVAL: other file systems, for one.
 _NO_FLOCK_ERRNOS = (
     errno.ENOLCK,
     errno.ENOSYS,
@@ -1217,32 +1141,13 @@ _NO_FLOCK_ERRNOS = (
     errno.EINVAL,
 )
 _LOCK_FLAGS = os.O_RDWR | os.O_CREAT | _NO_FOLLOW_OR_BLOCK
-# attempts to open a lock's file, if others make and remove it meanwhile
-_MAX_OPENINGS = 100
-# The pauses between two attempts to take a lock. Not flock() itself waits: it has no timeout, NFS
-# asks the server again only after 1, 2, 4 ... seconds, and a cut network leaves the request with
-# the servers of GlusterFS for ever.
-_LOCK_PAUSE_S, _LONGEST_LOCK_PAUSE_S = 0.00005, 0.01
+# The pauses between two attempts to take a lock. Not flock() itself waits: it has no timeout, and a
+# cut network leaves the request with the servers of GlusterFS for ever.
+_LOCK_PAUSE_S = 0.00005
+_LONGEST_LOCK_PAUSE_S = 0.01
 _LONG_WAIT_S = 5.0  # a longer wait for a lock is logged
 
-# the descriptors of all locks; a forked child closes its copies
-_open_lock_fds: set[int] = set()
 _process_id = os.getpid()
-
-
-def _flock(fd: Any, how: int) -> bool | None:
-    """Take a lock; `how` has the flags of flock(2). Return True if the lock was taken, None if
-    flock does not work here. With LOCK_NB, return False if the file is locked through another
-    opening."""
-    try:
-        fcntl.flock(fd, how)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        if error.errno in _NO_FLOCK_ERRNOS:
-            return None
-        raise
-    return True
 
 
 class _FileLock(_OpenFile):
@@ -1251,65 +1156,60 @@ class _FileLock(_OpenFile):
     An exception from a signal handler (Ctrl-C) may come between any two lines, and the lock must
     end then, too: with the last reference to this object."""
 
-    reading_is_enough = True  # flock() works on a file that is open for reading only
-    # the error that made _open() open the file for reading only
-    refused: OSError | None = None
+    parent: _OpenFile
+    fd: Any
 
     def __init__(
-        self, parent: _OpenFile, name: str, flags: int = _LOCK_FLAGS, mode: int = 0o666
+        self, parent: _OpenFile, name: str, flags: int = _LOCK_FLAGS, mode: int = 0
     ) -> None:
-        self._dir = parent
         self._mode = mode
-        self._pid = os.getpid()
         super().__init__(parent, name, flags)
-        # RACE: another thread forks before this line. If this process dies before that child, the
-        # child's copy of the descriptor keeps the lock until the child ends.
-        _open_lock_fds.add(self.fd)  # type: ignore[arg-type]
+        # If another thread forks before this line, and this process dies before that child, the
+        # child's copy of the descriptor keeps the lock.
+        _fork_hooks[self] = _OpenFile.close
 
-    def _open(self, flags: int) -> int:
-        """Open a file, and make it if it is missing and the flags have O_CREAT. A file that this
-        user may not write to is opened for reading, if flock() needs no more."""
-        for _ in range(_MAX_OPENINGS):
-            # Without O_CREAT: in a sticky directory, the kernel refuses O_CREAT for another user's
-            # file (fs.protected_regular).
-            try:
-                return super()._open(flags & ~os.O_CREAT)
-            except FileNotFoundError:
-                if not flags & os.O_CREAT:
-                    raise
-            except OSError as error:
-                is_refused = error.errno in _REFUSED_ERRNOS and flags & os.O_RDWR
-                if not (is_refused and self.reading_is_enough):
-                    raise
-                self.refused = error
-                with suppress(FileNotFoundError):  # the first error says more
-                    return super()._open(os.O_RDONLY | _NO_FOLLOW_OR_BLOCK)
+    def _open(self, flags: int, mode: int = 0) -> int:
+        # Without O_CREAT: in a sticky directory, the kernel refuses O_CREAT for another user's
+        # file (fs.protected_regular).
+        old_flags = flags & ~os.O_CREAT
+        try:
+            return super()._open(old_flags)
+        except FileNotFoundError:
+            if flags == old_flags:
                 raise
-            # RACE: another process makes the file between our two calls of open(). Then O_EXCL
-            # fails, and the next round opens the other process's file.
-            with suppress(FileExistsError):
-                return self._create(flags | os.O_EXCL)
-        raise _os_error(errno.ENOENT, self.path)
-
-    def _create(self, flags: int) -> int:
-        fd = os.open(
-            self._dir.prefix + self.name, flags, self._mode, dir_fd=self._dir.fd
-        )
-        _follow_owner(fd, self._dir.status(), self._mode)
+        # RACE (ManyUsers): another process makes the file between our two calls of open(). O_EXCL
+        # keeps us from giving a mode to that file, which may be a link to a file elsewhere.
+        try:
+            fd = super()._open(flags | os.O_EXCL, self._mode)
+        except FileExistsError:
+            return super()._open(old_flags)
+        _follow_owner(fd, self.parent.status(), self._mode)
         return fd
 
     def try_shared(self) -> bool | None:
-        return _flock(self.fd, fcntl.LOCK_SH | fcntl.LOCK_NB) if fcntl else None
+        return self._try("LOCK_SH")
 
     def try_exclusive(self) -> bool | None:
-        return _flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB) if fcntl else None
+        return self._try("LOCK_EX")
+
+    def _try(self, how: str) -> bool | None:
+        """Try to take a lock. Return None if flock does not work here."""
+        if fcntl is None:
+            return None
+        try:
+            fcntl.flock(self.fd, getattr(fcntl, how) | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            if error.errno in _NO_FLOCK_ERRNOS:
+                return None
+            raise
+        return True
 
     def acquire_exclusive(self, until_s: float = _FOREVER_S) -> None:
-        """Take the exclusive lock. Raises BlockingIOError if another thread or process still has it
-        at the time until_s (monotonic clock; 0: try once). Raises OSError if flock does not work
-        here."""
+        """Take the exclusive lock. Raises BlockingIOError if it is not free at the time until_s
+        (monotonic clock; 0: try once), OSError if flock does not work here."""
         began_s = time.monotonic()
-        is_told = False
         for pause_s in _backoff_s(_LOCK_PAUSE_S, _LONGEST_LOCK_PAUSE_S):
             if locked := self.try_exclusive():
                 return
@@ -1317,35 +1217,23 @@ class _FileLock(_OpenFile):
                 raise OSError(errno.ENOTSUP, _NO_FLOCK, self.path)
             now_s = time.monotonic()
             if now_s >= until_s:
-                raise BlockingIOError(
-                    errno.EWOULDBLOCK, "another process has its lock", self.path
-                )
-            if now_s >= began_s + _LONG_WAIT_S and not is_told:
-                is_told = True
-                _log().warning(
-                    "waiting for %s, which another process has locked", self.path
-                )
+                why = "another process has its lock"
+                raise BlockingIOError(errno.EWOULDBLOCK, why, self.path)
+            if now_s >= began_s + _LONG_WAIT_S:
+                _warn_once(f"waiting for {self.path}, which another process has locked")
             time.sleep(min(pause_s, until_s - now_s))
 
     def close(self) -> None:
-        """Unlock and close the file. Closing alone is not enough: a forked child's copy of the
-        descriptor would keep the lock."""
-        fd = self.fd
-        if fd is None:
-            return
-        if self._pid != os.getpid():  # _after_fork_in_child() closes the child's copy
-            self.fd = None
-            return
-        with suppress(OSError, AttributeError):  # flock does not work here
-            fcntl.flock(fd, fcntl.LOCK_UN)
-        # before os.close() frees the number for another file
-        _open_lock_fds.discard(fd)
-        # Not earlier: if Ctrl-C ends close() before this line, __del__() closes the descriptor.
-        self.fd = None
+        """Unlock and close the file. A forked child only closes its copy."""
+        # Closing alone is not enough: the copy of a forked child would keep the lock.
         try:
-            os.close(fd)
+            try:
+                if fcntl and self.fd is not None and os.getpid() == _process_id:
+                    fcntl.flock(self.fd, fcntl.LOCK_UN)
+            finally:
+                super().close()
         except OSError as error:
-            # the work under the lock is done, so ignore a disk error
+            # the work under the lock is done, or flock does not work here
             _raise_if_no_errno(error)
 
 
@@ -1356,11 +1244,8 @@ _fork_hooks: weakref.WeakKeyDictionary[Any, Callable[[Any], None]] = (
 
 
 def _after_fork_in_child() -> None:
-    """Close a forked child's copies of the parent's locks, because these locks must end with the
-    parent. Then call the functions in _fork_hooks."""
+    """Call the functions in _fork_hooks, which also close the child's copies of locks."""
     global _process_id  # noqa: PLW0603
-    while _open_lock_fds:
-        os.close(_open_lock_fds.pop())
     for owner, hook in [*_fork_hooks.items()]:
         hook(owner)
     # Last: if Ctrl-C ends this function, _notice_fork() calls it again.
@@ -1368,7 +1253,7 @@ def _after_fork_in_child() -> None:
 
 
 def _notice_fork() -> None:
-    """Call _after_fork_in_child() if this process was forked, and Python did not see the fork."""
+    """Call _after_fork_in_child() after a fork that Python did not see."""
     if os.getpid() != _process_id:
         _after_fork_in_child()
 
@@ -1460,17 +1345,17 @@ class _Files:
     """The files of one data_dir. Paths are relative to data_dir, as in "pending/<id>".
 
     is_durable: the setting sync_after_write.
-    parts: the classes of the lease directory, the keys and the ticket numbers for this file system.
+    parts: the classes of the lease directory and of the keys for this file system.
     clock: the queue clock, which sets this attribute. The _Files of a TicketQueue has no clock.
     """
 
     parts: Any
-    # True: it is certain that only this kernel writes to the file system
-    is_local = False
+    # is_local: it is certain that only this kernel writes to the file system. is_shared: other
+    # hosts may write to it.
+    is_local = is_shared = False
     clock: _QueueClock
     # True: it is certain that no other host sees a file that is renamed before it is closed
     syncs_after_rename = False
-    lock_class = _FileLock
 
     def __init__(self, root: _OpenFile, is_durable: bool) -> None:
         self.path = root.path
@@ -1715,7 +1600,7 @@ class _Files:
         if fcntl is None:
             raise OSError(errno.ENOTSUP, _NO_FLOCK, f"{self.path}/{path}")
         directory, _, name = path.rpartition("/")
-        return self.lock_class(self.dirs[directory], name, flags, self.lock_mode)
+        return _FileLock(self.dirs[directory], name, flags, self.lock_mode)
 
     def lock_dir(self, directory: str) -> _FileLock:
         return _FileLock(self.root, directory, _DIR_FLAGS)
@@ -1827,7 +1712,7 @@ class _Files:
         try:
             os.replace(name, new_name, src_dir_fd=old.fd, dst_dir_fd=new.fd)
         except OSError as error:
-            # RACE: another thread has refreshed the directories.
+            # RACE (Shrinking): another thread has refreshed the directories.
             if error.errno not in _MISSING_ERRNOS or not (
                 self.dirs.refresh()
                 or dirs.get(directory, old) is not old
@@ -2346,7 +2231,7 @@ class _Worker:
         self.length_ns = queue._length_ns
         self.poll_interval_s = queue.poll_interval_s
         self.batch = _Batch(self)
-        lease_dir_class, keys_class, _ = files.parts
+        lease_dir_class, keys_class = files.parts
         self.lease_dir: _LeaseDir = lease_dir_class(self)
         self.keys: _Keys = keys_class(self)
         self.maintenance = _Maintenance(self)
@@ -3071,7 +2956,7 @@ class FemtoQueue:
     ) -> None:
         """Open the queue, and make data_dir (mode 0700) if it is missing.
 
-        node_id:  1 to 100 of A-Z a-z 0-9 . _ -, but not "." or "..". None: a new name.
+        node_id:  1 to 100 of A-Z a-z 0-9 . _ -. None: a new name.
         timeout_stale_ms:  the milliseconds of a lease. None: no deadline. After a reboot, only a
             restart under the same node_id or the command `release` ends such a lease.
         sync_after_write:  True: what a call did survives power loss. False: only killed processes.
@@ -3087,10 +2972,10 @@ class FemtoQueue:
         self._length_ns = _lease_length_ns(
             "timeout_stale_ms", timeout_stale_ms, _FOREVER_NS
         )
-        _not_negative("retry_delay_s", retry_delay_s)
-        _positive("poll_interval_s", poll_interval_s)
+        _check_number("retry_delay_s", retry_delay_s)
+        _check_number("poll_interval_s", poll_interval_s, 1e-6)
         if not isinstance(keep_done, bool):
-            _not_negative("keep_done", keep_done)
+            _check_number("keep_done", keep_done)
         _check_max_attempts(max_attempts)
         self.data_dir = data_dir
         self.timeout_stale_ms = timeout_stale_ms
@@ -3641,7 +3526,7 @@ class FemtoQueue:
         Raises ValueError or TypeError if an argument is invalid, and the OSError of the system
         call.
         """
-        _not_negative("older_than_s", older_than_s)
+        _check_number("older_than_s", older_than_s)
         given = {states} if isinstance(states, str) else set(states)
         if not given <= {*_ENDED}:
             raise ValueError(
@@ -5138,48 +5023,14 @@ class _Inspector:
 # 19. Tickets: first come, first served, between processes.
 #    A line is a directory. A member is a participant in the line; its ticket is a file, which the
 #    member keeps locked.
-#    Invariant: a ticket's file is locked before the file gets the name of a ticket. A member draws
-#    its number, and locks and renames its file, while it holds the lock of the file "last". A lock
-#    that has ended is never taken again. So any process may remove the ticket of a dead member.
+#    Invariant: a file is locked before it gets the name of a ticket. A lock that has ended is never
+#    taken again. So any process may remove the ticket of a dead member.
 # ==================================================================================================
 
-# how often a member draws another number: see _join_with() and check()
-_MAX_REDRAWS = 8
+# how often a member tries again to take a ticket, and a TicketQueue to open its directory
+_MAX_REDRAWS = 30
 _REDRAW_PAUSE_S = 0.01
 _REDRAW_ERRNOS = (*_MISSING_ERRNOS, errno.EEXIST, errno.ENOTSUP)
-
-
-class _Numbers:
-    """The numbers of the tickets in a line. The file "last" holds the number that was drawn last.
-    The caller of each method holds the lock of "last"."""
-
-    # The part of stale_timeout after which another host may be about to pass over a ticket that was
-    # not touched. On a local file system, no host does.
-    late_part = _FOREVER_S
-
-    def __init__(self, files: _Files) -> None:
-        self._files = files
-
-    def draw(self, last: _FileLock, highest: int) -> int:
-        """Return the next number, and write it to "last". highest: the highest number in line.
-        Raises OSError if this user may only read "last"."""
-        if last.refused is not None:
-            raise last.refused
-        fd = last.fd or 0
-        text = os.read(fd, 20)  # after power loss the file may be empty or damaged
-        number = max(int(text) if text.isdigit() else 0, highest) + 1
-        os.pwrite(fd, b"%020d" % number, 0)
-        return number
-
-    def check(self, number: int) -> None:
-        """Do nothing: on a local file system, every object heeds our lock of "last"."""
-
-    def remove_dir(self) -> None:
-        self._files.unlink("last")
-        # RACE: another process may make a new "last" now. Then the directory stays. It also stays
-        # if it is a mount point.
-        with suppress(OSError):
-            os.rmdir(self._files.path)
 
 
 class _HeldTicket:
@@ -5189,17 +5040,17 @@ class _HeldTicket:
     had_turn = False  # True: is_head() has found this ticket to be the first in line
 
     def __init__(self, member: str, lock: _FileLock, touched_s: float) -> None:
-        self.member, self.lock, self.touched_s = member, lock, touched_s
+        self.member = member
+        self.lock = lock
+        self.touched_s = touched_s
 
 
-def _despite_cleanup(step: Callable[[], _Found], path: str) -> _Found:
-    """Call step() until it does not raise FileNotFoundError, because maybe_cleanup() in another
-    process removed the directory. Raises FileNotFoundError after _MAX_REPLACED calls: the path is
-    most likely a broken link."""
-    for _ in range(_MAX_REPLACED):
+def _open_line(path: str) -> _Files:
+    for _ in range(_MAX_REDRAWS):
+        # RACE (Tickets): another process's maybe_cleanup() removes it before it is opened here.
         with suppress(FileNotFoundError):
-            return step()
-    raise _os_error(errno.ENOENT, path)
+            return _open_files(path, is_durable=False)
+    raise _os_error(errno.ENOENT, path)  # most likely a broken link
 
 
 class TicketQueue:
@@ -5223,20 +5074,18 @@ class TicketQueue:
         self, queue_dir: str | os.PathLike[str], stale_timeout: float | None = None
     ) -> None:
         self._held_tickets: dict[str, _HeldTicket] = {}  # by member
+        self._stale_s = _FOREVER_S
         if stale_timeout is not None:
-            _positive("stale_timeout", stale_timeout)
+            self._stale_s = _check_number("stale_timeout", stale_timeout, 1e-6)
         self.queue_dir = queue_dir
         self.stale_timeout = stale_timeout
-        path = _check_dir("queue_dir", queue_dir)
-        boot_id = _read_boot_id() or (
-            os.uname().nodename if hasattr(os, "uname") else ""
-        )
-
-        self._files = _despite_cleanup(
-            lambda: _open_files(path, is_durable=False), path
-        )
-        self._boot = _boot_tag(boot_id, self._files.root)
-        self._numbers: _Numbers = self._files.parts[-1](self._files)
+        self._files = _open_line(_check_dir("queue_dir", queue_dir))
+        self._boot = _boot_tag(_read_boot_id() or "", self._files.root)
+        # RACE (SharedTickets): another host finds a ticket stale, and is about to take the turn.
+        # Then the member touches the ticket, too late, and finds it first in line. So the member
+        # gives up a ticket that was not touched for so long. A quarter is left for clocks that
+        # differ.
+        self._late_s = 0.75 * self._stale_s if self._files.is_shared else _FOREVER_S
         _fork_hooks[self] = TicketQueue._after_fork
 
     def _after_fork(self) -> None:
@@ -5248,48 +5097,49 @@ class TicketQueue:
 
     def register(self) -> tuple[int, str]:
         """Take the next ticket, and return its number, and the name of its file in queue_dir. The
-        number is 1 or more. The name stands for the member: pass it to remove(). The call blocks
-        only while another process or thread takes a ticket, or runs maybe_cleanup(). Raises
-        OSError, also if this host was cut off from the network again and again."""
+        number is one more than the highest in line, and 1 if nobody is in line. The name stands for
+        the member: pass it to remove(). The call blocks only while another process or thread takes
+        a ticket, or runs maybe_cleanup(). Raises OSError, also if this host was cut off from the
+        network again and again."""
         held = self._join_line(_FOREVER_S)
         # If Ctrl-C comes before this line, the lock ends with the last reference to `held`.
         self._held_tickets[held.member] = held
         return _stamp_of(held.member), held.member
 
     def _join_line(self, until_s: float) -> _HeldTicket:
-        """Take the next ticket. Raises BlockingIOError if the lock of "last" is not free at the
-        time until_s (monotonic clock)."""
+        """Take the next ticket. Raises BlockingIOError as acquire_exclusive() does."""
         _notice_fork()
         redraws = 0
         while True:
             try:
-                with self._locked(until_s) as last:
-                    return self._join_with(last)
+                _make_dir(self._files.path, 0o700, sync=False)
+                with self._locked(until_s):
+                    return self._join_locked()
             except OSError as error:
                 redraws += 1
                 if redraws > _MAX_REDRAWS or error.errno not in _REDRAW_ERRNOS:
                     raise
             time.sleep(_REDRAW_PAUSE_S)
 
-    def _join_with(self, last: _FileLock) -> _HeldTicket:
-        """Take the next ticket. The caller holds the lock of "last"."""
-        # RACE: this host is cut off from the network, and loses the lock of "last" without notice.
-        # Another host draws a number, or removes the new file as a leftover. Then OSError is raised
-        # with one of _REDRAW_ERRNOS, and the caller tries again. ENOTSUP is among them: flock()
-        # raises EBADF for a removed file (NFS), which acquire_exclusive() turns into ENOTSUP.
-        number = self._numbers.draw(
-            last, max(map(_stamp_of, self._tickets()), default=0)
-        )
+    def _join_locked(self) -> _HeldTicket:
+        """Take the next ticket. The caller is in _locked()."""
+        number = max(map(_stamp_of, self._tickets()), default=0) + 1
         began_s = time.time()
         name = f"{number:020d}~{self._boot}~{os.urandom(8).hex()}"
         lock = self._files.open_lock(f".{name}")
+        # RACE (SharedTickets): this host is cut off from the network, and loses the lock of "last"
+        # without notice. Another host then removes the new file as a leftover. Or it draws the same
+        # number or a higher one, and may have its turn now: our ticket would give this member a
+        # turn at the same time. In both cases an error of _REDRAW_ERRNOS is raised. ENOTSUP: on
+        # NFS, flock() of a removed file raises EBADF.
         try:
             lock.acquire_exclusive()
             self._files.move(f".{name}", name)
-            self._numbers.check(number)
+            if sum(_stamp_of(it) >= number for it in self._tickets()) > 1:
+                why = "another host was faster"
+                raise FileExistsError(errno.EEXIST, why, self._files.path)
         except BaseException:
-            # If the file was not renamed, its name still begins with ".", and the next _locked(),
-            # in any process, removes it.
+            # if the file was not renamed, the next _locked(), in any process, removes it
             self._files.remove(name)
             lock.close()
             raise
@@ -5319,7 +5169,7 @@ class TicketQueue:
                     self.remove(member)
                 return False
             # Compare the whole name. If our ticket was removed, another ticket may have the same
-            # number, because the numbers start again after maybe_cleanup().
+            # number.
             is_first = member == first
             held.had_turn |= is_first
         return is_first
@@ -5354,19 +5204,24 @@ class TicketQueue:
         return not any(map(self._lives, self._tickets()))
 
     def maybe_cleanup(self) -> bool:
-        """Remove queue_dir if no living member is in line, and return whether it was removed. After
-        a removal, the numbers start at 1 again.
+        """Remove queue_dir if no living member is in line, and return whether it was removed.
 
         Returns False if queue_dir does not exist, has other files, or is on a file system that
-        other hosts write to. Also returns False if a register() that waited has made queue_dir
-        again.
+        other hosts write to.
         """
-        if not os.path.isdir(self._files.path):
+        # Another host could open and lock a removed "last" for a while, and two hosts would hold
+        # the lock of one line.
+        if self._files.is_shared:
             return False
-        with self._locked():
+        with suppress(FileNotFoundError), self._locked():
             if self.is_empty() and self._files.names("") == ["last"]:
-                self._numbers.remove_dir()
-        return not os.path.isdir(self._files.path)
+                self._files.unlink("last")
+                # RACE (Tickets): another process makes a new "last" now. Then the directory stays.
+                # It also stays if it is a mount point.
+                with suppress(OSError):
+                    os.rmdir(self._files.path)
+                    return True
+        return False
 
     @contextmanager
     def turn(self, timeout: float | None = None) -> Iterator[int]:
@@ -5380,18 +5235,15 @@ class TicketQueue:
         is_head() tells this: turn() does not interrupt the block. Raises OSError as register()
         does, and ValueError or TypeError for an invalid timeout.
         """
-        end_s = (
-            float("inf")
-            if timeout is None
-            else time.monotonic() + _finite("timeout", timeout)
-        )
+        end_s = _end_s(timeout)
         late = TimeoutError(f"no turn within {timeout} s")
         try:
             held = self._join_line(end_s)
         except BlockingIOError as error:
             raise late from error
         over = threading.Event()
-        member, ticket = held.member, _stamp_of(held.member)
+        member = held.member
+        ticket = _stamp_of(member)
         try:
             self._held_tickets[member] = held
             if self.stale_timeout is not None:
@@ -5429,65 +5281,52 @@ class TicketQueue:
         return type(self), (self._files.path, self.stale_timeout)
 
     def _touch_until(self, member: str, over: threading.Event) -> None:
+        # By its name: a reference to the ticket would keep its lock, if Ctrl-C ends turn().
         pause_s = min(self._stale_s / 4, threading.TIMEOUT_MAX)
         while not over.wait(pause_s) and (held := self._held_tickets.get(member)):
             with suppress(OSError):  # the next round tries again
                 self._touch(held)
 
     def _touch(self, held: _HeldTicket) -> bool:
-        """Touch the file of a ticket. Return False if the touch came too late, so that another host
-        may have passed the ticket over, or if the ticket was given up."""
+        """Touch the file of a ticket. Return False if the touch came too late, or if the ticket was
+        given up."""
         began_s = time.time()
-        # RACE: another thread gives the ticket up, and closes its file. Then os.utime() raises
-        # EBADF or EINVAL.
+        # RACE (Tickets): another thread gives the ticket up, and closes its file. Then os.utime()
+        # raises EBADF or EINVAL.
         with _ignore_missing(errno.EBADF, errno.EINVAL):
-            os.utime(held.lock.fd or 0)  # this may take long, so the time is read again
-            if time.time() - held.touched_s <= self._numbers.late_part * self._stale_s:
+            os.utime(
+                held.lock.fd or -1
+            )  # this may take long, so the time is read again
+            if time.time() - held.touched_s <= self._late_s:
                 held.touched_s = began_s
                 return True
         return False
 
-    @property
-    def _stale_s(self) -> float:
-        return float("inf") if self.stale_timeout is None else self.stale_timeout
-
     @contextmanager
-    def _locked(self, until_s: float = _FOREVER_S) -> Iterator[_FileLock]:
-        """Hold the lock of the file "last", and yield that lock. until_s: as in _join_line()."""
-        lock = _despite_cleanup(lambda: self._lock_last(until_s), self._files.path)
-        try:
-            # CRASH: a process dies in _join_with(), after open_lock() and before the rename, and
-            # leaves a file whose name begins with ".". Such a file is needed only under the lock of
-            # "last", so each of them is a leftover here.
+    def _locked(self, until_s: float = _FOREVER_S) -> Iterator[None]:
+        """Hold the lock of the file "last" for the block. Raises as acquire_exclusive() does, and
+        FileNotFoundError if queue_dir is missing."""
+        self._files.dirs.refresh()
+        with closing(self._files.open_lock("last")) as lock:
+            lock.acquire_exclusive(until_s)
+            if not lock.is_at_path():
+                # RACE (Tickets): maybe_cleanup() removed the file while we waited.
+                raise _os_error(errno.ENOENT, lock.path)
+            # CRASH (Tickets): a process dies in _join_locked(), after open_lock() and before the
+            # rename. Its file is needed only under the lock of "last", so it is a leftover here.
             for name in self._files.names(""):
                 if name[0] == "." and _parse_ticket(name[1:]):
                     self._files.unlink_if_exists(name)
-            yield lock
-        finally:
-            lock.close()
-
-    def _lock_last(self, until_s: float) -> _FileLock:
-        try:
-            self._files.dirs.refresh()
-            lock = self._files.open_lock("last")
-        except FileNotFoundError:  # RACE: maybe_cleanup() has removed the directory
-            _make_dir(self._files.path, 0o700, sync=False)
-            raise
-        lock.acquire_exclusive(until_s)
-        if not lock.is_at_path():
-            # RACE: maybe_cleanup() removed the file while we waited
-            raise _os_error(errno.ENOENT, lock.path)
-        return lock
+            yield
 
     def _tickets(self) -> list[str]:
         self._files.dirs.refresh()  # another process may have made the directory anew
         return sorted(filter(_parse_ticket, self._files.names("")))
 
     def _lives(self, member: str) -> bool:
-        """Return whether a member lives. If not, remove its ticket. For a member of this boot, or
-        if only this kernel uses the line, the lock decides, else the last touch."""
+        """Return whether a member lives. If not, remove its ticket."""
         with _ignore_missing():
-            # RACE: the member or another process removed the ticket
+            # RACE (Tickets): the member or another process removed the ticket
             with closing(self._files.open_lock(member, os.O_RDWR)) as lock:
                 if member.split("~")[1] == self._boot or self._files.is_local:
                     is_dead = lock.try_exclusive()
@@ -5523,7 +5362,6 @@ class TicketQueue:
 #    The overrides, the facts that make them necessary, and the file systems ("both": NFS and
 #    GlusterFS):
 #
-#      _SharedLock.reading_is_enough         flock (NFS)
 #      _SharedFiles.beginning, sync_file     replaced (GlusterFS)
 #      _SharedFiles.open_lock                replaced (GlusterFS)
 #      _SharedFiles.lstat                    stale (NFS), replaced (GlusterFS)
@@ -5536,9 +5374,8 @@ class TicketQueue:
 #      _SharedKeys._linked                   stale, flock (both), healed (GlusterFS)
 #      _SharedKeys._link_or_give_way         flock (both), healed (GlusterFS)
 #      _SharedKeys.claim_wait_s              an outage lasts for seconds (both)
-#      _SharedNumbers.draw, remove_dir       stale, flock (both)
-#      _SharedNumbers.check                  flock (both)
-#      _SharedNumbers.late_part              a host may be cut off or stopped for long (both)
+#
+#    A TicketQueue asks is_shared for the same reasons.
 #
 #    Without flock (Python has no module fcntl), the leases of a worker that died or was closed end
 #    at their deadlines only. Tasks with a key and tickets are not available.
@@ -5566,7 +5403,7 @@ def _open_files(data_dir: str, is_durable: bool) -> _Files:
     if fs_type not in (0, *_LOCAL_TYPES):
         return _SharedFiles(root, is_durable, fs_type)
     files = _Files(root, is_durable)
-    files.parts = _LeaseDir, _Keys, _Numbers
+    files.parts = _LeaseDir, _Keys
     files.syncs_after_rename = fs_type in _LOCAL_TYPES
     # An overlay is not certainly local: its upper directory may also be used by its own path, and
     # locks taken there do not exclude locks taken through the overlay.
@@ -5605,19 +5442,15 @@ def _afresh(look: _Method) -> _Method:
     return call  # type: ignore[return-value]
 
 
-class _SharedLock(_FileLock):
-    # NFS turns flock() into a lock on a range of bytes. An exclusive lock of this kind needs a
-    # descriptor that is open for writing.
-    reading_is_enough = False
-
-
 class _SharedFiles(_Files):
     """The steps on files that other hosts use, too. is_fuse: it counts as GlusterFS."""
+
+    is_shared = True
 
     def __init__(self, root: _OpenFile, is_durable: bool, fs_type: int) -> None:
         super().__init__(root, is_durable)
         self.is_fuse = fs_type == _FUSE_TYPE
-        self.parts = _SharedLeaseDir, _SharedKeys, _SharedNumbers
+        self.parts = _SharedLeaseDir, _SharedKeys
 
     # Looking
 
@@ -5625,7 +5458,6 @@ class _SharedFiles(_Files):
     _read_once = _afresh(_Files.read)
     sync_file = _afresh(_Files.sync_file)
     open_lock = _afresh(_Files.open_lock)
-    lock_class = _SharedLock
 
     def _refresh(self, directory: str) -> None:
         """Have the names in a directory looked up anew (close-to-open, see nfs(5))."""
@@ -5757,44 +5589,6 @@ class _SharedKeys(_Keys):
             return None
         self._quarantine_second(lease, older)
         return behind
-
-
-class _SharedNumbers(_Numbers):
-    """The last number is in the name of an empty file, last~<number>. If two hosts hold the lock
-    of "last" (flock), one of their renames fails."""
-
-    # RACE (SharedTickets): another host finds this member's ticket stale, and is about to remove
-    # it. Then the member touches the ticket, too late, and finds it first in line. So the member
-    # gives up a ticket that was not touched for three quarters of stale_timeout. The last quarter
-    # is for clocks that differ.
-    late_part = 0.75
-    _parse = re.compile(r"last~[0-9]{20}").fullmatch
-
-    def draw(self, last: _FileLock, highest: int) -> int:
-        noted = self._last_name()
-        number = max(int(noted[5:] or 0), highest) + 1
-        if noted:
-            # Not _SharedFiles.move(): if two hosts draw, one of the renames must fail.
-            _Files.move(self._files, noted, f"last~{number:020d}")
-        else:
-            os.close(self._files.create(f"last~{number:020d}"))
-        return number
-
-    def _last_name(self) -> str:
-        return max(filter(self._parse, self._files.names("")), default="")
-
-    def check(self, number: int) -> None:
-        """Raise FileExistsError if another host drew a higher number since draw()."""
-        # RACE (SharedTickets): this host lost the lock of "last" between draw() and the rename of
-        # the ticket (flock). Another host drew a higher number, and may have its turn now. The
-        # lower number would give this member a turn at the same time.
-        if self._last_name() > f"last~{number:020d}":
-            raise FileExistsError(
-                errno.EEXIST, "another host was faster", self._files.path
-            )
-
-    def remove_dir(self) -> None:
-        """Do nothing: two hosts could lock the removed "last" (stale) and a new one."""
 
 
 # ==================================================================================================
