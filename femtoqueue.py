@@ -1634,8 +1634,8 @@ class _Files:
         target = new.prefix + name
         try:
             fd = os.open(source, _CREATE_FLAGS, self._file_mode, dir_fd=old.fd)
-        except OSError as error:
-            raise self.named(error, f"creating/{new_name}") from None
+        except OSError:
+            fd = self.create(f"creating/{new_name}")
         try:
             try:
                 # CRASH (Crash): before the rename, the file in creating/ is no task, and is removed
@@ -1664,6 +1664,9 @@ class _Files:
             raise
 
     def create(self, path: str) -> int:
+        with suppress(FileNotFoundError):
+            return self._call(os.open, path, _CREATE_FLAGS, self._file_mode)
+        self.dirs.refresh()  # the directory was replaced
         return self._call(os.open, path, _CREATE_FLAGS, self._file_mode)
 
     @contextmanager

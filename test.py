@@ -8182,6 +8182,17 @@ class Shrinking(QueueCase):
         clock.advance(2)
         self.assertEqual(popped(q).data, b"x")
 
+    def test_push_succeeds_though_creating_was_just_replaced(self) -> None:
+        """A push whose open creating/ was removed writes into the new one."""
+        self.clock().stand_still()
+        q = self.queue()
+        q.push(b"1")
+        for push in (q.push, functools.partial(q.push, key="k")):
+            os.rmdir(self.file("creating"))
+            os.mkdir(self.file("creating"))
+            push(b"2")
+        self.assertEqual(self.drain(q), [b"1", b"2", b"2"])
+
     def test_join_does_not_miss_a_task_that_moves_while_pending_is_replaced(
         self,
     ) -> None:
