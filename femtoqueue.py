@@ -7779,11 +7779,10 @@ def _show_command(options: Any) -> None:
 
     Example: femtoqueue show jobs 01795243500123456789-0a1b2c3d4e5f6071
     """
-    ident = _id_of(options.id)
     q = _open_queue(options)
-    task = q.peek(ident)
+    task = q.peek(_id_of(options.id))
     if task is None:
-        raise TaskNotFound(f"no task {ident}")
+        raise TaskNotFound(f"no task {options.id}")
     if not options.payload:
         row = _task_row(q, task)
         del row["data_preview"]
