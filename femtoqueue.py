@@ -147,15 +147,15 @@ __version__ = "1.0.0"
 
 # ==================================================================================================
 # 1. System: system calls and constants that Python lacks, open directories, and small helpers.
-#    Invariant: the functions time.time() and time.monotonic() are looked up in the module `time` at
-#    each call, because a program under test may replace them. A replaced clock may stand still.
+#    Invariant: time.time() and time.monotonic() are looked up in the module `time` at each call,
+#    because a program under test may replace them. A replaced clock may stand still.
 # ==================================================================================================
 
-# The values of f_type (statfs(2)) for which one syncfs(2) makes all tasks of a push_many() durable:
-# ext2 to ext4, xfs, btrfs, f2fs, tmpfs.
+# The f_type of file systems where one syncfs(2) makes all tasks of a push_many() durable: ext2 to
+# ext4, xfs, btrfs, f2fs, tmpfs.
 _SYNCFS_TYPES = frozenset({0xEF53, 0x58465342, 0x9123683E, 0xF2F52010, 0x01021994})
-# _LOCAL_TYPES adds overlay, zfs, bcachefs and ramfs. Only this kernel writes to a file system of
-# one of the local types, so inotify reports every change.
+# Only this kernel writes to these, so inotify reports every change. It adds overlay, zfs, bcachefs
+# and ramfs.
 _OVERLAY_TYPE = 0x794C7630
 _LOCAL_TYPES = _SYNCFS_TYPES | {_OVERLAY_TYPE, 0x2FC12FC1, 0xCA451A4E, 0x858458F6}
 
@@ -163,8 +163,7 @@ _OUT_OF_SPACE_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
 _REFUSED_ERRNOS = (errno.EACCES, errno.EPERM, errno.EROFS)
 # Errors of a call that makes a file. EISDIR: a person made a directory with the name of the file.
 _NO_WRITE_ERRNOS = (*_OUT_OF_SPACE_ERRNOS, *_REFUSED_ERRNOS, errno.EISDIR)
-# Errors that concern one file: another user's file in a sticky directory, an immutable file, a
-# directory or a link with the name of a task.
+# Errors of one file: another user's in a sticky directory, an immutable one, a directory, a link.
 _ONE_FILE_ERRNOS = (
     errno.EACCES,
     errno.EPERM,
@@ -172,7 +171,7 @@ _ONE_FILE_ERRNOS = (
     errno.ENOTEMPTY,
     errno.ELOOP,
 )
-# This process, or the system, has no descriptor or no memory left. The file itself is in order.
+# no descriptor or no memory is left; the file itself is in order
 _TRANSIENT_ERRNOS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 # ESTALE: another host removed the file that our descriptor refers to (NFS, GlusterFS).
 _MISSING_ERRNOS = (errno.ENOENT, errno.ESTALE)
@@ -192,8 +191,7 @@ def _wall_ns() -> int:
 
 
 def _latest_due_ns() -> int:
-    """Return the latest time that counts as due. A float of time.time() * 1e6 is only exact to
-    about 240 ns, so a microsecond is allowed for."""
+    # A microsecond is allowed for: a float of time.time() * 1e6 is only exact to about 240 ns.
     return _wall_ns() + 1000
 
 
@@ -211,12 +209,12 @@ def _log() -> logging.Logger:
     return logging.getLogger("femtoqueue")
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache
 def _warn_once(text: str) -> None:
     _log().warning("%s", text)
 
 
-@functools.lru_cache(maxsize=1)
+@functools.cache
 def _libc() -> Any:
     """Return the C library on Linux; None elsewhere, or if ctypes can't load it."""
     with suppress(ImportError, OSError):
@@ -232,20 +230,16 @@ def _os_error(code: int, path: str) -> OSError:
 
 
 def _call_libc(name: str, path: str, *args: object) -> None:
-    """Make a system call that returns 0 on success. Raises OSError for `path` if the call fails,
-    with ENOSYS where the C library does not have the call."""
-    call = getattr(_libc(), name, None)
-    if call is None:
-        raise _os_error(errno.ENOSYS, path)
+    """Make a system call that returns 0 on success. Raises OSError for `path` if the call fails.
+    _libc() must not be None."""
     import ctypes
 
-    if call(*args):
+    if getattr(_libc(), name)(*args):
         raise _os_error(ctypes.get_errno(), path)
 
 
 def _fs_type(directory: _OpenFile) -> int:
-    """Return the type of the file system of a directory: f_type of fstatfs(2), or 0 where _libc()
-    is None."""
+    """Return f_type of fstatfs(2), or 0 where _libc() is None."""
     if _libc() is None:
         return 0
     import ctypes
@@ -257,7 +251,6 @@ def _fs_type(directory: _OpenFile) -> int:
 
 
 def _read_boot_id() -> str | None:
-    """Return a text that identifies this boot, or None where this process can't read one."""
     path = "/proc/sys/kernel/random/boot_id"
     # OSError: not Linux, or no /proc, or hidden by ProcSubset=pid of systemd.
     with suppress(OSError), open(path, encoding="ascii") as file:
@@ -266,14 +259,12 @@ def _read_boot_id() -> str | None:
 
 
 def _boot_tag(boot_id: str, directory: _OpenFile) -> str:
-    """Return 8 hex digits that stand for a boot id and for the file system of a directory. If both
-    are the same for two processes, these processes see each other's flocks."""
+    """Return 8 hex digits. Processes that get the same ones see each other's flocks."""
     return f"{binascii.crc32(f'{boot_id} {directory.status().st_dev}'.encode()):08x}"
 
 
 class _OpenFile:
-    """The open file or directory `name`, in the directory `parent`. It is closed with the last
-    reference at the latest.
+    """An open file or directory. It is closed with the last reference at the latest.
 
     A call names a file in an open directory by `prefix + name` and `dir_fd=fd`. Where the system
     has no such calls (Windows), fd is None, and prefix is the path of the directory."""
@@ -284,8 +275,9 @@ class _OpenFile:
     def __init__(
         self, parent: _OpenFile | None, name: str, flags: int = _DIR_FLAGS
     ) -> None:
-        self.parent: _OpenFile | None = parent
-        self.name = name
+        # data_dir has no parent: its name is a path
+        self.parent = parent
+        self.name = parent.prefix + name if parent else name
         self.path: str = os.path.join(parent.path, name) if parent else name
         try:
             if _HAS_DIR_FDS:
@@ -298,21 +290,18 @@ class _OpenFile:
                 error.filename = self.path
             raise
 
-    def _open(self, flags: int) -> int:
-        if self.parent is None:
-            return os.open(self.name, flags)
-        return os.open(self.parent.prefix + self.name, flags, dir_fd=self.parent.fd)
+    def _open(self, flags: int, mode: int = 0) -> int:
+        dir_fd = self.parent.fd if self.parent else None
+        return os.open(self.name, flags, mode, dir_fd=dir_fd)
 
     def status(self) -> os.stat_result:
         return os.stat(self.path if self.fd is None else self.fd)
 
     def is_at_path(self) -> bool:
-        """Say whether this file is still the one of its name."""
         with _ignore_missing():
-            if self.parent is None or self.fd is None:
-                return os.path.samestat(os.stat(self.path), self.status())
-            found = os.lstat(self.name, dir_fd=self.parent.fd)
-            return os.path.samestat(found, os.fstat(self.fd))
+            dir_fd = self.parent.fd if self.parent else None
+            found = os.lstat(self.name, dir_fd=dir_fd)
+            return os.path.samestat(found, self.status())
         return False
 
     def close(self) -> None:
@@ -326,27 +315,24 @@ class _OpenFile:
             self.close()
 
 
-def _follow_owner(fd: int | None, data_dir: os.stat_result, mode: int) -> None:
-    """Give a file or directory that this process has just made a mode, and the owner and group of
-    data_dir as far as this user may set them. All users of the queue need the file."""
-    if fd is None:
-        return
+def _follow_owner(fd: Any, data_dir: os.stat_result, mode: int) -> None:
+    """Set the mode of a file that this process has just made, and as far as possible its owner and
+    group: those of data_dir."""
     with suppress(OSError, AttributeError):  # AttributeError: not POSIX
+        user = os.geteuid()
         made = os.fstat(fd)
-        # RACE: between mkdir() and open(), a member of the queue replaces the new directory by
-        # another one, which may be a private directory of this user.
-        if made.st_uid != os.geteuid() or (
-            stat.S_ISDIR(made.st_mode) and os.listdir(fd)
-        ):
+        # RACE (Trust): between mkdir() and open(), a member of the queue replaces the new directory
+        # by another one, which may be a private directory of this user.
+        is_own = made.st_uid == user
+        if not is_own or (stat.S_ISDIR(made.st_mode) and os.listdir(fd)):
             return
         with suppress(OSError):  # this user is not a member of the group
-            os.fchown(fd, data_dir.st_uid if os.geteuid() == 0 else -1, data_dir.st_gid)
+            os.fchown(fd, -1 if user else data_dir.st_uid, data_dir.st_gid)
         os.fchmod(fd, mode)
 
 
 def _make_dir(path: str, mode: int, sync: bool) -> None:
-    """Make a directory and its missing parents, unless the directory exists. With `sync`, the new
-    directories survive power loss."""
+    """Make a directory and its missing parents. With `sync`, they survive power loss."""
     parent = os.path.dirname(path)
     if parent not in ("", path) and not os.path.lexists(parent):
         _make_dir(parent, 0o777, sync)
@@ -357,7 +343,7 @@ def _make_dir(path: str, mode: int, sync: bool) -> None:
 
 
 def _sync_path(path: str) -> None:
-    """Sync a directory by its path. Elsewhere than on POSIX, directories can't be synced."""
+    # elsewhere than on POSIX, directories can't be synced
     if os.name == "posix":
         fd = os.open(path, _ROOT_FLAGS)
         try:
@@ -366,33 +352,28 @@ def _sync_path(path: str) -> None:
             os.close(fd)
 
 
-class _ignore_missing:
-    """Suppress an OSError that says that a file or its directory does not exist, or whose errno is
-    in `others`.
+class _ignore_missing(AbstractContextManager[None]):
+    """Suppress an OSError of a missing file or directory, or with an errno in `others`."""
 
-    This is a class because the error that a generator's context manager suppresses stays in a
-    reference cycle on Python 3.12, and keeps the queue object of a frame alive."""
+    # Not a generator: on Python 3.12, the error that it suppresses stays in a reference cycle, and
+    # keeps the queue object of a frame alive.
 
     def __init__(self, *others: int) -> None:
         self._numbers = *_MISSING_ERRNOS, errno.ENOTDIR, *others
-
-    def __enter__(self) -> None:
-        pass
 
     def __exit__(self, kind: object, error: object, traceback: object) -> bool:
         return isinstance(error, OSError) and error.errno in self._numbers
 
 
 def _raise_if_no_errno(error: OSError) -> None:
-    """Raise `error` if it has no errno. Then it is not trouble with the disk: it may be the
-    TimeoutError of a signal handler, which is meant to end the call."""
+    # It may be the TimeoutError of a signal handler, which is meant to end the call.
     if error.errno is None:
         raise error
 
 
 def _for_each(act: Callable[[Any], object], items: Iterable[Any]) -> None:
-    """Call act() for each item. An error of one file is logged once, and passed over. Another
-    OSError is raised after the last item."""
+    """Call act() for each item. An error of one file is logged and passed over. Another OSError is
+    raised after the last item."""
     errors = []
     for item in items:
         try:
@@ -408,7 +389,7 @@ def _for_each(act: Callable[[Any], object], items: Iterable[Any]) -> None:
 
 
 def _handler_frames(error: BaseException) -> TracebackType | None:
-    """Return the traceback of an exception without the first frames, those of this file."""
+    """Return a traceback without the first frames, those of this file."""
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
         frames = frames.tb_next
@@ -416,8 +397,7 @@ def _handler_frames(error: BaseException) -> TracebackType | None:
 
 
 def _traceback_of(error: BaseException) -> str:
-    """Return the traceback of an exception as text. If odd fields of the exception keep Python
-    from formatting it, return its name alone."""
+    """Return a traceback as text, or the name of an exception that can't be formatted."""
     import traceback
 
     try:
@@ -434,11 +414,11 @@ def _check_str(name: str, value: object) -> str:
 
 
 def _no_op(*args: object) -> None:
-    """Do nothing: the default of a callback."""
+    """Do nothing."""
 
 
 def _backoff_s(first_s: float, longest_s: float) -> Iterator[float]:
-    """Yield pauses in seconds, each twice as long as the one before, up to longest_s."""
+    """Yield pauses, each twice as long as the one before, up to longest_s."""
     while True:
         yield min(first_s, longest_s)
         first_s *= 2
@@ -454,10 +434,8 @@ _State = Literal["pending", "scheduled", "inflight", "done", "failed"]
 _EndState = Literal["done", "failed"]
 STATES: tuple[_State, ...] = ("pending", "scheduled", "inflight", "done", "failed")
 _ENDED: tuple[_EndState, ...] = ("done", "failed")
-# The states of a task that has not ended, in the order of a search. A claim by pop(), or the
-# undoing of a claim, may move the task during the search. The search looks at the leases first and
-# again at the end, so it finds a task that makes one of these moves, but may miss one that makes
-# both.
+# The states of a task that has not ended, in the order of a search. The leases come twice: so a
+# search finds a task that is claimed or given back meanwhile, unless both happen.
 _LIVE = ("inflight", "scheduled", "pending", "inflight")
 _WAITING_DIRS = ("pending", "scheduled")
 _STATE_DIRS = ("creating", *_WAITING_DIRS, *_ENDED)  # made when the queue is opened
@@ -465,12 +443,8 @@ _STATE_DIRS = ("creating", *_WAITING_DIRS, *_ENDED)  # made when the queue is op
 # the year 2255: the largest number that a name may carry
 _MAX_STAMP_NS = 8_999_999_999_999_999_999
 _FOREVER_NS = 4 * 10**18  # 126 years: the longest lease
-# schedule() refuses due times from one second after the epoch to the end of 1972: most likely, such
-# a time was given in seconds or milliseconds, not in microseconds. Programs for version 0.4 pass
-# numbers near 0 for a task due at once.
-_REFUSED_DUE_NS = (10**9, 94_694_400 * 10**9)
-# September 2001. No queue clock starts earlier, so the times of a queue clock have 19 digits, and
-# new_id() and claim() put one "0" in front.
+# September 2001. No queue clock starts earlier, so its times have 19 digits, and new_id() and
+# claim() put one "0" in front.
 _EARLIEST_NS = 10**18
 _LATEST_CLOCK_NS = 5_680_281_600 * 10**9  # the year 2150
 _RELEASE_NS = 1_795_824_000 * 10**9  # 2026-11-28, the date of this release
@@ -484,11 +458,10 @@ _NS = "0[0-8][0-9]{18}"
 _ID = f"({_NS}-[0-9a-f]{{16}})"
 _ATTEMPTS = "([0-9]{1,6})"
 _BOOT = "([0-9a-f]{8})"
-# The form of names in pending/, done/ and failed/. A person may move a task from another directory
-# to one of these three, and keep the name.
+# a person may move a task to pending/, done/ or failed/, and keep the name
 _TASK_NAME = f"(?:{_NS}~{_ATTEMPTS}~(?:{_BOOT}~)?)?{_ID}"
-# The form of the names in data_dir (".") and in each of its directories. The form of a task's name
-# has three groups: attempts, boot and id.
+# The form of the names in data_dir (".") and in each of its directories. The three groups of a
+# task's name are attempts, boot and id.
 _FORMS = {
     state: re.compile(form).fullmatch
     for state, form in {
@@ -497,7 +470,6 @@ _FORMS = {
         "pending": _TASK_NAME,
         "scheduled": f"{_NS}~{_ATTEMPTS}~(){_ID}",
         "inflight": f"{_NS}~{_ATTEMPTS}~{_BOOT}~{_ID}",
-        # A newer payload. The tag of its id is the hash of a key.
         "keys": rf"(?:{_NS}~0~|update~)?()()({_NS}-[89a-f][0-9a-f]{{15}})",
         "checkpoints": f"()(){_ID}",
         "done": _TASK_NAME,
@@ -507,13 +479,13 @@ _FORMS = {
 }
 # the other form of a name in failed/
 _parse_reason = re.compile(rf"{_ID}\.error").fullmatch
-# The hash of a key, which is the other form of a name in keys/. A random tag does not match.
+# the other form of a name in keys/: the hash of a key
 _parse_tag = re.compile("[89a-f][0-9a-f]{15}").fullmatch
 _parse_id = re.compile(_ID).fullmatch
 _parse_old_task = re.compile("[0-9]+_(?:[0-9a-f]{16}|<built-in .*)").fullmatch  # of 0.4
 _parse_ticket = re.compile(r"[0-9]{20}~[0-9a-f]{8}~[0-9a-f]{16}").fullmatch
 _parse_node_dir = re.compile(r"inflight-([A-Za-z0-9._-]{1,100})").fullmatch
-# The text of the link keys/<hash>: the path of the key's task, and that of the payload behind it.
+# the text of the link keys/<hash>: the paths of the key's task and of the payload behind it
 _parse_link = re.compile(
     r"((?:pending|scheduled|inflight-[A-Za-z0-9._-]{1,100})/"
     rf"(?:{_NS}~[0-9]{{1,6}}~(?:[0-9a-f]{{8}}~)?)?{_ID})"
@@ -522,8 +494,8 @@ _parse_link = re.compile(
 
 
 class _Entry(NamedTuple):
-    """The file of a task: its directory, its name there, and the fields of the name. `attempts` is
-    None and `boot` is "" if the name does not have the field."""
+    """The file of a task, and the fields of its name. `attempts` is None and `boot` is "" if the
+    name does not have the field."""
 
     directory: str
     name: str
@@ -533,7 +505,6 @@ class _Entry(NamedTuple):
 
     @property
     def path(self) -> str:
-        """The path of the file, relative to data_dir."""
         return f"{self.directory}/{self.name}"
 
     @property
@@ -542,8 +513,8 @@ class _Entry(NamedTuple):
 
 
 def _parse(directory: str, name: str) -> _Entry | None:
-    """Return the entry of a name in a directory. Return None if the name is not the name of a task,
-    a newer payload, a checkpoint or a file in creating/."""
+    """Return the entry of a name in a directory of tasks, payloads, checkpoints or new files, or
+    None if the name is foreign, or has another form."""
     match = _FORMS[_state_of(directory)](name)
     if match is None:
         return None
@@ -554,8 +525,7 @@ def _parse(directory: str, name: str) -> _Entry | None:
 
 
 def _state_of(path: str) -> str:
-    """Return the state of a task in a directory, given the directory or a path in it. A directory
-    that is not of a state, such as "keys", is returned as it is."""
+    """Return the state of a path or directory: "inflight", or the name of the directory."""
     directory = path.partition("/")[0]
     return "inflight" if directory.startswith("inflight-") else directory
 
@@ -569,8 +539,8 @@ def _tag_of(ident: str) -> str:
 
 
 def _stamp_of(path: str) -> int:
-    """Return the number at the front of a name, or of the last part of a path: an order, a due time
-    or a deadline, in ns. For a ticket, it is the number of the ticket."""
+    """Return the number at the front of a name, with or without its directory: an order, a due time
+    or a deadline, in ns, or the number of a ticket."""
     return int(path.rpartition("/")[2][:20])
 
 
@@ -579,28 +549,26 @@ def _attempts_of(path: str) -> int:
 
 
 def _ends_at(path: str) -> bool:
-    """Say whether a task has ended after a move to `path`. "" stands for the removal of the
-    file."""
+    """Say whether a move to `path` ends a task. "" stands for the removal of the file."""
     return not path or path.startswith(_ENDED)
 
 
 def _is_keyed(ident: str) -> bool:
-    """Say whether an id's tag is the hash of a key. The id alone tells this, so the support of keys
-    costs nothing for a task without a key."""
+    """Say whether an id's tag is the hash of a key."""
     return ident[21] > "7"
 
 
 def _date_ns() -> int:
-    """Return the wall clock. But a date after 2096 is not believed: orders would get too long a
-    number in the end."""
+    # A date after 2096 is not believed: orders would get too long a number in the end.
     now_ns = _wall_ns()
     return now_ns if now_ns < 4 * 10**18 else _RELEASE_NS
 
 
 def _latest_order_ns() -> int:
     """Return the latest time that an id can have honestly. A later id moves no clock: anybody who
-    may write to data_dir may have made it. The limit is years away, because a machine without a
-    battery boots years in the past, and new ids must still sort after old ones."""
+    may write to data_dir may have made it."""
+    # Years away: a machine without a battery boots years in the past, and new ids must still sort
+    # after old ones.
     return max(_date_ns(), _RELEASE_NS) + 3650 * 86400 * 10**9
 
 
@@ -613,13 +581,12 @@ def _task_name(stamp_ns: int, attempts: int, ident: str) -> str:
 
 
 def _push_place(ident: str, attempts: int) -> str:
-    """Return the path in pending/ that puts a task back at the place of its push."""
+    """Return the path that puts a task back at the place of its push."""
     return f"pending/{_task_name(_stamp_of(ident), attempts, ident)}"
 
 
 def _fresh_path(path: str, due_ns: int | None) -> str:
-    """Return the path of a waiting task with its attempts set to 0. The task keeps its place or, if
-    due_ns is given, is scheduled for that time."""
+    """Return the path of a waiting task with its attempts set to 0, at its place or at due_ns."""
     if due_ns is not None:
         return f"scheduled/{_task_name(due_ns, 0, _id_of(path))}"
     if "~" not in path:
@@ -628,8 +595,7 @@ def _fresh_path(path: str, due_ns: int | None) -> str:
 
 
 def _payload_path(ident: str, due_ns: int | None, is_update: bool = False) -> str:
-    """Return the path in keys/ of a newer payload. is_update: the payload is removed, and does not
-    become a task, if the task in front of it ends."""
+    """Return the path of a newer payload. is_update: it never becomes a task of its own."""
     if is_update:
         return f"keys/update~{ident}"
     return f"keys/{ident if due_ns is None else _task_name(due_ns, 0, ident)}"
@@ -640,19 +606,18 @@ def _is_update(payload_path: str) -> bool:
 
 
 def _payload_due_ns(payload_path: str) -> int | None:
-    """Return the due time of a newer payload, or None if it has none."""
     return _stamp_of(payload_path) if "~0~" in payload_path else None
 
 
 def _task_path(payload_path: str) -> str:
-    """Return the path that a newer payload gets when it becomes a task."""
+    """Return the path that a newer payload gets as a task."""
     waiting = "scheduled" if _payload_due_ns(payload_path) is not None else "pending"
     return f"{waiting}/{payload_path.partition('/')[2]}"
 
 
 def _key_tag(name: str) -> str:
-    """Return the hash of an encoded key, as 16 hex digits: the tag in the ids of the key's tasks.
-    With 63 bits, two of a billion keys have the same hash with a chance of 5 %."""
+    """Return the hash of an encoded key: the tag in the ids of its tasks."""
+    # with 63 bits, two of a billion keys have the same hash with a chance of 5 %
     from hashlib import blake2b
 
     digest = blake2b(name.encode(), digest_size=8).digest()
@@ -660,8 +625,7 @@ def _key_tag(name: str) -> str:
 
 
 def _encode_key(key: object) -> str:
-    """Return a key in the form of the headers: percent-encoded, as in a URL. Raises TypeError if
-    the key is not a str, ValueError if its length is invalid."""
+    """Return a key, percent-encoded. Raises TypeError or ValueError if it is invalid."""
     # Not str(key): that shows the name of a str Enum's member.
     raw = _check_str("key", key).encode()
     if not 1 <= len(raw) <= _MAX_KEY_BYTES:
@@ -714,7 +678,9 @@ class LeaseLost(FemtoQueueError):
 
     def __init__(self, id: str, expired: bool, why: str) -> None:
         super().__init__(id, expired, why)
-        self.id, self.expired, self.why = id, expired, why
+        self.id = id
+        self.expired = expired
+        self.why = why
 
     def __str__(self) -> str:
         return f"task {self.id}: {self.why}"
@@ -730,7 +696,8 @@ class KeyInFlight(FemtoQueueError):
 
     def __init__(self, key: str, id: str) -> None:
         super().__init__(key, id)
-        self.key, self.id = key, id
+        self.key = key
+        self.id = id
 
     def __str__(self) -> str:
         return f"key {self.key!r} has a task already: {self.id}"
@@ -751,7 +718,8 @@ class CorruptTask(FemtoQueueError):
 
     def __init__(self, id: str, reason: str) -> None:
         super().__init__(id, reason)
-        self.id, self.reason = id, reason
+        self.id = id
+        self.reason = reason
 
     def __str__(self) -> str:
         return f"task {self.id} is corrupt: {self.reason}"
@@ -762,8 +730,8 @@ class _CommandFailed(Exception):
 
 
 class _Lease:
-    """The path of a task's file, which is the fence of a leased task, and the facts of one
-    delivery. If the caller has no lease, as after peek() and tasks(), length_ns is 0."""
+    """The path of a task's file, and the facts of one delivery. If the caller has no lease, as
+    after peek() and tasks(), length_ns is 0."""
 
     # path: a renewal writes the new path here.
     # name: the name of the file at its claim.
@@ -797,21 +765,6 @@ class FemtoTask:
     Two tasks are equal if `id`, `data`, `attempts` and `key` are equal.
     """
 
-    # _anchor_ns: the anchor of the queue clock, for `until`.
-    __slots__ = (
-        *(
-            "id",
-            "data",
-            "attempts",
-            "key",
-            "checkpoint",
-            "error",
-            "size_bytes",
-            "since",
-        ),
-        *("_anchor_ns", "_lease"),
-    )
-
     def __init__(
         self,
         id: str,
@@ -831,7 +784,8 @@ class FemtoTask:
         self.error: str | None = None
         self.size_bytes: int | None = len(data)
         self.since: datetime | None = None
-        self._lease, self._anchor_ns = _lease, _anchor_ns
+        self._lease = _lease
+        self._anchor_ns = _anchor_ns  # of the queue clock, for `until`
 
     def _compared(self) -> tuple[object, ...]:
         return self.id, self.data, self.attempts, self.key
@@ -864,8 +818,7 @@ class FemtoTask:
     @property
     def node(self) -> str | None:
         """The node_id of the worker that holds the lease; None if the task is not in flight."""
-        match = _parse_node_dir(self.path.partition("/")[0])
-        return match and match[1]
+        return self.path.partition("/")[0].partition("-")[2] or None
 
     @property
     def created(self) -> datetime:
@@ -883,8 +836,7 @@ class FemtoTask:
 
 
 def _lease_of(task: object) -> _Lease:
-    """Return the lease of a task. Raises TypeError if `task` is not a FemtoTask, LeaseLost if the
-    task carries no lease."""
+    """Return the lease of a task. Raises TypeError, or LeaseLost if the task carries none."""
     if not isinstance(task, FemtoTask):
         kind = type(task).__name__
         raise TypeError(
@@ -973,60 +925,45 @@ class Finding(NamedTuple):
     repaired: bool = False
 
 
-def _finite(name: str, value: float) -> float:
+def _check_number(name: str, value: float, least: float = 0.0) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number, not {value!r}")
-    if not abs(value) < _MAX_NUMBER:  # also true for NaN
-        raise ValueError(
-            f"{name} must be finite, and less than {_MAX_NUMBER:g}, not {value!r}"
-        )
-    return value
-
-
-def _not_negative(name: str, value: float) -> float:
-    if _finite(name, value) < 0:
-        raise ValueError(f"{name} must be 0 or more, not {value!r}")
-    return value
-
-
-def _positive(name: str, value: float) -> float:
-    if _finite(name, value) <= 0:
-        raise ValueError(f"{name} must be greater than 0, not {value!r}")
+    if not least <= value < _MAX_NUMBER:  # also true for NaN
+        bound = "greater than 0" if least > 0 else f"{least:g} or more"
+        raise ValueError(f"{name} must be finite, and {bound}, not {value!r}")
     return value
 
 
 def _due_time_ns(time_us: float | datetime) -> int:
-    """Return the due time for schedule(), in nanoseconds since the epoch."""
-    if not isinstance(time_us, (int, float)) and hasattr(time_us, "utcoffset"):
+    if isinstance(time_us, datetime):
         if time_us.utcoffset() is None:
             raise ValueError(f"the datetime must have a time zone, unlike {time_us!r}")
         time_us = time_us.timestamp() * 1e6
-    due_ns = max(0, int(_finite("time_us", time_us) * 1000))  # type: ignore[arg-type]
+    due_ns = max(0, int(_check_number("time_us", time_us, -_MAX_NUMBER) * 1000))
     if due_ns >= _MAX_STAMP_NS:
         raise ValueError(f"time_us must be before the year 2255, not {time_us!r}")
-    if _REFUSED_DUE_NS[0] <= due_ns < _REFUSED_DUE_NS[1]:
+    # From one second after the epoch, because programs for version 0.4 pass numbers near 0 for a
+    # task due at once, to the end of 1972.
+    if 1.0 <= due_ns / 1e9 < 94_694_400.0:
         wanted = "time_us must be in microseconds, as time.time() * 1e6"
         raise ValueError(f"{wanted}: {time_us!r} would be in {_utc(due_ns):%B %Y}")
     return due_ns
 
 
 def _due_after_ns(delay_s: float) -> int:
-    """Return the due time of a task that waits for `delay_s` seconds from now."""
-    return _wall_ns() + int(min(_not_negative("delay_s", delay_s) * 1e9, _FOREVER_NS))
+    return _wall_ns() + int(min(_check_number("delay_s", delay_s) * 1e9, _FOREVER_NS))
 
 
 def _lease_length_ns(name: str, ms: float | None, if_none_ns: int) -> int:
-    return (
-        if_none_ns
-        if ms is None
-        else max(1, min(_FOREVER_NS, int(_positive(name, ms) * 1e6)))
-    )
+    if ms is None:
+        return if_none_ns
+    return min(_FOREVER_NS, int(_check_number(name, ms, 1e-6) * 1e6))
 
 
 def _end_s(timeout: float | None, name: str = "timeout") -> float:
     if timeout is None:
-        return float("inf")
-    return time.monotonic() + _not_negative(name, timeout)
+        return _FOREVER_S
+    return time.monotonic() + _check_number(name, timeout)
 
 
 def _check_dir(name: str, directory: object) -> str:
@@ -1044,8 +981,8 @@ def _check_dir(name: str, directory: object) -> str:
 def _check_node_id(node_id: object) -> str | None:
     if node_id is None:
         return None
-    match = _parse_node_dir("inflight-" + node_id) if isinstance(node_id, str) else None
-    if match is None or match[1] in (".", ".."):
+    match = _parse_node_dir("inflight-" + _check_str("node_id", node_id))
+    if match is None:
         raise ValueError(
             f"node_id must be 1 to 100 of A-Z a-z 0-9 . _ -, not {node_id!r}"
         )
@@ -1081,7 +1018,7 @@ def _check_id(id: object) -> str:
 #
 #    TOPIC: a torn file. After power loss, the disk may have kept a rename and lost a part of the
 #    file. With sync_after_write, only a push that did not return can leave a torn file. The death
-#    of a process leaves none, because a record is written first and then renamed into place.
+#    of a process leaves none.
 #    _Files.read() raises CorruptTask for a torn file. A pop() that has claimed it, and
 #    check(repair=True) if it waits, then make a dead letter of it (_Worker.quarantine). peek()
 #    raises CorruptTask, and tasks() logs the error. A torn checkpoint is logged and ignored.
@@ -1096,20 +1033,16 @@ _match_header = re.compile(rb"FQ1 ([0-9a-f]{8}) ([0-9]{1,19})(?: ([!-~]+))?\n").
 
 
 def _as_bytes(data: object) -> memoryview:
-    if isinstance(data, str):
-        raise TypeError("data must be bytes, not str: encode it, as in text.encode()")
     try:
         return memoryview(data).cast("B")  # type: ignore[arg-type]
     except TypeError:
-        kind, hint = (
-            type(data).__name__,
-            "json.dumps(...).encode() makes bytes of a value",
-        )
-        raise TypeError(f"data must be bytes-like, not {kind}; {hint}") from None
+        kind = type(data).__name__
+        hint = "encode it, as in text.encode() or json.dumps(value).encode()"
+        raise TypeError(f"data must be bytes-like, not {kind}: {hint}") from None
 
 
 def _header(payload: bytes | memoryview, key: str = "") -> bytes:
-    """Return the header line of a record. `key` is an encoded key, or "" for none."""
+    """Return the header line of a record. `key` is an encoded key, or ""."""
     if not key:
         return b"FQ1 %08x %d\n" % (binascii.crc32(payload), len(payload))
     # the checksum covers the key: a damaged key must not pass for another
@@ -1119,8 +1052,7 @@ def _header(payload: bytes | memoryview, key: str = "") -> bytes:
 
 
 def _write_record(fd: int, header: bytes, payload: bytes | memoryview) -> None:
-    """Write a record: a small one with one call, a large one in two parts, so that header and
-    payload need not be joined in memory."""
+    # a large record is not joined in memory
     size = len(header) + len(payload)
     if size <= _JOINED_BYTES and os.write(fd, header + payload) == size:
         return
@@ -1132,17 +1064,16 @@ def _write_record(fd: int, header: bytes, payload: bytes | memoryview) -> None:
 
 
 def _finish_read(fd: int, head: bytes, ident: str) -> _Record:
-    """Finish the read of a large record, of a record with a key, or of a corrupt file. Raises
-    CorruptTask, with the reason, if the file is not a whole record.
-
-    head: the bytes that the first read returned."""
+    """Finish the read of a large record, of a record with a key, or of a corrupt file, from the
+    bytes that the first read returned. Raises CorruptTask, with the reason."""
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode):
         raise CorruptTask(ident, "not a regular file")
     header = _match_header(head)
     if header is None:
         raise CorruptTask(ident, "no FQ1 header; truncated, or not a task's file")
-    length, start = int(header[2]), header.end()
+    length = int(header[2])
+    start = header.end()
     # This check comes before the read: a wrong length must not make us allocate much memory.
     if status.st_size - start != length:
         raise CorruptTask(
@@ -1162,12 +1093,10 @@ def _finish_read(fd: int, head: bytes, ident: str) -> _Record:
     if not name:
         return payload, None
     key = _decode_key(name)
-    with suppress(ValueError):
-        if _encode_key(key) == name and _key_tag(name) == _tag_of(ident):
-            return payload, key
-    raise CorruptTask(
-        ident, "its key is invalid, or not quoted as push() does, or not of its id"
-    )
+    if _quote_key(key) != name or _key_tag(name) != _tag_of(ident):
+        why = "its key is not quoted as push() does, or not of its id"
+        raise CorruptTask(ident, why)
+    return payload, key
 
 
 # ==================================================================================================
@@ -1181,23 +1110,19 @@ def _finish_read(fd: int, head: bytes, ident: str) -> _Record:
 # - The child has none of the parent's file locks: _after_fork_in_child() closes its copies.
 # - A queue object in the child is another worker: FemtoQueue._after_fork(). It has a new tag for
 #   ids, and a new node_id unless the program has given one. No thread of the parent runs there.
-# - A task that the parent has leased stays the parent's. The end of a block of processing() does
-#   nothing in the child, and a TicketQueue has no tickets there.
-# - A fork that Python does not see (a C extension, uWSGI) calls no hook. _notice_fork() finds out
-#   where an id is made, a task is taken, or an object is closed.
+# - A task that the parent has leased stays the parent's, as do the tickets of a TicketQueue.
+# - A fork that Python does not see (a C extension, uWSGI) calls no hook. _notice_fork() finds out.
 #
 # TOPIC: locks, and their order. A thread that holds a lock waits only for locks further down in
 # this list. It may try to take a lock further up, without waiting.
 #
 # - _WorkerPool._take_lock is held by the thread of work() that takes a task.
 # - locks/NN guards the keys whose hash ends with NN. It is held while a task with such a key is
-#   pushed, taken by key or id, settled, renewed or moved, but not by a claim of pop() and by the
-#   undoing of a claim. A stopped process may hold it for ever. So maintenance, coroutines and the
-#   thread that renews leases only try to take it. A thread that holds such a lock takes no second
-#   one, unless a signal handler of the program uses the queue.
+#   pushed, taken by key or id, settled, renewed or moved, but not by a claim of pop() or its
+#   undoing. A stopped process may hold it for ever. So maintenance, coroutines and the thread that
+#   renews leases only try to take it. A thread takes no second one, but in a signal handler.
 # - _Worker.lock is held while a task is claimed, renewed, settled or reclaimed, and during
-#   maintenance. A thread that holds it may try to take locks/NN, but does not wait: the holder of
-#   locks/NN may wait for _Worker.lock.
+#   maintenance.
 # - inflight-<node>/ is locked by its worker, shared. Another process tries to take the exclusive
 #   lock, to find out whether the worker is dead, and holds it while it reclaims the leases.
 # - The lock of a log handler: a thread may log a message while it holds any of the locks above.
@@ -1207,8 +1132,7 @@ def _finish_read(fd: int, head: bytes, ident: str) -> _Record:
 # takes only other locks in that directory.
 
 _NO_FLOCK = "keyed tasks and tickets need flock(2), which is not available here"
-# NFS returns EBADF for an exclusive lock on a file that is open for reading only. Some file systems
-# return EINVAL for a lock on a directory.
+# EBADF: NFS, for an exclusive lock on a directory. EINVAL: other file systems, for one.
 _NO_FLOCK_ERRNOS = (
     errno.ENOLCK,
     errno.ENOSYS,
@@ -1217,32 +1141,13 @@ _NO_FLOCK_ERRNOS = (
     errno.EINVAL,
 )
 _LOCK_FLAGS = os.O_RDWR | os.O_CREAT | _NO_FOLLOW_OR_BLOCK
-# attempts to open a lock's file, if others make and remove it meanwhile
-_MAX_OPENINGS = 100
-# The pauses between two attempts to take a lock. Not flock() itself waits: it has no timeout, NFS
-# asks the server again only after 1, 2, 4 ... seconds, and a cut network leaves the request with
-# the servers of GlusterFS for ever.
-_LOCK_PAUSE_S, _LONGEST_LOCK_PAUSE_S = 0.00005, 0.01
+# The pauses between two attempts to take a lock. Not flock() itself waits: it has no timeout, and a
+# cut network leaves the request with the servers of GlusterFS for ever.
+_LOCK_PAUSE_S = 0.00005
+_LONGEST_LOCK_PAUSE_S = 0.01
 _LONG_WAIT_S = 5.0  # a longer wait for a lock is logged
 
-# the descriptors of all locks; a forked child closes its copies
-_open_lock_fds: set[int] = set()
 _process_id = os.getpid()
-
-
-def _flock(fd: Any, how: int) -> bool | None:
-    """Take a lock; `how` has the flags of flock(2). Return True if the lock was taken, None if
-    flock does not work here. With LOCK_NB, return False if the file is locked through another
-    opening."""
-    try:
-        fcntl.flock(fd, how)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        if error.errno in _NO_FLOCK_ERRNOS:
-            return None
-        raise
-    return True
 
 
 class _FileLock(_OpenFile):
@@ -1251,65 +1156,60 @@ class _FileLock(_OpenFile):
     An exception from a signal handler (Ctrl-C) may come between any two lines, and the lock must
     end then, too: with the last reference to this object."""
 
-    reading_is_enough = True  # flock() works on a file that is open for reading only
-    # the error that made _open() open the file for reading only
-    refused: OSError | None = None
+    parent: _OpenFile
+    fd: Any
 
     def __init__(
-        self, parent: _OpenFile, name: str, flags: int = _LOCK_FLAGS, mode: int = 0o666
+        self, parent: _OpenFile, name: str, flags: int = _LOCK_FLAGS, mode: int = 0
     ) -> None:
-        self._dir = parent
         self._mode = mode
-        self._pid = os.getpid()
         super().__init__(parent, name, flags)
-        # RACE: another thread forks before this line. If this process dies before that child, the
-        # child's copy of the descriptor keeps the lock until the child ends.
-        _open_lock_fds.add(self.fd)  # type: ignore[arg-type]
+        # If another thread forks before this line, and this process dies before that child, the
+        # child's copy of the descriptor keeps the lock.
+        _fork_hooks[self] = _OpenFile.close
 
-    def _open(self, flags: int) -> int:
-        """Open a file, and make it if it is missing and the flags have O_CREAT. A file that this
-        user may not write to is opened for reading, if flock() needs no more."""
-        for _ in range(_MAX_OPENINGS):
-            # Without O_CREAT: in a sticky directory, the kernel refuses O_CREAT for another user's
-            # file (fs.protected_regular).
-            try:
-                return super()._open(flags & ~os.O_CREAT)
-            except FileNotFoundError:
-                if not flags & os.O_CREAT:
-                    raise
-            except OSError as error:
-                is_refused = error.errno in _REFUSED_ERRNOS and flags & os.O_RDWR
-                if not (is_refused and self.reading_is_enough):
-                    raise
-                self.refused = error
-                with suppress(FileNotFoundError):  # the first error says more
-                    return super()._open(os.O_RDONLY | _NO_FOLLOW_OR_BLOCK)
+    def _open(self, flags: int, mode: int = 0) -> int:
+        # Without O_CREAT: in a sticky directory, the kernel refuses O_CREAT for another user's
+        # file (fs.protected_regular).
+        old_flags = flags & ~os.O_CREAT
+        try:
+            return super()._open(old_flags)
+        except FileNotFoundError:
+            if flags == old_flags:
                 raise
-            # RACE: another process makes the file between our two calls of open(). Then O_EXCL
-            # fails, and the next round opens the other process's file.
-            with suppress(FileExistsError):
-                return self._create(flags | os.O_EXCL)
-        raise _os_error(errno.ENOENT, self.path)
-
-    def _create(self, flags: int) -> int:
-        fd = os.open(
-            self._dir.prefix + self.name, flags, self._mode, dir_fd=self._dir.fd
-        )
-        _follow_owner(fd, self._dir.status(), self._mode)
+        # RACE (ManyUsers): another process makes the file between our two calls of open(). O_EXCL
+        # keeps us from giving a mode to that file, which may be a link to a file elsewhere.
+        try:
+            fd = super()._open(flags | os.O_EXCL, self._mode)
+        except FileExistsError:
+            return super()._open(old_flags)
+        _follow_owner(fd, self.parent.status(), self._mode)
         return fd
 
     def try_shared(self) -> bool | None:
-        return _flock(self.fd, fcntl.LOCK_SH | fcntl.LOCK_NB) if fcntl else None
+        return self._try("LOCK_SH")
 
     def try_exclusive(self) -> bool | None:
-        return _flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB) if fcntl else None
+        return self._try("LOCK_EX")
+
+    def _try(self, how: str) -> bool | None:
+        """Try to take a lock. Return None if flock does not work here."""
+        if fcntl is None:
+            return None
+        try:
+            fcntl.flock(self.fd, getattr(fcntl, how) | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            if error.errno in _NO_FLOCK_ERRNOS:
+                return None
+            raise
+        return True
 
     def acquire_exclusive(self, until_s: float = _FOREVER_S) -> None:
-        """Take the exclusive lock. Raises BlockingIOError if another thread or process still has it
-        at the time until_s (monotonic clock; 0: try once). Raises OSError if flock does not work
-        here."""
+        """Take the exclusive lock. Raises BlockingIOError if it is not free at the time until_s
+        (monotonic clock; 0: try once), OSError if flock does not work here."""
         began_s = time.monotonic()
-        is_told = False
         for pause_s in _backoff_s(_LOCK_PAUSE_S, _LONGEST_LOCK_PAUSE_S):
             if locked := self.try_exclusive():
                 return
@@ -1317,35 +1217,23 @@ class _FileLock(_OpenFile):
                 raise OSError(errno.ENOTSUP, _NO_FLOCK, self.path)
             now_s = time.monotonic()
             if now_s >= until_s:
-                raise BlockingIOError(
-                    errno.EWOULDBLOCK, "another process has its lock", self.path
-                )
-            if now_s >= began_s + _LONG_WAIT_S and not is_told:
-                is_told = True
-                _log().warning(
-                    "waiting for %s, which another process has locked", self.path
-                )
+                why = "another process has its lock"
+                raise BlockingIOError(errno.EWOULDBLOCK, why, self.path)
+            if now_s >= began_s + _LONG_WAIT_S:
+                _warn_once(f"waiting for {self.path}, which another process has locked")
             time.sleep(min(pause_s, until_s - now_s))
 
     def close(self) -> None:
-        """Unlock and close the file. Closing alone is not enough: a forked child's copy of the
-        descriptor would keep the lock."""
-        fd = self.fd
-        if fd is None:
-            return
-        if self._pid != os.getpid():  # _after_fork_in_child() closes the child's copy
-            self.fd = None
-            return
-        with suppress(OSError, AttributeError):  # flock does not work here
-            fcntl.flock(fd, fcntl.LOCK_UN)
-        # before os.close() frees the number for another file
-        _open_lock_fds.discard(fd)
-        # Not earlier: if Ctrl-C ends close() before this line, __del__() closes the descriptor.
-        self.fd = None
+        """Unlock and close the file. A forked child only closes its copy."""
+        # Closing alone is not enough: the copy of a forked child would keep the lock.
         try:
-            os.close(fd)
+            try:
+                if fcntl and self.fd is not None and os.getpid() == _process_id:
+                    fcntl.flock(self.fd, fcntl.LOCK_UN)
+            finally:
+                super().close()
         except OSError as error:
-            # the work under the lock is done, so ignore a disk error
+            # the work under the lock is done, or flock does not work here
             _raise_if_no_errno(error)
 
 
@@ -1356,11 +1244,8 @@ _fork_hooks: weakref.WeakKeyDictionary[Any, Callable[[Any], None]] = (
 
 
 def _after_fork_in_child() -> None:
-    """Close a forked child's copies of the parent's locks, because these locks must end with the
-    parent. Then call the functions in _fork_hooks."""
+    """Call the functions in _fork_hooks, which also close the child's copies of locks."""
     global _process_id  # noqa: PLW0603
-    while _open_lock_fds:
-        os.close(_open_lock_fds.pop())
     for owner, hook in [*_fork_hooks.items()]:
         hook(owner)
     # Last: if Ctrl-C ends this function, _notice_fork() calls it again.
@@ -1368,7 +1253,7 @@ def _after_fork_in_child() -> None:
 
 
 def _notice_fork() -> None:
-    """Call _after_fork_in_child() if this process was forked, and Python did not see the fork."""
+    """Call _after_fork_in_child() after a fork that Python did not see."""
     if os.getpid() != _process_id:
         _after_fork_in_child()
 
@@ -1382,57 +1267,45 @@ if hasattr(os, "register_at_fork"):
 #    Invariant: other processes see a whole record at its path, or no file. Only power loss can
 #    leave a torn file.
 #    Each directory of the queue is opened once, and a file is named relative to it. So a link or a
-#    directory that another user puts at a name leads no call out of the queue. A directory that was
-#    removed or replaced is opened anew after ENOENT, and by the look of the maintenance. A data_dir
-#    that was moved as a whole stays the queue of its objects.
+#    directory that another user puts at a name leads no call out of the queue. A data_dir that was
+#    moved as a whole stays the queue of its objects.
 #
 #    TOPIC: syncs. If the queue is durable (sync_after_write), a call makes these steps, in this
 #    order, and then returns:
-#    - A new task: rename the file, sync the file, sync the directory. In this order, the two syncs
-#      cost one journal commit instead of two. If power loss leaves the file torn, the call had not
-#      returned. On file systems that other hosts write to, and on Windows, the file is synced
-#      before the rename (syncs_after_rename).
-#    - A batch of new tasks: rename all files; then one syncfs(2). Elsewhere than on Linux, each
-#      task is synced like a single one.
+#    - A new task: rename the file, sync the file, sync the directory. So the two syncs cost one
+#      journal commit. Without syncs_after_rename, the file is synced and closed first: other hosts
+#      would see a torn file, and Windows can't rename an open one.
+#    - A batch of new tasks: rename all files; then one syncfs(2), or each as above.
 #    - A move, such as done(): rename the file; sync the file; sync the directory. When only the
 #      directory was synced, btrfs showed the task in its old directory, too, after power loss.
-#    - A replaced payload: sync the new file, then the renames; then as for a move. So a whole
-#      record is never replaced by a torn one. For a checkpoint, only the directory is synced after
-#      the rename.
+#    - A replaced payload: sync the new file, then the renames; then as for a move. For a
+#      checkpoint, only the directory is synced after the rename.
 #    - A finished task that is not kept: sync the lease's file and directory, unlink the file, sync
-#      the directory. The first step makes the claim durable. With the last sync alone, power loss
-#      could bring the task back to where it waited.
+#      the directory. With the last sync alone, power loss could bring the task back to where it
+#      waited, because the claim was not synced.
 #    - A new task with a key, or a payload behind a task: sync the new file, link keys/<hash>, sync
 #      keys/, rename the new file, sync the directory. If power loss removed the link but not the
 #      task, a later push would add a second task of the key.
 #    A claim, a renewal, a reclaim and a purge are not synced.
 #
-#    TOPIC: a full disk. A worker must be able to empty the queue.
-#    - push(), schedule() and checkpoint() write a new file first, and raise OSError.
-#    - A new worker may not be able to make its lease directory. If the clock file can't be made,
-#      the process has a clock of its own.
-#    - pop(), done() and release() rename. If done/ has no room for another name, the task is
-#      removed (_Worker.finish).
-#    - fail() with a reason writes the reason first, and raises OSError.
+#    TOPIC: a full disk. A worker must be able to empty the queue, so pop(), done() and release()
+#    only rename. If done/ has no room for another name, the task is removed (_Worker.finish). If
+#    the clock file can't be made, the process has a clock of its own. push(), schedule(),
+#    checkpoint() and fail() with a reason write a new file first, and raise OSError.
 # ==================================================================================================
 
-# Another process may remove a directory again and again while a step needs it: a lease directory,
-# or that of a ticket line. After this many attempts, the step raises OSError.
-_MAX_REPLACED = 100
-# A little longer than a tick of the clock that sets the times of files. The second one is for file
-# systems whose times have whole seconds, such as ext4 with inodes of 128 bytes, or FAT.
-_TICK_S = 0.011
-_COARSE_TICK_S = 2.02
-_SHRINK_BYTES = 1 << 20  # an empty pending/ that is larger than this is replaced
+_MAX_REPLACED = 100  # how often a step makes a directory that others remove
+_TICK_S = 0.011  # a little longer than a tick of the clock that sets the times of files
+_SHRINK_BYTES = 1 << 20
 _CLOCK_BYTES = 64  # the largest size of a clock file
 _REASON_BYTES = 1 << 20  # how much of a reason is shown
-# How often to open a file that another process has a lease of the kernel on: for two seconds.
-_KERNEL_LEASE_TRIES = 200
+_KERNEL_LEASE_TRIES = 200  # for two seconds
+_Result = TypeVar("_Result")
 
 
 class _OpenDirs(dict[str, _OpenFile]):
-    """The open directories of a queue, by name; "" is data_dir. A missing one is opened. Only the
-    directories of the queue, and the own lease directory, are kept open."""
+    """The open directories of a queue, by name; "" is data_dir. Of the lease directories, only the
+    own one is kept open."""
 
     def __init__(self, root: _OpenFile) -> None:
         super().__init__({"": root})
@@ -1449,95 +1322,85 @@ class _OpenDirs(dict[str, _OpenFile]):
         try:
             return _OpenFile(self[""], name)
         except OSError as error:
-            if error.errno in (errno.ENOTDIR, errno.ELOOP):
-                why = "a directory of a queue must not be a link or a file"
-                raise OSError(errno.ENOTDIR, why, error.filename) from None
-            if error.errno not in _MISSING_ERRNOS or not self.drop_removed_root():
+            if error.errno not in (errno.ENOTDIR, errno.ELOOP):
                 raise
-        return self.open(name)
-
-    def drop_removed_root(self) -> bool:
-        """If data_dir was removed, close all. Return whether this was done. The next call opens
-        data_dir anew, if it was made anew."""
-        root = self.get("")
-        with _ignore_missing():  # ESTALE
-            if root is None or root.status().st_nlink:
-                return False
-        self.clear()
-        return True
+            why = "a directory of a queue must not be a link or a file"
+            raise OSError(errno.ENOTDIR, why, error.filename) from None
 
     def refresh(self) -> bool:
-        """Stop using the directories that were removed or replaced, so that the next call opens
-        them anew. Return whether there was one. A thread that uses one of them keeps it open."""
-        if self.drop_removed_root():
-            return True
-        gone = [name for name, it in [*self.items()] if name and not it.is_at_path()]
-        for name in gone:
+        """Drop the directories that were removed or replaced, so that the next call opens them
+        anew. Return whether there was one."""
+        found = False
+        for name, opened in [*self.items()]:
+            with _ignore_missing():  # ESTALE
+                # data_dir may have been moved, and stays in use
+                if opened.is_at_path() if name else opened.status().st_nlink:
+                    continue
             self.pop(name, None)
-        return bool(gone)
+            found = True
+        return found
 
 
 class _Files:
     """The files of one data_dir. Paths are relative to data_dir, as in "pending/<id>".
 
-    path: the absolute path of data_dir.
     is_durable: the setting sync_after_write.
-    parts: the classes of the lease directory, the keys and the ticket numbers for this file system.
+    parts: the classes of the lease directory and of the keys for this file system.
     clock: the queue clock, which sets this attribute. The _Files of a TicketQueue has no clock.
     """
 
     parts: Any
-    # True: it is certain that only this kernel writes to the file system
-    is_local = False
+    # is_local: it is certain that only this kernel writes to the file system. is_shared: other
+    # hosts may write to it.
+    is_local = is_shared = False
     clock: _QueueClock
-    syncs_after_rename = os.name == "posix"
-    lock_class = _FileLock
+    # True: it is certain that no other host sees a file that is renamed before it is closed
+    syncs_after_rename = False
 
     def __init__(self, root: _OpenFile, is_durable: bool) -> None:
         self.path = root.path
         self.is_durable = is_durable
         self.dirs = _OpenDirs(root)
-        self._kept_inode = 0  # of the large pending/ that shrink() has tried to replace
-        # Nothing in the queue may be written by those who may not write to data_dir. The umask
-        # takes away more.
         status = root.status()
         self.inode = status.st_dev, status.st_ino
+        # Those who may not write to data_dir may not write to anything in the queue, and may not
+        # read what is locked: flock() needs only reading.
         self.mode = stat.S_IMODE(status.st_mode)
-        self._file_mode = 0o644 | self.mode & 0o022
+        writable = self.mode & 0o022
+        self._file_mode = 0o644 | writable
+        self.lock_mode = 0o600 | writable | writable << 1
 
     # Directories
 
     def make_dirs(self) -> None:
-        """Make and open the directories of _STATE_DIRS."""
         for name in _STATE_DIRS:
             self.make_dir(name)
             self.dirs[name]
         if self.is_durable:
             self.sync_dir("")
-            # Another process may just have made data_dir without a sync, so sync its parent. If
-            # this user may not read the parent, this process did not make data_dir.
+            # Another process may just have made data_dir without a sync. PermissionError: this
+            # process did not make data_dir.
             with suppress(PermissionError):
                 _sync_path(f"{self.path}/..")
 
     def make_dir(self, name: str) -> None:
-        """Make a directory in data_dir for all users of the queue, unless it exists. A lease
-        directory is a lock file, too: see lock_mode()."""
+        """Make a directory in data_dir for all users of the queue, unless it exists."""
         root = self.root
         mode = self.mode
-        if name.startswith("inflight-"):
-            mode &= ~((~mode & 0o022) << 1)
+        if name.startswith("inflight-"):  # a lock file, too
+            mode &= 0o7711 | self.lock_mode
         with suppress(FileExistsError):
             os.mkdir(root.prefix + name, mode & 0o777, dir_fd=root.fd)
-            # RACE: another process removes a new lease directory, because it is empty, before it is
-            # opened here. Then _LeaseDir._open() finds that the directory is missing.
-            with _ignore_missing(errno.EACCES, errno.EPERM):
-                made = _OpenFile(root, name)
-                with closing(made):
-                    _follow_owner(made.fd, root.status(), mode)
+            # RACE (Liveness): another process removes a new, empty lease directory before it is
+            # opened here. Then _LeaseDir._open() finds that it is missing.
+            with (
+                _ignore_missing(errno.EACCES, errno.EPERM),
+                closing(_OpenFile(root, name)) as made,
+            ):
+                _follow_owner(made.fd, root.status(), mode)
 
     @property
     def root(self) -> _OpenFile:
-        """data_dir, opened."""
         return self.dirs[""]
 
     def place(self, path: str) -> tuple[_OpenFile, str]:
@@ -1546,77 +1409,82 @@ class _Files:
         found = self.dirs[directory]
         return found, found.prefix + name
 
-    def named(self, error: OSError, path: str, target: str | None = None) -> OSError:
-        """Put full paths into an error: those of calls with dir_fd have names only."""
-        if error.errno:  # else the error of a signal handler
+    def _call(self, function: Callable[..., _Result], path: str, *args: int) -> _Result:
+        """Call a function of os for a file, by its name in its open directory."""
+        where, name = self.place(path)
+        try:
+            return function(name, *args, dir_fd=where.fd)
+        except OSError as error:
+            raise self.named(error, path) from None
+
+    def named(
+        self, error: BaseException, path: str, target: str | None = None
+    ) -> BaseException:
+        """Put full paths into an OSError of a call that knew only names."""
+        # errno is None in the error of a signal handler
+        if (
+            isinstance(error, OSError)
+            and error.errno
+            and "/" not in str(error.filename)
+        ):
             error.filename = f"{self.path}/{path}"
             if target:
                 error.filename2 = f"{self.path}/{target}"
         return error
 
-    def _complete(self, error: BaseException, path: str) -> None:
-        """Put the path into an error of the disk that has none, such as that of write(2)."""
-        if isinstance(error, OSError) and "/" not in str(error.filename):
-            self.named(error, path)
-
     # Looking
 
     def names(self, directory: str) -> list[str]:
-        """Return all names in a directory. Return [] if it is missing, because a worker ended or
-        because it was not made yet, and (logged once) if this user may not read the lease directory
-        of another. But for a directory of _STATE_DIRS, raise the OSError.
-
-        The directory is opened anew: two listings in one opening would share a position."""
-        fd = None
+        """Return all names in a directory. Raises the OSError that _pass_over() raises."""
         try:
             root = self.dirs[""]
             if root.fd is None:
                 return os.listdir(root.prefix + directory)
+            # two listings in one opening would share a position
             fd = os.open(directory or ".", _DIR_FLAGS, dir_fd=root.fd)
-            return os.listdir(fd)
-        except OSError as error:
-            # RACE: another process removes or replaces the directory after it was opened here.
-            is_removed = error.errno in _MISSING_ERRNOS
-            if is_removed and (fd is not None or self.dirs.drop_removed_root()):
-                return self.names(directory)
-            self.named(error, directory)
-            if directory in _STATE_DIRS or not self._is_passed_over(directory, error):
-                raise
-            return []
-        finally:
-            if fd is not None:
+            try:
+                return os.listdir(fd)
+            finally:
                 os.close(fd)
-
-    def _is_passed_over(self, directory: str, error: OSError) -> bool:
-        if error.errno in (errno.EACCES, errno.EPERM) and directory not in _STATE_DIRS:
-            _warn_once(f"passed over: {error}")
-            return True
-        return error.errno in (*_MISSING_ERRNOS, errno.ENOTDIR)
+        except OSError as error:
+            # missing because data_dir was removed and made again?
+            if error.errno in _MISSING_ERRNOS and self.dirs.refresh():
+                return self.names(directory)
+            self._pass_over(error, directory)
+        return []
 
     def scan(self, directory: str) -> Iterator[str]:
         """Yield the names in a directory, while the system reads it."""
-        opened = self.dirs.open(directory)
-        with closing(opened), os.scandir(opened.prefix or opened.fd) as entries:
-            for entry in entries:
-                yield entry.name
+        try:
+            opened = self.dirs.open(directory)
+            with os.scandir(opened.prefix or opened.fd) as entries:
+                for entry in entries:
+                    yield entry.name
+        except OSError as error:
+            self._pass_over(error, directory)
+
+    def _pass_over(self, error: OSError, directory: str) -> None:
+        """Raise the error of a directory, unless the directory is missing, or (logged once) this
+        user may not read it. The error of a directory of _STATE_DIRS is always raised."""
+        self.named(error, directory)
+        if directory in _STATE_DIRS:
+            raise error
+        if isinstance(error, PermissionError):
+            _warn_once(f"passed over: {error}")
+        elif error.errno not in (*_MISSING_ERRNOS, errno.ENOTDIR):
+            raise error
 
     def entries(self, directory: str) -> list[_Entry]:
-        """Return the entries of a directory, sorted by name, without foreign names."""
+        """Return the entries of a directory, sorted by name."""
         names = sorted(self.names(directory))
         return [entry for name in names if (entry := _parse(directory, name))]
 
-    def count(self, directory: str) -> int:
-        """Return the number of tasks in a directory."""
-        return sum(map(bool, map(_FORMS[_state_of(directory)], self.names(directory))))
+    def count(self, state: str) -> int:
+        return len([*filter(_FORMS[_state_of(state)], self.names(state))])
 
     def node_dirs(self) -> list[str]:
         names = sorted(filter(_parse_node_dir, self.names("")))
         return [name for name in names if not stat.S_ISLNK(self.mode_of(name))]
-
-    def mode_of(self, path: str) -> int:
-        with _ignore_missing():
-            return self.lstat(path).st_mode
-        return 0
 
     def find(self, *states: str) -> Iterator[_Entry]:
         """Yield the entries of these states, in name order within a directory. A state may also be
@@ -1626,91 +1494,75 @@ class _Files:
                 yield from self.entries(directory)
 
     def find_id(self, ident: str, *states: str) -> _Entry | None:
-        """Return the entry of an id in one of these states, or None. First look for files whose
-        name is only the id, then list the directories, except done/ and failed/, which may be
-        huge. Both searches take the states in the order of the arguments. RACE: another process
-        moves the task from a state that is still to be searched to a state that was searched
-        before. Then the task is missed."""
+        """Return the entry of an id in one of these states, or None. In done/ and failed/, which
+        may be huge, only a file with the id as its name is found."""
         for state in states:
-            if state in ("pending", *_ENDED) and self.exists(f"{state}/{ident}"):
-                return _parse(state, ident)
+            named = _parse(state, ident)
+            if named and self.exists(named.path):
+                return named
         listed = [state for state in states if state not in _ENDED]
         return next((entry for entry in self.find(*listed) if entry.id == ident), None)
 
-    def has_entries(self, directory: str) -> bool:
-        """Say whether a directory has a task. The directory is read only up to the first task."""
-        try:
-            return any(_parse(directory, name) for name in self.scan(directory))
-        except OSError as error:
-            if not self._is_passed_over(directory, error):
-                raise
-        return False
-
     def has_work(self) -> bool:
-        """Say whether a task waits or is leased.
-
-        RACE: other processes move tasks while the directories are read one after another. Each such
-        move sets the time of pending/ or scheduled/, so True is returned if one of these times has
-        changed. A move in the first tick of the clock of these times may not change them, so all is
-        read again a tick later."""
+        """Say whether a task waits or is leased. A directory is read only up to the first task."""
+        # RACE (Lifecycle): other processes move a task from directory to directory, and it is never
+        # in the one that is read. Each such move sets the time of pending/ or scheduled/. A move in
+        # the first tick of the clock may not change the time, so all is read again a tick later.
         before = self._changed()
-        is_coarse = not any(time_ns % 10**9 for time_ns, _ in before)
-        for pause_s in (_COARSE_TICK_S if is_coarse else _TICK_S, 0):
-            if any(map(self.has_entries, ("keys", *_WAITING_DIRS, *self.node_dirs()))):
-                return True
+        for pause_s in (_TICK_S, 0):
+            for directory in ("keys", *_WAITING_DIRS, *self.node_dirs()):
+                if any(_parse(directory, name) for name in self.scan(directory)):
+                    return True
             time.sleep(pause_s)
         return self._changed() != before
 
-    def _changed(self) -> list[tuple[int, int]]:
-        # shrink() may put another directory with the same time in place, so compare inodes, too.
-        found = [self.lstat(it) for it in _WAITING_DIRS]
-        return [(it.st_mtime_ns, it.st_ino) for it in found]
+    def _changed(self) -> list[int]:
+        # RACE (Shrinking): a directory that shrink() puts in place may have the same st_mtime.
+        return [self.lstat(directory).st_ctime_ns for directory in _WAITING_DIRS]
 
     def exists(self, path: str) -> bool:
-        """Say whether a file exists. Raises any OSError that does not mean that the file is
-        missing. (os.path.lexists() would return False for every OSError.)"""
-        try:
-            self.lstat(path)
-        except (FileNotFoundError, NotADirectoryError):
-            return False
-        return True
+        """Say whether a file exists. Raises any other OSError."""
+        return self.mode_of(path) != 0
+
+    def mode_of(self, path: str) -> int:
+        """Return st_mode of a file, or 0 if it is missing."""
+        with _ignore_missing():
+            return self.lstat(path).st_mode
+        return 0
 
     def lstat(self, path: str) -> os.stat_result:
-        where, name = self.place(path)
-        try:
-            return os.lstat(name, dir_fd=where.fd)
-        except OSError as error:
-            raise self.named(error, path) from None
+        return self._call(os.lstat, path)
 
     def is_regular(self, path: str) -> bool:
         return stat.S_ISREG(self.lstat(path).st_mode)
 
-    def _open(self, path: str, flags: int = _READ_FLAGS) -> int:
-        """Open a file.
-
-        RACE: another process has a lease of the kernel on the file (F_SETLEASE: Samba, virus
-        scanners). open() tells the holder, and fails with EAGAIN until the holder lets go."""
-        where, name = self.place(path)
-        tries = 0
-        while True:
-            try:
-                return os.open(name, flags, dir_fd=where.fd)
-            except OSError as error:
-                tries += 1
-                if error.errno != errno.EAGAIN or tries > _KERNEL_LEASE_TRIES:
-                    raise self.named(error, path) from None
+    def _open(self, path: str) -> int:
+        # RACE (TroubleOfOneTask): another process has a lease of the kernel on the file
+        # (F_SETLEASE: Samba, virus scanners). open() tells the holder, and fails with EAGAIN until
+        # the holder lets go.
+        for _ in range(_KERNEL_LEASE_TRIES):
+            with suppress(BlockingIOError):
+                return self._call(os.open, path, _READ_FLAGS)
             time.sleep(_LONGEST_LOCK_PAUSE_S)
+        raise _os_error(errno.EAGAIN, f"{self.path}/{path}")
 
-    def text(self, path: str, most_bytes: int) -> str:
-        """Return the beginning of the text of a regular file, or "" for any other kind of file. The
-        read of a FIFO, of a device, or of a link to one, could block or never end."""
+    def beginning(self, path: str, most_bytes: int) -> bytes:
+        """Return the first bytes of a regular file, or b"" for any other kind of file, such as a
+        device."""
         if not self.is_regular(path):
-            return ""
+            return b""
         fd = self._open(path)
         try:
-            return os.read(fd, most_bytes).decode("utf-8", "replace")
+            return os.read(fd, most_bytes)
         finally:
             os.close(fd)
+
+    def head(self, path: str) -> tuple[str | None, int | None]:
+        """Return the key and the length in the header of a record, or (None, None)."""
+        header = _match_header(self.beginning(path, _READ_BYTES))
+        if header is None:
+            return None, None
+        return (_decode_key(header[3].decode()) if header[3] else None), int(header[2])
 
     def read(self, directory: str, name: str, ident: str) -> _Record:
         """Return the payload and the key of a record. Raises CorruptTask unless the record is
@@ -1736,23 +1588,9 @@ class _Files:
             raise self.named(error, path) from None
 
     def read_path(self, path: str) -> _Record:
-        """Read the record at a path that ends with an id."""
+        """Call read() for a path that ends with an id."""
         directory, _, name = path.partition("/")
         return self.read(directory, name, _id_of(path))
-
-    def head(self, path: str) -> tuple[str | None, int | None]:
-        """Return the key and the length of a payload, read from the header of its record. Return
-        (None, None) if the header is invalid, or if `path` is not a regular file."""
-        header = None
-        if self.is_regular(path):
-            fd = self._open(path)
-            try:
-                header = _match_header(os.read(fd, _READ_BYTES))
-            finally:
-                os.close(fd)
-        if header is None:
-            return None, None
-        return (_decode_key(header[3].decode()) if header[3] else None), int(header[2])
 
     # Locking
 
@@ -1761,25 +1599,19 @@ class _Files:
         flock() needs only reading, and they could stop all others."""
         if fcntl is None:
             raise OSError(errno.ENOTSUP, _NO_FLOCK, f"{self.path}/{path}")
-        where, name = self.place(path)
-        return self.lock_class(where, name, flags, self.lock_mode())
-
-    def lock_mode(self) -> int:
-        write = self.mode & 0o022
-        return 0o600 | write | write << 1
+        directory, _, name = path.rpartition("/")
+        return _FileLock(self.dirs[directory], name, flags, self.lock_mode)
 
     def lock_dir(self, directory: str) -> _FileLock:
-        """Open a lease directory, to lock it."""
         return _FileLock(self.root, directory, _DIR_FLAGS)
 
     def open_dir(self, directory: str) -> _FileLock | None:
-        """Open the lease directory of another worker, to lock it. Return None if it is missing, is
-        a foreign file, or may not be read by this user."""
+        """Open the lease directory of another worker, to lock it. Return None if it is passed
+        over."""
         try:
             return self.lock_dir(directory)
         except OSError as error:
-            if not self._is_passed_over(directory, error):
-                raise
+            self._pass_over(error, directory)
         return None
 
     # Moving
@@ -1792,57 +1624,50 @@ class _Files:
         name: str,
         is_synced: bool,
     ) -> None:
-        """Write a record to creating/<new_name>, and rename the file to directory/name. The task
-        exists from the rename on. If publish() raises, it removes the file.
-
-        CRASH: if the process dies before the rename, the task does not exist, and the file in
-        creating/ is removed after an hour. If it dies after the rename, the task exists, although
-        push() has not returned."""
+        """Write a record to creating/<new_name>, and rename the file to directory/name. If
+        publish() raises, it removes the file."""
         payload = data if type(data) is bytes else _as_bytes(data)
-        header = _header(payload)
-        # The calls of create() and rename() are inlined: place() would be 15 % of push().
-        dirs = self.dirs
-        creating = dirs["creating"]
-        target = dirs[directory]
-        source = creating.prefix + new_name
+        # The bodies of create() and move() are inlined: the calls would be 15 % of push().
+        old = self.dirs["creating"]
+        new = self.dirs[directory]
+        source = old.prefix + new_name
+        target = new.prefix + name
         try:
-            fd = os.open(source, _CREATE_FLAGS, self._file_mode, dir_fd=creating.fd)
-        except OSError as error:
-            self.dirs.refresh()
-            is_same = dirs.get("creating") is creating
-            if error.errno not in _MISSING_ERRNOS or is_same:
-                raise self.named(error, f"creating/{new_name}") from None
-            return self.publish(new_name, data, directory, name, is_synced)
+            fd = os.open(source, _CREATE_FLAGS, self._file_mode, dir_fd=old.fd)
+        except OSError:
+            fd = self.create(f"creating/{new_name}")
         try:
             try:
-                _write_record(fd, header, payload)
-                if is_synced and self.syncs_after_rename:
-                    self.move(f"creating/{new_name}", f"{directory}/{name}")
+                # CRASH (Crash): before the rename, the file in creating/ is no task, and is removed
+                # after an hour. After the rename, the task exists, although push() did not return.
+                _write_record(fd, _header(payload), payload)
+                if self.syncs_after_rename:
+                    try:
+                        os.replace(source, target, src_dir_fd=old.fd, dst_dir_fd=new.fd)
+                    except FileNotFoundError:
+                        # RACE (Shrinking): another worker replaces pending/.
+                        self.move(f"creating/{new_name}", f"{directory}/{name}")
                 if is_synced:
                     os.fsync(fd)
             finally:
                 os.close(fd)
             if not self.syncs_after_rename:
-                # a rename there needs more care: _SharedFiles.move()
                 self.move(f"creating/{new_name}", f"{directory}/{name}")
-            elif not is_synced:
-                try:
-                    there = target.prefix + name
-                    os.replace(
-                        source, there, src_dir_fd=creating.fd, dst_dir_fd=target.fd
-                    )
-                except FileNotFoundError:  # the directory was replaced
-                    self.move(f"creating/{new_name}", f"{directory}/{name}")
             if is_synced:
                 self.sync_dir(directory)
         except BaseException as error:
-            # The push raises, so the caller believes that there is no task: remove the file. RACE:
-            # a worker claims the task between the rename and this line. Then no file is at its
-            # path, and the worker keeps the task.
+            # RACE (Faults): a worker claims the task before this line. Then no file is at its path,
+            # and the worker keeps the task.
             for leftover in (f"creating/{new_name}", f"{directory}/{name}"):
                 self.remove(leftover)
-            self._complete(error, f"creating/{new_name}")
+                self.named(error, leftover)
             raise
+
+    def create(self, path: str) -> int:
+        with suppress(FileNotFoundError):
+            return self._call(os.open, path, _CREATE_FLAGS, self._file_mode)
+        self.dirs.refresh()  # the directory was replaced
+        return self._call(os.open, path, _CREATE_FLAGS, self._file_mode)
 
     @contextmanager
     def replacement(
@@ -1853,14 +1678,11 @@ class _Files:
         mode: int | None = None,
     ) -> Iterator[str]:
         """Write a file creating/<name>, and yield its path. The block moves the file to its final
-        path, where an older file may be. If the block raises, the new file is removed.
-
-        If the queue is durable, the new file is synced before the block: power loss must leave the
-        older or the new file whole. `mode`: see _follow_owner(). None: the owner is this user, and
-        the rights follow from the umask."""
+        path, over an older file. If the block raises, the new file is removed. `mode`: see
+        _follow_owner()."""
         path = f"creating/{name}"
+        fd = self.create(path)
         try:
-            fd = self.create(path)
             try:
                 if mode is not None:
                     _follow_owner(fd, self.root.status(), mode)
@@ -1872,20 +1694,8 @@ class _Files:
             yield path
         except BaseException as error:
             self.remove(path)
-            self._complete(error, path)
+            self.named(error, path)
             raise
-
-    def create(self, path: str) -> int:
-        """Make a file, and return its descriptor. Raises FileExistsError."""
-        for is_last in (False, True):
-            where, name = self.place(path)
-            try:
-                return os.open(name, _CREATE_FLAGS, self._file_mode, dir_fd=where.fd)
-            except OSError as error:
-                if is_last or error.errno not in _MISSING_ERRNOS:
-                    raise self.named(error, path) from None
-                self.dirs.refresh()
-        raise _os_error(errno.ENOENT, path)
 
     def move(self, source: str, target: str) -> str:
         """Rename a file, and return the target. A file at the target is replaced. The target ""
@@ -1905,7 +1715,7 @@ class _Files:
         try:
             os.replace(name, new_name, src_dir_fd=old.fd, dst_dir_fd=new.fd)
         except OSError as error:
-            # RACE: another thread has refreshed the directories.
+            # RACE (Shrinking): another thread has refreshed the directories.
             if error.errno not in _MISSING_ERRNOS or not (
                 self.dirs.refresh()
                 or dirs.get(directory, old) is not old
@@ -1922,11 +1732,7 @@ class _Files:
         return target
 
     def unlink(self, path: str) -> None:
-        where, name = self.place(path)
-        try:
-            os.unlink(name, dir_fd=where.fd)
-        except OSError as error:
-            raise self.named(error, path) from None
+        self._call(os.unlink, path)
 
     def unlink_if_exists(self, path: str) -> bool:
         with suppress(FileNotFoundError):
@@ -1935,9 +1741,9 @@ class _Files:
         return False
 
     def unlink_if_older(self, path: str, before_s: float) -> bool:
-        """Remove a file that was last renamed or changed (st_ctime) at the time `before_s` or
-        earlier, by the wall clock. Return whether the file was removed. A directory stays."""
-        # RACE: another process removes the file, or moves it, because it retries the failed task.
+        """Remove a file whose st_ctime is `before_s` or earlier, unless it is a directory. Return
+        whether the file was removed."""
+        # RACE (Races): another process removes the file, or retries the failed task.
         with _ignore_missing():
             status = self.lstat(path)
             if status.st_ctime <= before_s and not stat.S_ISDIR(status.st_mode):
@@ -1945,76 +1751,61 @@ class _Files:
                 return True
         return False
 
-    def remove(self, path: str) -> bool:
-        """Remove a file if possible. Return whether the file was removed; raise no OSError."""
+    def remove(self, path: str) -> None:
         with suppress(OSError):
             self.unlink(path)
-            return True
-        return False
 
     def remove_empty_dir(self, path: str) -> None:
-        # A directory that is not empty stays. POSIX lets the file system report ENOTEMPTY or
-        # EEXIST. So does another user's directory in a sticky directory, and a mount point.
+        """Remove a directory if it is empty, and if this user may remove it."""
+        # POSIX lets the file system report ENOTEMPTY or EEXIST. EBUSY: a mount point
         with _ignore_missing(
             errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY, *_NO_WRITE_ERRNOS
         ):
-            where, name = self.place(path)
-            os.rmdir(name, dir_fd=where.fd)
+            self._call(os.rmdir, path)
 
     def shrink(self, new_name: str) -> None:
-        """Replace an empty pending/ of more than 1 MiB by a new directory, because ext4 never
-        shrinks a directory, and each listing reads all of it. rename() refuses to replace a
-        directory that is not empty, so no task is lost."""
+        """Replace an empty pending/ that is large: ext4 never shrinks a directory, and each listing
+        reads all of it."""
         old = self.lstat("pending")
-        is_kept = old.st_ino == self._kept_inode  # the last attempt has failed
-        if old.st_size <= _SHRINK_BYTES or is_kept or old.st_uid != os.geteuid():
+        if old.st_size <= _SHRINK_BYTES or old.st_uid != os.geteuid():
             return
-        self._kept_inode = old.st_ino
+        name = f"{new_name}.pending"
         mode = stat.S_IMODE(old.st_mode)
-        root = self.root
-        where, name = self.place(f"creating/{new_name}.pending")
-        # RACE: another process renames a file into the directory first. Then our rename fails, and
-        # the old directory stays. It also stays if it is a mount point, or if the disk is full.
+        # RACE (Shrinking): another process renames a file into the old directory first. rename()
+        # replaces no directory that is not empty, so the old directory stays.
         with suppress(OSError):
-            os.mkdir(name, mode & 0o777, dir_fd=where.fd)
-            made = _OpenFile(where, f"{new_name}.pending")
+            self._call(os.mkdir, f"creating/{name}", mode & 0o777)
+            made = _OpenFile(self.dirs["creating"], name)
             _follow_owner(made.fd, old, mode)
-            new = made.status()
-            if (new.st_uid, new.st_gid) == (old.st_uid, old.st_gid):
-                os.rename(name, "pending", src_dir_fd=where.fd, dst_dir_fd=root.fd)
-                # Without this sync, power loss could undo the rename, and with it the later tasks.
+            if made.status().st_gid == old.st_gid:
+                self.move(f"creating/{name}", "pending")
+                # else power loss could undo the rename, and with it the later tasks
                 self.sync_dir("")
-        with suppress(OSError):
-            os.rmdir(name, dir_fd=where.fd)
+        self.remove_empty_dir(f"creating/{name}")
         self.dirs.refresh()
 
     # Syncing
 
     def sync_with_dir(self, path: str) -> None:
-        """If the queue is durable, sync the file of a task, then its directory. TOPIC: syncs says
-        why a sync of the directory is not enough."""
+        """If the queue is durable, sync a file, then its directory."""
         if not self.is_durable:
             return
-        # RACE: another process moves the task on before the file is synced here. Then only the
-        # directory is synced, and it no longer has the file.
+        # RACE (Durability): another process moves the task on. Then only the directory is synced.
         with suppress(FileNotFoundError):
             self.sync_file(path)
         self.sync_dir(os.path.dirname(path))
 
     def sync_file(self, path: str) -> None:
-        if self.is_regular(path):
-            fd = self._open(path)
-            try:
-                os.fsync(fd)
-            finally:
-                os.close(fd)
+        fd = self._open(path)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
 
     def sync_dir(self, directory: str) -> None:
-        if not self.is_durable:
-            return
-        # a lease directory of others is closed with this reference
+        """If the queue is durable, sync a directory."""
         opened = self.dirs[directory]
-        if opened.fd is not None:
+        if self.is_durable and opened.fd is not None:
             try:
                 os.fsync(opened.fd)
             except OSError as error:
@@ -2049,38 +1840,31 @@ _LOOK_INTERVAL_S = 0.1
 # TOPIC: which clock is used for what.
 #
 # - The queue clock gives the orders, and therefore the ids, and the deadlines of leases.
-# - The monotonic clock, time.monotonic(), is used for timeouts, pauses, and the times of
-#   maintenance.
-# - The wall clock, time.time(), is used for due times in scheduled/, also for those of retries, and
-#   for the ages of files.
+# - The monotonic clock is used for timeouts, pauses, and the times of maintenance.
+# - The wall clock is used for due times, and for the ages of files.
 #
-# So if the date is set, the ids of a boot stay in order, and its leases end as if it had not been
-# set. A scheduled task moves to pending/ when the wall clock shows its due time. If the machine
-# starts again after the date was set back, the new queue clock starts after the newest id.
+# So if the date is set, the ids of a boot stay in order, and its leases end as before.
 #
-# If the file clock-<boot> is removed while the queue is used, the objects that have read it go on
-# with its anchor. The next process makes a new file, with the time of the wall clock or of the
-# newest id. Only if the date was set meanwhile do the two clocks differ, and leases end early or
-# late.
+# If clock-<boot> is removed, the objects that have read it go on with its anchor, and the next
+# process makes a new file. If the date was set meanwhile, some leases end early or late.
 
 
 def _compute_anchor(files: _Files) -> int:
-    """Return the anchor for a new queue clock. It starts at the time of the wall clock, or after
-    the newest id in data_dir if that is later, because the date was set back."""
-    latest_ns, started_ns = _latest_order_ns(), _monotonic_ns()
+    """Return the anchor for a clock that starts at the time of the wall clock, or after the newest
+    id if the date was set back."""
+    latest_ns = _latest_order_ns()
+    started_ns = _monotonic_ns()
     times_ns = [_EARLIEST_NS, _date_ns()]
     for directory in (*_STATE_DIRS[1:], "keys", *files.node_dirs()):
-        # PermissionError: the directory belongs to another user, and the clock must start all the
-        # same. FileNotFoundError: a person removed the directory.
-        with suppress(PermissionError, FileNotFoundError):
+        # a directory of another user, such as the worker's pending/ for a producer
+        with suppress(PermissionError):
             orders = (_stamp_of(entry.id) for entry in files.entries(directory))
             times_ns += [order_ns + 1 for order_ns in orders if order_ns < latest_ns]
     return max(times_ns) - started_ns
 
 
 class _QueueClock:
-    """The clock of one queue object. `tag` is the object's random tag, which is the end of the ids
-    that new_id() makes."""
+    """The clock of one queue object. `tag` is the end of the ids that new_id() makes."""
 
     def __init__(self, files: _Files) -> None:
         self._files = files
@@ -2089,7 +1873,7 @@ class _QueueClock:
         self.boot, self.anchor_ns = self._open()
 
     def init_worker(self) -> None:
-        """Set the values that belong to one process. A forked child calls this again."""
+        """Set the values that belong to one process, also in a forked child."""
         self.tag = f"{int.from_bytes(os.urandom(8), 'big') >> 1:016x}"
         # Guards _order. An RLock, because a signal handler may push while its thread pushes.
         self._lock = threading.RLock()
@@ -2100,7 +1884,6 @@ class _QueueClock:
         return _monotonic_ns() + self.anchor_ns
 
     def new_id(self) -> str:
-        """Return a new id, for a task without a key or for a file in creating/."""
         if os.getpid() != _process_id:  # inlined: a call would be 5 % of push()
             _after_fork_in_child()
         with self._lock:
@@ -2122,53 +1905,47 @@ class _QueueClock:
             boot = _boot_tag(boot_id, self._files.root)
             name = f"clock-{boot}"
             try:
-                anchor_ns = self._read(name)
-                if anchor_ns is None:
-                    anchor_ns = self._create(name, _compute_anchor(self._files))
-                return boot, anchor_ns
+                return boot, self._read(name) or self._create(name)
             except OSError as error:
                 if error.errno not in _NO_WRITE_ERRNOS:
                     raise
-                # A clock of our own is good enough to look at tasks, to drain the queue and to
-                # purge.
+                # good enough to look at tasks and to drain the queue
                 _log().warning("no shared clock for this process: %s", error)
         return os.urandom(4).hex(), _compute_anchor(self._files)
 
-    def _read(self, name: str) -> int | None:
-        """Return the anchor in a clock file. Return None if the file is missing or invalid, or if
-        the queue clock would show a time before 2001 or after 2150. Then it is written again."""
-        anchor_ns = 0
+    def _read(self, name: str) -> int:
+        """Return the anchor in a clock file, or 0 if the file is missing or invalid."""
         with suppress(FileNotFoundError):
-            text = self._files.text(name, _CLOCK_BYTES)
-            anchor_ns = int(text) if re.fullmatch("[0-9]{1,19}\n", text) else 0
-        now_ns = anchor_ns + _monotonic_ns()
-        return anchor_ns if _EARLIEST_NS <= now_ns < _LATEST_CLOCK_NS else None
+            text = self._files.beginning(name, _CLOCK_BYTES)
+            if re.fullmatch(b"[0-9]{1,19}\n", text):
+                now_ns = int(text) + _monotonic_ns()
+                return int(text) if _EARLIEST_NS <= now_ns < _LATEST_CLOCK_NS else 0
+        return 0
 
-    def _create(self, name: str, anchor_ns: int) -> int:
-        """Write a clock file and put it in place, unless a valid one is in place. Return the anchor
-        in the clock file that is in place then."""
+    def _create(self, name: str) -> int:
+        """Put a clock file in place, unless a valid one is there. Return its anchor."""
         files = self._files
+        anchor_ns = _compute_anchor(files)
         new_name = f"{_new_name(_wall_ns(), self.tag)}.clock"
-        # 0644: only the owner writes it, because a wrong anchor would end living leases. All others
-        # read it, also those to whom a person gives access to data_dir later.
+        # 0644: a wrong anchor would end living leases, so only the owner writes the file.
         with files.replacement(new_name, b"%d\n" % anchor_ns, mode=0o644) as new_path:
             try:
-                creating, root = files.dirs["creating"], files.root
+                where, source = files.place(new_path)
+                root, target = files.place(name)
                 os.link(
-                    creating.prefix + new_name,
-                    root.prefix + name,
-                    src_dir_fd=creating.fd,
+                    source,
+                    target,
+                    src_dir_fd=where.fd,
                     dst_dir_fd=root.fd,
                     follow_symlinks=False,
                 )
             except (AttributeError, NotImplementedError, OSError):
-                # A file of this name exists, valid or not, or the file system has no hard links.
-                # Without hard links, two processes that start at the same time may have anchors
-                # that differ a little.
-                if self._read(name) is None:
+                # A file exists, valid or not, or the file system has no hard links. Then two
+                # processes that start at the same time may have anchors that differ a little.
+                if not self._read(name):
                     files.move(new_path, name)
             files.remove(new_path)
-        # RACE: another process links its clock file before ours. Then its anchor is returned.
+        # RACE (Ordering): another process links its clock file before ours.
         return self._read(name) or anchor_ns
 
 
@@ -2178,21 +1955,18 @@ class _QueueClock:
 #    whether the task still waits. Four rules keep the order of delivery, and keep pop() from
 #    reporting an empty queue while tasks wait:
 #    - All names may be dropped at any time. A pop() finds the queue empty only if its own listing
-#      adds no name (_Maintenance.refill).
-#    - A single name may be dropped only when this worker claims the task, if the file is missing,
-#      or if the task can't be claimed. Otherwise younger tasks would be delivered first.
-#    - A name may be added only if it sorts before the youngest name of the batch. Beyond it,
-#      pending/ may have tasks that are not in the batch.
-#    - A listing must keep the oldest names, and leave out what was pushed during it: relist().
+#      adds no name.
+#    - A single name may be dropped only if the task is claimed, is missing, or can't be claimed.
+#    - A name may be added only if it sorts before the youngest name of the batch: other tasks
+#      between them may be missing.
+#    - A listing must keep the oldest names, and leave out what was pushed during it.
 # ==================================================================================================
 
 _MAX_BATCH = 1 << 17  # names to keep in memory; they take up to 12 MB
 _CHUNK = 1 << 16  # directory entries to read at a time
 _FEW = 1000  # a directory that had fewer names is listed by one os.listdir()
-# The system lists a directory of up to this many names in one call. No push comes in between.
-_AT_ONCE = 256
-# the time for which a task that this worker can't claim is passed over
-_TROUBLE_PAUSE_S = 60.0
+_AT_ONCE = 256  # the system lists so many names in one call: no push comes in between
+_TROUBLE_PAUSE_S = 60.0  # how long a task that this worker can't claim is passed over
 _is_task_name = _FORMS["pending"]
 
 
@@ -2204,69 +1978,47 @@ class _Batch:
         self._lock = worker.lock
         self._clock = worker.clock
         self.names: list[str] = []  # the oldest last
-        self.seen = 0  # the number of names in pending/ at the last listing
-        self._listed_s = 0.0
-        # The tasks that this user may not claim, by id, and the time (monotonic clock) until which
-        # they are passed over.
+        self.seen = _FEW  # the number of names at the last listing; many at first
+        # the tasks that this user may not claim, by id, and until when (monotonic clock)
         self.barred: dict[str, float] = {}
 
-    def relist(self, now_s: float) -> None:
-        """List pending/, and replace the batch. `now_s` is the time on the monotonic clock.
-
-        RACE: another process pushes two tasks during the listing, and the listing shows only the
-        younger one, which would be delivered first. So the batch gets only the tasks whose order is
-        before the beginning of the listing. If a second listing also shows only later tasks, the
-        batch gets all of them, because an empty batch would mean that no task waits."""
-        for _ in range(2):
-            self._list(now_s)
-            if self.seen <= _AT_ONCE:
-                return
-            began = f"{int(now_s * 1e9) + self._clock.anchor_ns:020d}"
-            if older := [name for name in self.names if name < began]:
-                self.names = older
-                return
-            now_s = time.monotonic()
-
-    def _list(self, now_s: float) -> None:
-        # If the last listing showed few names and is less than a second old, the directory can't be
-        # huge now.
-        if self.seen < _FEW and now_s - self._listed_s < 1:
-            names = self._files.names("pending")
-            self.seen = len(names)
-            self.names = sorted(filter(_is_task_name, names), reverse=True)
-        else:
-            self._list_in_chunks()
-        if self.barred:
-            self.barred = {
-                it: until_s for it, until_s in self.barred.items() if until_s > now_s
-            }
-            self.names = [
-                name for name in self.names if _id_of(name) not in self.barred
-            ]
-        self._listed_s = now_s
-
-    def _list_in_chunks(self) -> None:
-        """Keep the oldest names, at most _MAX_BATCH or a sixteenth of those at the last listing: a
-        million names would take 100 MB in each worker."""
-        keep = max(_MAX_BATCH, self.seen // 16)
+    def relist(self, now_s: float, is_second: bool = False) -> None:
+        """List pending/, and replace the batch. `now_s` is the time on the monotonic clock."""
+        is_large = self.seen >= _FEW
         names: list[str] = []
         seen = 0
-        youngest = "~"  # sorts after every name of a task
+        for chunk in self._chunks() if is_large else [self._files.names("pending")]:
+            seen += len(chunk)
+            names += filter(_is_task_name, chunk)
+            names.sort(reverse=True)
+            del names[:-_MAX_BATCH]
+        if self.barred:
+            names = [it for it in names if self.barred.get(_id_of(it), 0) < now_s]
+        self.names = names
+        self.seen = seen
+        if seen <= _AT_ONCE:
+            return
+        # RACE (Races): another process pushes two tasks during the listing, which shows only the
+        # younger one. So the batch gets only the tasks from before the listing. If a second listing
+        # also shows only later tasks, the batch gets all of them: an empty one would mean that no
+        # task waits.
+        began = f"{int(now_s * 1e9) + self._clock.anchor_ns:020d}"
+        if older := [name for name in names if name < began]:
+            self.names = older
+        elif not is_second:
+            self.relist(time.monotonic(), is_second=True)
+
+    def _chunks(self) -> Iterator[list[str]]:
+        """Yield the names in pending/. A million at a time would take 100 MB."""
         listing = self._files.scan("pending")
         while chunk := [*itertools.islice(listing, _CHUNK)]:
-            seen += len(chunk)
-            names += [name for name in chunk if name < youngest and _is_task_name(name)]
-            if len(names) > 2 * keep:
-                names = sorted(names, reverse=True)[-keep:]
-                youngest = names[0]
-        self.seen = seen
-        self.names = sorted(names, reverse=True)[-keep:]
+            yield chunk
 
     def add(self, path: str) -> None:
-        """Add a task that came to `path` in pending/. If the batch is empty, or if the task sorts
-        after the whole batch, do nothing: a later listing shows the task."""
+        """Add a task that came to `path` in pending/, unless a later listing will show it."""
         with self._lock:
-            names, name = self.names, path.rpartition("/")[2]
+            names = self.names
+            name = path.rpartition("/")[2]
             if names and name < names[0]:
                 names.insert(bisect.bisect(names, False, key=name.__gt__), name)
 
@@ -2275,14 +2027,14 @@ class _Batch:
             self.barred[ident] = time.monotonic() + _TROUBLE_PAUSE_S
 
     def correct_after_loss(self, lost: str) -> None:
-        """After a lost claim at the path `lost`, drop the oldest names of the batch until the file
-        of the oldest remaining name exists. To look for a file costs a third of a failed rename().
-
-        RACE: after the listing, another process pushes a newer payload for the key of a task. The
-        task keeps its place, and its name has 0 attempts. So this name is put into the batch. The
-        loop stops at the name of a task with a key, because only a lost claim does that."""
+        """After a lost claim at the path `lost`, drop the oldest names up to one whose file exists:
+        a look costs a third of a failed rename()."""
+        # RACE (Keyed): another process pushes a newer payload for the key of a task. The task keeps
+        # its place, and its name has 0 attempts. Only a lost claim puts this name into the batch,
+        # so the loop stops at a task with a key.
         with self._lock:
-            names, renamed = self.names, _fresh_path(lost, None)
+            names = self.names
+            renamed = _fresh_path(lost, None)
             if renamed != lost:
                 names.append(renamed.partition("/")[2])
             pending = self._files.dirs["pending"]
@@ -2301,172 +2053,122 @@ class _Batch:
 
 
 class _LeaseDir:
-    """The lease directory of one worker. The first listing of pending/ opens it, or a take(). If it
-    was removed or given up, a later listing opens it again.
-
-    RACE: another thread calls close() during a pop(). A claim and close() both hold the worker's
-    lock. If the claim came first, close() takes the task back, and the caller gets LeaseLost."""
+    """The lease directory of one worker. It is open while `_Files.dirs` has it."""
 
     def __init__(self, worker: _Worker) -> None:
         self._worker = worker
         self._files = worker.files
         self._clock = worker.clock
-        self._lock = worker.lock
         self.directory = f"inflight-{worker.node_id}"
-        # The leases to reclaim. The key is the path of the lease, and the value is the path to move
-        # the task back to. None: the place of its push.
+        self._boot = ""  # the <boot> of the leases
+        # The leases to reclaim, and the paths to move the tasks to. None: the place of the push.
         self.orphans: dict[str, str | None] = {}
         self.close_count = 0
-        # The lock of the directory. None: this object does not have the directory open.
-        self._held: _FileLock | None = None
+        self._held: _FileLock | None = None  # the lock of the directory
 
     # Opening
 
     def ensure_open(self) -> None:
-        """Open and lock the directory, unless it is open and still at its path. After an opening,
-        reclaim the orphans, such as the leases of an earlier process."""
-        with self._lock:
-            if self._held is None or not self._held.is_at_path():
+        """Open anew the directories that were replaced, and this worker's if it is not open."""
+        with self._worker.lock:
+            self._files.dirs.refresh()
+            if self.directory not in self._files.dirs:
                 self._open()
-                if self.orphans:
-                    self._worker.maintenance.try_to_run("reclaim")
 
     def _open(self) -> None:
-        # No pop() claims a task before the directory is open, even if this method raises.
+        # A pop() must raise what is raised here, before it loses the names.
         self._worker.batch.names = []
-        end_s = time.monotonic() + _LONG_WAIT_S
         for _ in range(_MAX_REPLACED):
             self._files.make_dir(self.directory)
             try:
-                lock = self._files.lock_dir(self.directory)
-            except (PermissionError, NotADirectoryError):  # another user's, or a link
-                self._use_another()
-                continue
-            except FileNotFoundError:
-                continue
-            try:
-                if self._try_to_hold(lock, end_s):
+                if self._hold():
                     return
-            finally:
-                # The last reference to the lock may be lost late: an exception that is kept
-                # somewhere keeps this frame alive. So close the lock here.
-                if lock is not self._held:
-                    lock.close()
-            # RACE: another process finds the directory empty and not locked, and removes it, after
-            # our make_dir() or before our lock. The next round makes it again.
+            except FileNotFoundError:
+                # RACE (KeyedInterrupted): another process removes the directory after make_dir()
+                continue
+            except (PermissionError, NotADirectoryError):
+                other = f"inflight-{os.getpid()}-{os.urandom(8).hex()}"
+                text = "%s can't be used by this user, or is locked by another process; using %s"
+                _log().warning(text, self.directory, other)
+                self.directory = other
         raise _os_error(_MISSING_ERRNOS[-1], f"{self._files.path}/{self.directory}")
 
-    def _use_another(self) -> None:
-        """Use a directory of another name, because another user has made or locked the one of our
-        node_id. The tasks in it stay there until they can be reclaimed."""
-        other = f"inflight-{os.getpid()}-{os.urandom(8).hex()}"
-        text = (
-            "%s can't be used by this user, or is locked by another process; using %s"
-        )
-        _log().warning(text, self.directory, other)
-        self.directory = other
-
-    def _try_to_hold(self, lock: _FileLock, end_s: float) -> bool:
-        """Take the shared lock of the directory, and keep the directory open. Return False if it
-        must be opened again."""
-        if not os.access(lock.prefix + ".", os.W_OK, dir_fd=lock.fd):
-            # another user has made it
-            self._use_another()
-            return False
-        # Another process holds the exclusive lock for a moment, to find out whether we live.
-        while (is_shared := lock.try_shared()) is False:
-            if time.monotonic() >= end_s:
-                self._use_another()
-                return False
-            time.sleep(_LOCK_PAUSE_S)
-        if is_shared is None:
-            # flock does not work for this process, so our leases must end by their deadlines only.
-            # With a random <boot>, no process whose flock works reclaims them as a dead worker's.
-            self._clock.boot = os.urandom(4).hex()
-        elif self._held is None and lock.try_exclusive() and lock.is_at_path():
-            # No other worker of our node_id uses the directory, so the leases in it are those of an
-            # earlier process. An error is ignored: the reclaim lists the directory, too. If this
-            # object has another lease directory open, a person may have moved the leases of our
-            # callers here.
-            with suppress(OSError):
-                leases = self._files.entries(self.directory)
-                for path in (it.path for it in leases if it.boot != _DETACHED):
-                    self.orphans.setdefault(path)
-        # RACE: try_exclusive() has dropped the shared lock, and another process takes the exclusive
-        # one. Or another process removes the directory between our open() and our lock.
-        if lock.try_shared() is False or not lock.is_at_path():
-            return False
-        # Not the descriptor of the lock: close() in another thread closes it during a read.
+    def _hold(self) -> bool:
+        """Lock the directory, and keep it open. Return False if it was replaced meanwhile. Raises
+        PermissionError if this user can't use it, or another process keeps it locked."""
+        lock = self._files.lock_dir(self.directory)
+        end_s = time.monotonic() + _LONG_WAIT_S
         try:
+            # RACE (Liveness): another process has the exclusive lock, to find out whether we live.
+            while (is_shared := lock.try_shared()) is False:
+                if time.monotonic() >= end_s:
+                    raise PermissionError
+                time.sleep(_LOCK_PAUSE_S)
+            if not os.access(lock.prefix + ".", os.W_OK, dir_fd=lock.fd):
+                raise PermissionError
+            if is_shared is None:
+                # With a random <boot>, no process whose flock works takes this worker for dead.
+                self._clock.boot = os.urandom(4).hex()
+            elif self._held is None and lock.try_exclusive() and lock.is_at_path():
+                # The leases of an earlier process. If this object has held another directory, a
+                # person may have moved its leases here.
+                with suppress(OSError):
+                    self._worker.reclaim_all(self.directory)
+            self._boot = _DETACHED if self._worker.detached else self._clock.boot
+            # Not the descriptor of the lock: close() in another thread closes it during a read.
             opened = self._files.dirs.open(self.directory)
-        except FileNotFoundError:  # a person has removed the empty directory
-            return False
-        if not os.path.samestat(opened.status(), lock.status()):
-            return False
-        # The old lock is closed here, with its last reference. If a person moves the old directory
-        # back before, the old lock still shows other workers that its leases are in use.
-        self._held = lock
-        self._files.dirs[self.directory] = opened
-        return True
+            # RACE (Liveness): try_exclusive() has dropped the shared lock, and another process
+            # takes the exclusive one. Or it removed the directory before our lock.
+            if lock.try_shared() is not False and lock.is_at_path():
+                self._held = lock
+                self._files.dirs[self.directory] = opened
+        finally:
+            if lock is not self._held:
+                lock.close()
+        return lock is self._held
 
     # Claiming
 
     def claim(self, directory: str, name: str, lease: _Lease) -> bool:
-        """Rename a waiting task into the locked lease directory. Return False if the task is no
-        longer at directory/name, or if the lease directory is not open or no longer exists.
-
-        The caller holds the worker's lock. `lease.path` is set before the rename, so that an error
-        can be undone although the rename may have been done."""
+        """Rename a waiting task into the lease directory. Return False if the task has gone, or the
+        directory is not open. The caller holds the worker's lock. It undoes the claim after any
+        exception, which may come after the rename."""
         attempts = min(_attempts_of(name) + 1, _MAX_ATTEMPTS) if "~" in name else 1
-        boot = _DETACHED if self._worker.detached else self._clock.boot
         deadline_ns = (
             int(time.monotonic() * 1e9) + self._clock.anchor_ns + lease.length_ns
         )
-        new_name = f"0{deadline_ns}~{attempts}~{boot}~{name[-_ID_LENGTH:]}"
+        new_name = f"0{deadline_ns}~{attempts}~{self._boot}~{name[-_ID_LENGTH:]}"
         lease.name = new_name
         lease.path = f"{self.directory}/{new_name}"
         lease.source = f"{directory}/{name}"
-        held = self._held
+        dirs = self._files.dirs
+        held = dirs.get(self.directory)
+        if held is None:
+            # RACE (LeaseDirectoryLost): another process has moved or removed the directory.
+            return False
         try:
-            if held is None or self.directory not in self._files.dirs:
-                # RACE: another thread calls close() before our caller gets the worker's lock. Or
-                # the directory has not been opened yet, or is no longer at its path.
-                return False
-            where = self._files.dirs[directory]
-            old, new = where.prefix + name, held.prefix + new_name
-            # CRASH: after the rename, the task is leased, and the name counts this attempt. TOPIC:
-            # how a lease ends.
+            where = dirs[directory]
+            old = where.prefix + name
+            new = held.prefix + new_name
+            # CRASH (Crash, faults.py): after the rename, the task is leased, and the name counts
+            # this attempt.
             os.rename(old, new, src_dir_fd=where.fd, dst_dir_fd=held.fd)
         except OSError as error:
-            # RACE: another process moves the task first, or removes our lease directory.
-            if error.errno == errno.ENOENT:
+            # RACE (Concurrency, LeaseDirectoryLost): another process moves the task first, or
+            # removes our lease directory.
+            if error.errno in _MISSING_ERRNOS:
                 return False
             if error.errno in (errno.EPERM, errno.EACCES):
                 error.task_id = _id_of(name)  # type: ignore[attr-defined]
                 self._worker.batch.bar(_id_of(name))
-            if error.errno not in _MISSING_ERRNOS:
-                raise self._files.named(error, lease.source, lease.path) from None
-            self._worker.maintenance.drop_batch()  # ESTALE: our directory was removed
-            return False
+            raise self._files.named(error, lease.source, lease.path) from None
         return True
-
-    def undo_claim(self, lease: _Lease, target: str) -> None:
-        """Move a claimed task to `target`, because no caller will get the task. If the rename
-        fails, the lease becomes an orphan: the next reclaim moves the task to `target`."""
-        with self._lock:
-            try:
-                # CRASH: before the rename, the task is leased, and the delivery is counted.
-                self._files.move(lease.path, target)
-            except OSError:
-                # The claim was not done, close() reclaimed the lease, a person moved the task, or
-                # the disk failed.
-                self.orphans[lease.path] = target
 
     # Closing
 
     def give_up(self) -> None:
-        """Close the lease directory. If no other object holds its lock, reclaim the leases in it,
-        except detached ones, and remove it if it is empty. Without flock, all leases stay."""
+        """Close the directory. If no other object holds its lock, reclaim its leases, except
+        detached ones, and remove it if it is empty."""
         self._worker.maintenance.drop_batch()
         self._files.dirs.pop(self.directory, None)
         lock, self._held = self._held, None
@@ -2493,7 +2195,7 @@ class _LeaseDir:
 #    publish      _Files.publish               creating/<id>     pending/, scheduled/
 #    due          _Worker.enqueue_scheduled    scheduled/        pending/<now>~<n>~<id>
 #    claim        _LeaseDir.claim              where it waits    inflight-<node>/
-#    undo         _LeaseDir.undo_claim         inflight-<node>/  where it waited, or the back
+#    undo         _Consumer._undo_claim        inflight-<node>/  where it waited, or the back
 #    finish       _Worker.finish               inflight-<node>/  done/<id>, or removed
 #    fail         _Worker.end_failed           inflight-<node>/  failed/<id>
 #    release      _Worker.requeue              inflight-<node>/  pending/ or scheduled/
@@ -2512,9 +2214,9 @@ class _LeaseDir:
 #
 #    Invariant: the rename (or unlink) commits the change, and for the holder of a lease it also
 #    tests the fence. The reason in failed/ and the file in checkpoints/ are changed only after it.
-#    So a worker that lost its lease changes neither.
 #    Lock: a thread holds the worker's lock while it claims, renews, settles or reclaims a task, but
-#    not while it reads or writes a payload for a caller.
+#    not while it reads or writes a payload for a caller. For a task with a key, the lock of the key
+#    is enough to settle it.
 # ==================================================================================================
 
 
@@ -2532,50 +2234,45 @@ class _Worker:
         self.length_ns = queue._length_ns
         self.poll_interval_s = queue.poll_interval_s
         self.batch = _Batch(self)
-        lease_dir_class, keys_class, _ = files.parts
+        lease_dir_class, keys_class = files.parts
         self.lease_dir: _LeaseDir = lease_dir_class(self)
         self.keys: _Keys = keys_class(self)
         self.maintenance = _Maintenance(self)
-        self.delivery = _Delivery(self)
         self.waits = _Waits(self)
         self.renewer = _LeaseRenewer(self)
 
     def note_arrival(self, path: str) -> None:
-        """Tell the batch or the maintenance that this process has put a task at `path`."""
+        """Take notice that this process has put a task at `path`."""
         if path.startswith("pending/"):
             self.batch.add(path)
         elif path.startswith("scheduled/"):
             self.maintenance.note_due(_stamp_of(path))
 
     def move_task(self, source: str, target: str, until_s: float = _FOREVER_S) -> str:
-        """Move a task's file; target "" removes the file. Return the new path, which may differ
-        from `target` if the task has a key. until_s: as in _Keys.lock()."""
+        """Move a task's file, and return its path, which may be another for a task with a key.
+        target "": remove the file. until_s: as in _Keys.lock()."""
         if _is_keyed(_id_of(source)):
             return self.keys.move_keyed(source, target, until_s)
         return self.files.move(source, target)
 
     def back_path(self, path: str, attempts: int) -> str:
-        """Return the path that a task gets at the back of pending/: the order is new."""
         return f"pending/{_task_name(self.clock.next_order(), attempts, _id_of(path))}"
 
     # From in flight, by the holder of the lease
 
     def move_leased(self, lease: _Lease, target: str, outcome: str = "") -> str:
-        """Rename the file of a leased task, for the holder of the lease, and return the new path.
-
-        outcome: the field of WorkCounts that counts the delivery, or "" if the delivery goes on.
-        Raises LeaseLost if the file of the lease is gone: the rename tests the fence. If an OSError
-        comes from a later step, such as the promotion of the payload behind a task, the task has
-        moved."""
+        """Rename the file of a leased task, for its holder, and return the new path. outcome: the
+        field of WorkCounts that counts the delivery, or "" if it goes on. Raises LeaseLost. After
+        an OSError of a later step, the task has moved."""
         ident = lease.path[-_ID_LENGTH:]
         is_keyed = ident[21] > "7"  # inlined: a call would be 3 % of done()
-        with self.keys.lock(ident[-_TAG_LENGTH:]) if is_keyed else self.lock, self.lock:
+        with self.keys.lock(ident[-_TAG_LENGTH:]) if is_keyed else self.lock:
             try:
-                # RACE: a renewal in another thread changes lease.path before the locks are held.
+                # RACE (Model): another worker moves the file first
                 move = self.keys.move_keyed if is_keyed else self.files.move
                 gone_to = move(lease.path, target)
             except FileNotFoundError:
-                # A missing data_dir or state directory is disk trouble: dir() raises for it.
+                # a missing data_dir or state directory is disk trouble, and raises here
                 directory = os.path.dirname(target)
                 self.files.dirs[directory if directory in _STATE_DIRS else "pending"]
                 raise self.lease_lost(lease) from None
@@ -2585,7 +2282,6 @@ class _Worker:
         return gone_to
 
     def lease_lost(self, lease: _Lease) -> LeaseLost:
-        """Return the LeaseLost to raise for a lease."""
         late_ns = -self.left_ns(lease.path)
         if lease.outcome:
             why = f"this delivery has ended before; its outcome was: {lease.outcome}"
@@ -2596,12 +2292,8 @@ class _Worker:
         return LeaseLost(_id_of(lease.path), late_ns >= 0, why)
 
     def finish(self, task: FemtoTask) -> None:
-        """Move a leased task to done/. If keep_done is False or 0, remove the task instead. Raises
-        LeaseLost.
-
-        If done/ can't take the file, because the disk is full, or another user's file or directory
-        has its name, the task is removed, too. A task that stayed leased would run again and
-        again."""
+        """Move a leased task to done/. With keep_done=False, or if done/ can't take it, remove it:
+        it would run again and again. Raises LeaseLost."""
         lease = _lease_of(task)
         if self.keep_done:
             try:
@@ -2609,13 +2301,9 @@ class _Worker:
                     lease, f"done/{lease.path[-_ID_LENGTH:]}", "done"
                 )
             except OSError as error:
-                # If the lease is gone, the rename has succeeded, and only a later step failed.
-                is_refused = error.errno in (
-                    *_OUT_OF_SPACE_ERRNOS,
-                    errno.EISDIR,
-                    errno.EPERM,
-                )
-                if not is_refused or not self.files.exists(lease.path):
+                # If the lease is gone, only a step after the rename has failed.
+                refused = (*_OUT_OF_SPACE_ERRNOS, errno.EISDIR, errno.EPERM)
+                if error.errno not in refused or not self.files.exists(lease.path):
                     raise
                 text = "task %s is done, and removed: done/ can't take it: %s"
                 _log().warning(text, _id_of(lease.path), error)
@@ -2623,33 +2311,27 @@ class _Worker:
                 if self.files.is_durable:
                     self.files.sync_with_dir(gone_to)
                 return
-        # Sync the lease before the unlink: this makes the rename of the claim durable. The thread
-        # holds the locks during both steps, so that no renewal renames the file between them.
+        # TOPIC: syncs. No renewal renames the file between the two steps.
         with self.keys.lock_of(lease.path), self.lock:
             with suppress(FileNotFoundError):  # then move_leased() raises LeaseLost
                 self.files.sync_with_dir(lease.path)
             self.move_leased(lease, "", "done")
         with suppress(FileNotFoundError):
-            # the directory of another worker, removed meanwhile
+            # RACE (Sharing): another worker removes the directory of a lease that was attached
             self.files.sync_dir(os.path.dirname(lease.path))
 
     def end_failed(self, task: FemtoTask, error: str | BaseException | None) -> None:
-        """Move a leased task to failed/, and put the reason into failed/<id>.error. Raises
-        LeaseLost."""
         lease = _lease_of(task)
         ident = _id_of(lease.path)
         with nullcontext("") if error is None else self._new_reason(error) as path:
             target = self._failed_path(lease.path)
             self.move_leased(lease, target, "failed")
-            # The rename comes before the reason, because it tests the fence. CRASH: the task is in
-            # failed/, without a reason, or with an older one if a person has moved the task out of
-            # failed/ before.
+            # CRASH (faults.py): the task is in failed/, without a reason, or with an older one.
             self._put_reason(ident, path)
         self.files.sync_with_dir(target)
 
     def _failed_path(self, source: str) -> str:
-        """Return the path in failed/ for a task: failed/<id>, or a name with its order in front if
-        another user has made a file or a directory of this name."""
+        """Return failed/<id>, or a name with the order in front if that one is taken."""
         ident = _id_of(source)
         short = f"failed/{ident}"
         with _ignore_missing():
@@ -2658,15 +2340,12 @@ class _Worker:
         return short
 
     def _put_reason(self, ident: str, path: str) -> None:
-        """Put the file of a reason into failed/; "" stands for no reason. A person may have moved
-        the task out of failed/ before, but not its older reason."""
+        """Put a reason into failed/. If its path is "", remove an older one."""
         self.files.unlink_if_exists(f"failed/{ident}.error")
         if path:
             self.files.move(path, f"failed/{ident}.error")
 
     def _new_reason(self, error: str | BaseException) -> AbstractContextManager[str]:
-        """Return a context manager that writes a reason to a file in creating/ and yields the path.
-        An exception is written with its traceback, except a _CommandFailed."""
         if isinstance(error, str):
             text = error
         elif isinstance(error, _CommandFailed):
@@ -2677,7 +2356,6 @@ class _Worker:
         return self.files.replacement(f"{self.clock.new_id()}.error", content)
 
     def requeue(self, task: FemtoTask, target: str) -> None:
-        """Give a leased task back, so that it waits at `target`. Raises LeaseLost."""
         gone_to = self.move_leased(_lease_of(task), target, "released")
         self.note_arrival(gone_to)
         self.files.sync_with_dir(gone_to)
@@ -2685,11 +2363,8 @@ class _Worker:
     def renew(
         self, task: FemtoTask, length_ns: int | None = None, until_s: float = _FOREVER_S
     ) -> None:
-        """Give a lease a new deadline: rename its file, and store the new path in the task's
-        _Lease. Raises LeaseLost.
-
-        length_ns: the time from now to the new deadline. None: the lease's own length, or the time
-        to the old deadline if that is longer. until_s: as in _Keys.lock()."""
+        """Give a lease a new deadline, after length_ns. None: its own length, or the time to the
+        old deadline if that is longer. until_s: as in _Keys.lock(). Raises LeaseLost."""
         lease = _lease_of(task)
         with self.keys.lock_of(lease.path, until_s), self.lock:
             if length_ns is None:
@@ -2699,7 +2374,7 @@ class _Worker:
             try:
                 lease.path = self.move_leased(lease, path)
             except BaseException:
-                # An exception such as Ctrl-C may have come after the rename.
+                # Ctrl-C may have come after the rename.
                 with suppress(OSError):
                     if self.files.exists(path):
                         lease.path = path
@@ -2711,37 +2386,32 @@ class _Worker:
     # From in flight, by others
 
     def reclaim(self, lease: str) -> None:
-        """Put back a task whose lease is past its deadline, is an orphan, or is of a dead or closed
-        worker: to the path in `orphans`, or else to the place of its push, counted.
-
-        The lease gets an entry in `orphans` before the move. If the move fails, the entry stays,
-        and the next reclaim tries again."""
+        """Put a task back: to the path in `orphans`, or else to the place of its push. If the move
+        fails, the lease stays in `orphans`."""
         orphans = self.lease_dir.orphans
         orphans[lease] = source = orphans.get(lease)
         target = source or _push_place(_id_of(lease), _attempts_of(lease))
         try:
             self.note_arrival(self.move_task(lease, target, 0))
         except BlockingIOError:
-            # RACE: another process holds the key's lock. The next reclaim tries again.
-            return
+            return  # RACE (Keyed): another process holds the key's lock
         except FileNotFoundError:
-            # RACE: the holder settled the task first, or another worker reclaimed the task. But if
-            # the lease still exists, the directory of the target is missing.
+            # RACE (Liveness, storm.py): the holder settled the task first, or another worker
+            # reclaimed it. But if the lease still exists, the directory of the target is missing.
             if self.files.exists(lease):
                 return
         orphans.pop(lease, None)
 
     def reclaim_all(self, directory: str, boot: str = "") -> None:
-        """Reclaim the leases in a lease directory, except detached leases. The caller holds the
-        exclusive lock of the directory. boot: only the leases of this boot, if given."""
+        """Reclaim the leases in a directory (those of one boot), except detached ones. The caller
+        holds the exclusive lock of the directory."""
         leases = [it for it in self.files.entries(directory) if it.boot != _DETACHED]
         _for_each(self.reclaim, [it.path for it in leases if boot in ("", it.boot)])
 
     # To failed/, and back
 
     def quarantine(self, source: str, reason: str) -> None:
-        """Make a dead letter of a task that cannot be delivered, and log the reason. Raises OSError
-        if the task cannot be moved to failed/."""
+        """Make a dead letter of a task, and log the reason. Raises OSError if it can't be moved."""
         ident = _id_of(source)
         target = self._failed_path(source)
         try:
@@ -2749,9 +2419,7 @@ class _Worker:
         except FileNotFoundError:
             if self.files.exists(source):
                 raise
-            return  # RACE: another worker took the task, or quarantined it first
-        # An error while the reason is written is ignored: the task is in failed/, the log has the
-        # reason, and pop() must go on with the next task.
+            return  # RACE (Faults): another worker or a person moved it first
         with suppress(OSError):
             with self._new_reason(reason) as path:
                 self._put_reason(ident, path)
@@ -2760,41 +2428,34 @@ class _Worker:
         _log().error("task %s is in failed/: %s", ident, reason)
 
     def requeue_failed(self, source: str) -> bool:
-        """Put a failed task at the back of pending/, with its attempts at 0. Return False if the
-        task is no longer in failed/. Raises KeyInFlight if its key has another task."""
+        """Put a failed task at the back of pending/, for a first attempt. Return False if it is
+        gone. Raises KeyInFlight if its key has another task."""
         ident = _id_of(source)
         target = self.back_path(source, 0)
         try:
             with self.keys.lock_of(ident):
                 if _is_keyed(ident):
                     self.keys.reserve(source, target)
-                # Remove the reason before the rename. After the rename, another worker may claim
-                # the task and write a new reason, which must stay. CRASH: the task is in failed/,
-                # without a reason.
+                # RACE (storm.py): after the rename, another worker may write a new reason. CRASH
+                # (faults.py): the task is in failed/ without a reason.
                 self.files.unlink_if_exists(f"failed/{ident}.error")
                 self.move_task(source, target)
         except FileNotFoundError:
-            # a missing pending/ is disk trouble: dir() raises for it
+            # a missing pending/ is disk trouble, and raises here
             self.files.dirs["pending"]
-            return False  # RACE: another process retried or removed the task
+            return False  # RACE (Healed): another process retried or removed it
         self.files.sync_with_dir(target)
         return True
 
     # From scheduled/
 
     def enqueue_scheduled(self, source: str) -> None:
-        """Move a due task to the back of pending/.
-
-        In a durable queue, the move is synced. Without this sync, a later push may sync pending/
-        alone. After power loss, btrfs then showed the task in both pending/ and scheduled/."""
+        """Move a due task to the back of pending/. Without the sync, a later push may sync pending/
+        alone. After power loss, btrfs then showed the task in scheduled/, too."""
         target = self.back_path(source, _attempts_of(source))
-        try:
+        # RACE (Races, Keyed): another worker moves the task first, or holds the lock of its key.
+        with suppress(FileNotFoundError, BlockingIOError):
             self.files.sync_with_dir(self.move_task(source, target, 0))
-        except FileNotFoundError:
-            pass  # RACE: another worker moved the task first
-        except BlockingIOError:
-            # RACE: another process holds the lock of the key.
-            self.maintenance.sooner("enqueue", _LOOK_INTERVAL_S)
 
 
 # ==================================================================================================
@@ -2802,76 +2463,64 @@ class _Worker:
 #
 #    TOPIC: one pop(). The system calls stand in brackets.
 #    1. _Maintenance.run_due(), if some maintenance is due.
-#    2. The oldest name of the batch; if the batch is empty, _Maintenance.refill() lists pending/
-#       [open, getdents, close], and every 0.1 s looks at PAUSED and at the directories [stat].
+#    2. The oldest name of the batch; if it is empty, _Maintenance.refill() lists pending/ [open,
+#       getdents, close], and every 0.1 s looks at PAUSED and at the directories [stat].
 #    3. _LeaseDir.claim() [rename]. If another worker was first, begin again.
-#    4. _deliver(): read the record [open, read, close], and compare the checksum. For a task with a
-#       key: _Keys.to_deliver() [readlink, stat]. For a second delivery: the checkpoint [stat].
+#    4. _deliver(): read the record [open, read, close]. For a task with a key: _Keys.to_deliver()
+#       [readlink, stat]. For a second delivery: the checkpoint [stat].
 #
-#    TOPIC: close() while another thread of this object waits for a task. close() runs under the
-#    worker's lock, so that no claim runs at the same time. It adds 1 to `close_count`, wakes all
-#    waits, and ends all leases of the object. A wait that sees another `close_count` ends. A pop()
-#    that has just claimed a task returns it, and the next call for this task says LeaseLost.
+#    TOPIC: close() while another thread of this object waits for a task. Under the worker's lock,
+#    close() adds 1 to `close_count`, which ends all waits, and ends all leases. A pop() that has
+#    just claimed a task returns it, and the next call for this task says LeaseLost.
 # ==================================================================================================
 
-# after every 64th lost claim, a pop() checks that its lease directory is there
-_LOSSES = 64
-# How many times, at most, to look for a task if the claims of those that were found fail.
+# the listings of one call, if the claims of all that were found fail
 _MAX_LISTINGS = 8
 
 
-class _Delivery:
-    """Takes tasks for one worker."""
+def _is_passing(error: BaseException) -> bool:
+    """Say whether an error has nothing to do with the task. One without errno is the exception of a
+    signal handler."""
+    passing = (None, *_MISSING_ERRNOS, *_TRANSIENT_ERRNOS)
+    return getattr(error, "errno", None) in passing
 
-    def __init__(self, worker: _Worker) -> None:
-        self._worker = worker
-        self._files = worker.files
-        self._lock = worker.lock
-        self._batch = worker.batch
-        self._lease_dir = worker.lease_dir
-        self._maintenance = worker.maintenance
-        self._max_attempts = worker.max_attempts
-        self._anchor_ns = worker.clock.anchor_ns
+
+class _Consumer(_Worker):
+    """A worker that takes tasks."""
 
     def take_oldest(self, length_ns: int) -> FemtoTask | None:
-        """Run the maintenance that is due, lease the oldest task, and return the task.
-
-        Returns None if there is no task to deliver, if the queue is paused, or if no task of
-        _MAX_LISTINGS listings could be delivered. Raises the OSError of the maintenance if no task
-        waits."""
-        batch = self._batch
-        close_count = self._lease_dir.close_count
-        listings = losses = 0
+        """Run the maintenance that is due, and lease the oldest task. Return None if none waits, or
+        if the queue is paused. Raises the OSError of the maintenance if no task waits."""
+        batch = self.batch
+        close_count = self.lease_dir.close_count
+        listings = 0
         while True:
-            if time.monotonic() >= self._maintenance.wake_s:
-                self._maintenance.run_due()
-            lease, name, is_claimed = _Lease(), "", False
+            if time.monotonic() >= self.maintenance.wake_s:
+                self.maintenance.run_due()
+            lease = _Lease()
             lease.length_ns = length_ns
             try:
-                with self._lock:
-                    if batch.names:
-                        name = batch.names.pop()
-                        is_claimed = self._lease_dir.claim("pending", name, lease)
-                if is_claimed and (task := self._deliver(lease)):
+                with self.lock:
+                    if not batch.names:
+                        if listings:
+                            # other workers won all claims, or our lease directory is gone
+                            self.maintenance.drop_batch()
+                        listings += 1
+                        # RACE (InterruptedDelivery): another thread calls close() during run_due().
+                        is_closed = self.lease_dir.close_count != close_count
+                        if is_closed or listings > _MAX_LISTINGS:
+                            return None
+                        if not self.maintenance.refill():
+                            return None
+                    name = batch.names.pop()
+                    is_claimed = self.lease_dir.claim("pending", name, lease)
+                if not is_claimed:
+                    batch.correct_after_loss(f"pending/{name}")
+                elif task := self._deliver(lease):
                     return task
             except BaseException as error:
-                self._undo_after_error(lease, error)
+                self._undo_claim(lease, error)
                 raise
-            if not name:
-                if listings:
-                    # No task of the last listing could be delivered: other workers won the claims,
-                    # or our lease directory is gone. So the next listing looks at the directory.
-                    self._maintenance.drop_batch()
-                listings += 1
-                if listings > _MAX_LISTINGS or not self._maintenance.refill(
-                    close_count
-                ):
-                    return None
-            elif not is_claimed:
-                losses += 1
-                if losses % _LOSSES == 0:
-                    self._lease_dir.ensure_open()
-                batch.correct_after_loss(f"pending/{name}")
 
     def take_named(
         self,
@@ -2881,126 +2530,120 @@ class _Delivery:
         until_s: float = 0,
         even_paused: bool = False,
     ) -> FemtoTask | None:
-        """Run the maintenance that is due, lease the waiting task of a key or of an id, and return
-        the task.
-
-        tag: the hash of the key, or "" if `ident` is given. until_s: as in _Keys.lock(). Returns
-        None if there is no such task, if it cannot be claimed now, if the lock of the key is not
-        free in time, or (without even_paused) if the queue is paused."""
-        if time.monotonic() >= self._maintenance.wake_s:
-            self._maintenance.run_due()
-        keys = self._worker.keys
-        if tag and not keys.may_have_task(tag):
+        """Run the maintenance that is due, and lease the waiting task of an id, or of a key with
+        this tag. Return None if no such task can be claimed by the time until_s (see
+        _Keys.lock()), or if the queue is paused."""
+        if time.monotonic() >= self.maintenance.wake_s:
+            self.maintenance.run_due()
+        if tag and not self.keys.may_have_task(tag):
             return None
-        if not even_paused and self._files.exists("PAUSED"):
+        if not even_paused and self.files.exists("PAUSED"):
             return None
-        for number in range(_MAX_LISTINGS):
-            if number:
-                # The last round delivered no task, perhaps because our lease directory is gone, or
-                # is not open.
-                self._lease_dir.ensure_open()
+        for _ in range(_MAX_LISTINGS):
             lease = _Lease()
             lease.length_ns = length_ns
             try:
-                with keys.lock_of(ident or _new_name(0, tag), until_s):
+                with self.keys.lock_of(ident or _new_name(0, tag), until_s):
                     path = self._path_to_take(tag, ident)
-                    with self._lock:
-                        directory, _, name = path.partition("/")
-                        is_claimed = path != "" and self._lease_dir.claim(
-                            directory, name, lease
-                        )
-                    task = self._deliver(lease) if is_claimed else None
-                if task is not None or not path:
-                    return task
-                # RACE: another worker's pop() claims the task after _path_to_take(), and the next
-                # round sees the task in flight.
+                    if not path:
+                        return None
+                    directory, _, name = path.partition("/")
+                    # RACE (Lifecycle): another worker's pop() claims the task here, and the next
+                    # round sees the task in flight.
+                    with self.lock:
+                        is_claimed = self.lease_dir.claim(directory, name, lease)
+                    if is_claimed and (task := self._deliver(lease)):
+                        return task
             except BaseException as error:
-                self._undo_after_error(lease, error)
+                self._undo_claim(lease, error)
                 if not isinstance(error, BlockingIOError):
                     raise
-                # RACE: another process holds the lock of the key, such as the push() whose rename
-                # has woken this take_async(). The release of the lock wakes nobody, so look soon.
-                self._maintenance.wake_by(time.monotonic() + _LONGEST_LOCK_PAUSE_S)
+                # RACE (Races): another process holds the lock of the key, such as the push() that
+                # has woken this take_async(). The release of the lock wakes nobody.
+                self.maintenance.sooner("look", _LONGEST_LOCK_PAUSE_S)
                 return None
+            # perhaps our lease directory is gone, or was never opened
+            self.lease_dir.ensure_open()
         return None
 
     def _path_to_take(self, tag: str, ident: str) -> str:
-        """Return the path from which the task of a key or an id can be claimed, or "". A task that
-        is not due can be claimed by id, but not by key."""
+        """Return the path of the waiting task, or "". By key, a task that is not due is none."""
         if ident:
-            entry = self._files.find_id(ident, "scheduled", "pending")
+            entry = self.files.find_id(ident, "scheduled", "pending")
             return entry.path if entry else ""
-        path, _ = self._worker.keys.find(tag)
+        path, _ = self.keys.find(tag)
         is_later = path.startswith("scheduled/") and _stamp_of(path) > _latest_due_ns()
         return "" if is_later or path.startswith("inflight-") else path
 
     def _deliver(self, lease: _Lease) -> FemtoTask | None:
-        """Read a task that was just claimed, and return it. Returns None if there is nothing to
-        deliver: the task became a dead letter, it waits again, or the lease is gone."""
-        path, waiting = lease.path, lease.source
+        """Read a claimed task, and return it. Return None if it became a dead letter, waits again,
+        or is gone."""
+        path = lease.path
+        waiting = lease.source
         ident = path[-_ID_LENGTH:]
-        before = _attempts_of(waiting) if "~" in waiting else 0
-        if self._max_attempts is not None and before >= self._max_attempts:
-            # The last delivery ended without done() or fail(): the worker was killed.
+        before = 0
+        if "~" in waiting:
+            before = _attempts_of(waiting)
+        if self.max_attempts is not None and before >= self.max_attempts:
             why = f"delivered {before} times without done() or fail(): max_attempts reached"
-            self._worker.quarantine(path, why)
+            self.quarantine(path, why)
             return None
         data = None
         try:
-            data, key = self._files.read(self._lease_dir.directory, lease.name, ident)
-            payload = data if key is None else self._worker.keys.to_deliver(lease, data)
+            data, key = self.files.read(self.lease_dir.directory, lease.name, ident)
+            payload = data if key is None else self.keys.to_deliver(lease, data)
         except CorruptTask as error:
-            self._worker.quarantine(path, error.reason)
+            self.quarantine(path, error.reason)
             return None
-        except FileNotFoundError:
-            # A person moved the lease, or the lease directory.
-            self._maintenance.drop_batch()
-            self._lease_dir.undo_claim(lease, waiting)
+        except FileNotFoundError as error:
+            # a person moved the lease, or the lease directory
+            self.maintenance.drop_batch()
+            self._undo_claim(lease, error)
             return None
         except (OSError, MemoryError) as error:
-            # A MemoryError counts as EFBIG. If a signal handler raised the error, errno is None.
-            code = getattr(error, "errno", errno.EFBIG)
-            passing = (None, errno.EINTR, *_MISSING_ERRNOS, *_TRANSIENT_ERRNOS)
-            is_locked = isinstance(error, BlockingIOError)  # the file, or the key
-            if is_locked or (data is None and code not in passing):
+            # the file or the key is locked, or the task is too large
+            is_its_own = isinstance(error, (BlockingIOError, MemoryError))
+            if is_its_own or (data is None and not _is_passing(error)):
                 error.task_id = ident  # type: ignore[union-attr]
             raise
         if payload is None:
             return None
-        task = FemtoTask(ident, payload, before + 1, key, lease, self._anchor_ns)
+        task = FemtoTask(ident, payload, before + 1, key, lease, self.clock.anchor_ns)
         if "~" in waiting:  # only such a task may have been delivered before
-            task.checkpoint = _read_checkpoint(self._worker, ident, payload)
+            task.checkpoint = _read_checkpoint(self, ident, payload)
             lease.has_checkpoint = task.checkpoint is not None
         return task
 
-    def _undo_after_error(self, lease: _Lease, error: BaseException) -> None:
-        """Undo a claim after an error, by this table:
+    def _undo_claim(self, lease: _Lease, error: BaseException) -> None:
+        """Undo a claim after an error, by this table. A task from scheduled/ goes where it was.
 
         error                                   where the task goes       counted
-        of this task alone (task_id)            the back of pending/      yes, but not if another
-                                                                          process has a lock
+        of this task alone (task_id)            the back of pending/      yes, unless it is locked
         another OSError, but not a passing one  the back of pending/      no
-        any other, such as Ctrl-C               where it was              no
-
-        A task from scheduled/ goes where it was. At the back, it does not block other tasks."""
+        any other, such as Ctrl-C               where it was              no"""
         if not lease.path:
             return
         place = lease.source
         is_its_own = hasattr(error, "task_id")
-        is_passing = getattr(error, "errno", None) in (None, *_TRANSIENT_ERRNOS)
-        if place.startswith("pending/") and (is_its_own or not is_passing):
+        if place.startswith("pending/") and (is_its_own or not _is_passing(error)):
             is_counted = is_its_own and not isinstance(error, BlockingIOError)
             counted = _attempts_of(lease.path if is_counted else place)
-            place = self._worker.back_path(place, counted)
-        self._lease_dir.undo_claim(lease, place)
-        if not is_its_own:  # else a later listing shows the task
-            self._worker.note_arrival(place)
+            place = self.back_path(place, counted)
+        with self.lock:
+            try:
+                # CRASH (faults.py): before the rename, the task is leased, and counted.
+                self.files.move(lease.path, place)
+            except OSError:
+                # The claim was not done, close() was first, or the disk failed.
+                self.lease_dir.orphans[lease.path] = place
+        self.note_arrival(place)
 
 
 # ==================================================================================================
 # 12. Maintenance: what pop() and take() do periodically beside taking a task. One schedule says
 #    what is done when: `next_s`.
 #
+#    look       look at PAUSED, and whether the directories are those at their names
 #    enqueue    move due tasks from scheduled/ to pending/
 #    reclaim    take back the leases that have ended
 #    repair     promote the payloads in keys/ whose task is gone
@@ -3009,20 +2652,17 @@ class _Delivery:
 #    list       list pending/ again, although the batch is not empty: another process may have put
 #               an older task there
 #
-#    Before a listing, and at each run, a look at PAUSED and at the directories comes first, at most
-#    every 0.1 s. If no process calls pop() or take(), nothing is done.
+#    If no process calls pop() or take(), nothing is done.
 #    Invariant: an OSError of the maintenance never stops deliveries. If no task waits, pop()
-#    repeats what failed, and raises the OSError if it fails again. An error of one file is logged
-#    once.
+#    repeats what failed, and raises the OSError if it fails again.
 #
-#    TOPIC: how a lease ends without its holder. Each of these events leads to _Worker.reclaim().
-#    The task then returns to the place of its push, and the delivery counts as an attempt.
-#    - The deadline has passed: _reclaim_from() of any worker. For a lease of another clock, the
-#      deadline alone is not enough: _renewed_recently().
+#    TOPIC: how a lease ends without its holder. _Worker.reclaim() moves the task back to the place
+#    of its push, and the delivery counts as an attempt, in these cases:
+#    - The deadline has passed: _reclaim_from() of any worker.
 #    - The process of the worker is dead. Another worker of the same boot gets the lock of its
-#      directory: _reclaim_if_dead(), every _BASE_INTERVAL_S or more often.
+#      directory: _reclaim_if_dead().
 #    - A worker starts under the same node_id, and no other object lives under it:
-#      _LeaseDir._try_to_hold().
+#      _LeaseDir._hold().
 #    - The queue object is closed, and no other object lives under its node_id: _LeaseDir.give_up().
 #    - The lease is an orphan. The next reclaim of the same worker moves the task.
 #    A detached lease ends by its deadline only. So does every lease where there is no flock, and
@@ -3030,172 +2670,114 @@ class _Delivery:
 # ==================================================================================================
 
 _BASE_INTERVAL_S = 0.4  # between two looks for due tasks and dead workers
-_REPAIR_INTERVAL_S = 600.0
+_REPAIR_INTERVAL_S = 30.0
 _LONGEST_PAUSE_S = 20.0
-_LEFTOVER_NS = 3600 * 10**9  # a file in creating/ may be stale after this time
+_LEFTOVER_NS = 3600 * 10**9  # a file in creating/ is stale after this time
 _OLD_CHECKPOINT_NS = 30 * 86400 * 10**9
 # an empty lease directory whose lock is free is kept for this time
 _IDLE_NS = 60 * 10**9
-_PURGE_SLICE_S = 0.02  # the time for which one purge lasts
+_PURGE_SLICE_S = 0.02  # how long one purge lasts
 
 
 class _Maintenance:
     """The maintenance of one worker. A thread holds the worker's lock while it runs.
 
-    next_s: when each is run next, on the monotonic clock.
-    wake_s: the first of these times.
-    every_s: the pause after a run. After a long run, the pause is 20 times as long as the run, but
-        at most _LONGEST_PAUSE_S. sooner() brings the next run forward."""
+    next_s: when each is run next, on the monotonic clock. wake_s: the first of these times."""
 
     def __init__(self, worker: _Worker) -> None:
         self._worker = worker
         self._files = worker.files
-        self._clock = worker.clock
         self._batch = worker.batch
         self._lease_dir = worker.lease_dir
         self._lock = worker.lock
-        self._acts: dict[str, Callable[[], None]] = {
-            "enqueue": self._enqueue_due,
-            "reclaim": self.reclaim_ended,
-            "repair": self._repair_keys,
-            "sweep": self.remove_stale_files,
-        }
-        self.every_s = {
-            "enqueue": _BASE_INTERVAL_S,
-            "reclaim": min(_BASE_INTERVAL_S, worker.length_ns / 4e9),
-            "repair": _REPAIR_INTERVAL_S,
-            "sweep": _REPAIR_INTERVAL_S,
+        # what is called, and the pause after it
+        self._acts: dict[str, tuple[Callable[[], None], float]] = {
+            "look": (self._look, _BASE_INTERVAL_S),
+            "enqueue": (self._enqueue_due, _BASE_INTERVAL_S),
+            "reclaim": (self.reclaim_ended, _BASE_INTERVAL_S),
+            "repair": (worker.keys.repair, _REPAIR_INTERVAL_S),
+            "sweep": (self.remove_stale_files, _REPAIR_INTERVAL_S),
+            "list": (self._list, 1.0),
         }
         if not isinstance(worker.keep_done, bool):
-            self._acts["purge"] = self._purge_done
-            self.every_s["purge"] = _BASE_INTERVAL_S
-        self.next_s = dict.fromkeys([*self._acts, "list"], 0.0)
-        # when the pause after a long run is over
-        self.rested_s = dict.fromkeys(self._acts, 0.0)
+            every_s = max(_BASE_INTERVAL_S, worker.keep_done / 10)
+            self._acts["purge"] = (self._purge_done, every_s)
+        self.next_s = dict.fromkeys(self._acts, 0.0)
         self.wake_s = 0.0
         self._failed: set[str] = set()  # what raised OSError at its last run
-        self._is_paused = False
+        # When refill() is to look again. 0: nothing is listed before a look that finds no PAUSED.
         self._next_look_s = 0.0
-        # The times and inodes of scheduled/ and keys/ when they were last listed.
-        self._seen = {"enqueue": (0, 0), "repair": (0, 0)}
-        self._first_due_ns = _MAX_STAMP_NS  # the first due time that was seen there
+        # the time of scheduled/ before its last listing, and the first due time seen there
+        self._changed_ns = 0
+        self._first_due_ns = _MAX_STAMP_NS
         # the listing of done/, while a purge goes on
         self._done_scan: Iterator[str] | None = None
 
     # What runs when
 
     def sooner(self, what: str, seconds: float) -> None:
-        """Bring a run forward: there will be work to do in so many seconds."""
         self.next_s[what] = min(self.next_s[what], time.monotonic() + seconds)
-        self.wake_by(self.next_s[what])
+        self.wake_s = min(self.wake_s, self.next_s[what])
 
     def note_due(self, due_ns: int) -> None:
-        """Take notice of a task in scheduled/ that will be due then."""
         self._first_due_ns = min(self._first_due_ns, due_ns)
         self.sooner("enqueue", (due_ns - _wall_ns()) / 1e9)
 
-    def wake_by(self, at_s: float) -> None:
-        self.wake_s = min(self.wake_s, at_s)
-
     def run_due(self) -> None:
-        """Look, run what is due, and list pending/ if that is due. Do nothing if another thread
-        holds the worker's lock."""
-        if not self._lock.acquire(blocking=False):
-            return
-        try:
-            self._look()
-            for what in self._acts:
-                # Run what is nearly due, too, so that a wait wakes once for all.
-                if self.next_s[what] <= time.monotonic() + _BASE_INTERVAL_S / 5:
-                    self.try_to_run(what)
-            if time.monotonic() >= self.next_s["list"] or self._is_paused:
-                self._list()
+        with self._lock:
+            # Run what is nearly due, too, so that a wait wakes once for all.
+            soon_s = time.monotonic() + _BASE_INTERVAL_S / 5
+            due = [what for what, at_s in self.next_s.items() if at_s <= soon_s]
+            try:
+                _for_each(self._run, due)
+            except OSError as error:
+                _raise_if_no_errno(error)  # else refill() runs it again
             self.wake_s = min(self.next_s.values())
-        finally:
-            self._lock.release()
 
-    def try_to_run(self, what: str) -> None:
-        """Run one part of the maintenance. If it fails, refill() runs it again."""
-        try:
-            self.run(what)
-        except OSError as error:
-            _raise_if_no_errno(error)
-
-    def run(self, what: str) -> None:
-        """Run one part of the maintenance now, and set the time of its next run. Raises the OSError
-        of the run."""
+    def _run(self, what: str) -> None:
+        """Run one part now, and set the time of its next run. Raises its OSError."""
+        act, every_s = self._acts[what]
         began_s = time.monotonic()
-        # This holds if Ctrl-C ends the run. RACE: schedule() in another thread calls sooner()
-        # during the run, without the worker's lock. The run itself may call it, too.
-        self.next_s[what] = began_s + self.every_s[what]
+        # This holds if Ctrl-C ends the run. The run, or another thread, may call sooner().
+        self.next_s[what] = began_s + every_s
         self._failed.add(what)
         try:
-            self._acts[what]()
+            act()
             self._failed.discard(what)
         finally:
             ended_s = time.monotonic()
-            # The pause has a limit, because a run may have been long for once: the disk hung.
-            self.rested_s[what] = ended_s + min(
-                20 * (ended_s - began_s), _LONGEST_PAUSE_S
-            )
-            if self.next_s[what] >= began_s + self.every_s[what]:
-                self.next_s[what] = max(
-                    ended_s + self.every_s[what], self.rested_s[what]
-                )
+            # The pause has a limit: the disk may have hung for once.
+            rest_s = min(20 * (ended_s - began_s), _LONGEST_PAUSE_S)
+            if self.next_s[what] >= began_s + every_s:
+                self.next_s[what] = ended_s + max(every_s, rest_s)
 
-    def refill(self, close_count: int) -> bool:
-        """List pending/ because the batch is empty. If no task waits there, run what may find more
-        tasks. Return True if the caller is to try again. After a close() since `close_count`, do
-        nothing.
-
-        Raises the OSError of what failed at its last run, and fails again."""
-        with self._lock:
-            if self._lease_dir.close_count != close_count:
-                return False
-            if not self._batch.names:
-                # RACE: else another thread has just listed pending/
-                if time.monotonic() >= self._next_look_s:
-                    self._look()
-                self._list()
-            if self._batch.names:
-                return True
-            wanted = [*self._failed]
-            # A task came to scheduled/, or the date was set. Or a process died while it had a task
-            # in keys/.
-            is_due = _latest_due_ns() >= self._first_due_ns
-            wanted += [
-                it
-                for it in self._seen
-                if self._is_changed(it) or (is_due and it == "enqueue")
-            ]
-            for what in wanted:
-                self.run(what)
-            return bool(wanted)
-
-    def _look(self) -> None:
-        """Look at PAUSED, and make sure that the directories are those at their names and that our
-        lease directory is open."""
-        now_s = time.monotonic()
-        self._files.dirs.refresh()
-        self._lease_dir.ensure_open()
-        self._is_paused = self._files.exists("PAUSED")
-        # While paused, the next call looks again, so that resume() is seen.
-        self._next_look_s = now_s + (0.0 if self._is_paused else _LOOK_INTERVAL_S)
-
-    def _list(self) -> None:
-        """List the oldest names in pending/, unless the queue is paused."""
-        now_s = time.monotonic()
-        if self._is_paused:
-            self._batch.names = []
-            self.next_s["list"] = now_s + 1
-            return
-        self._batch.relist(now_s)
-        self.next_s["list"] = now_s + max(1, 20 * (time.monotonic() - now_s))
-        if not self._batch.seen:
-            self._files.shrink(self._clock.new_id())
+    def refill(self) -> bool:
+        """List pending/. If no task waits there, run what may find one, and list again. Return
+        whether a task waits. Raises the OSError of what failed twice in a row. The caller holds the
+        worker's lock."""
+        if time.monotonic() >= self._next_look_s:
+            self._run("look")
+        self._list()
+        if self._batch.names:
+            return True
+        wanted = [*self._failed]
+        # A task came to scheduled/, or the date was set.
+        is_changed = self._changed_ns != self._files.lstat("scheduled").st_mtime_ns
+        is_rested = self.next_s["enqueue"] <= time.monotonic() + _BASE_INTERVAL_S
+        if (is_changed and is_rested) or _latest_due_ns() >= self._first_due_ns:
+            wanted.append("enqueue")
+        if self._lease_dir.orphans:
+            wanted.append("reclaim")
+        if self.next_s["repair"] <= time.monotonic() + _BASE_INTERVAL_S:
+            wanted.append("repair")
+        for what in wanted:
+            self._run(what)
+        if wanted:
+            self._list()
+        return bool(self._batch.names)
 
     def drop_batch(self) -> None:
-        """Make the next pop() look at PAUSED and at our lease directory before it takes a task."""
+        """Make the next pop() look before it takes a task."""
         with self._lock:
             self._batch.names = []
             self._next_look_s = 0.0
@@ -3205,49 +2787,36 @@ class _Maintenance:
 
     # What is done
 
-    def _state_of_dir(self, what: str) -> tuple[int, int]:
-        with _ignore_missing(errno.EACCES):
-            status = self._files.lstat("scheduled" if what == "enqueue" else "keys")
-            return status.st_mtime_ns, status.st_ino
-        return 0, 0
+    def _look(self) -> None:
+        self._lease_dir.ensure_open()
+        if self._files.exists("PAUSED"):
+            self.drop_batch()
+        else:
+            self._next_look_s = time.monotonic() + _LOOK_INTERVAL_S
 
-    def _is_changed(self, what: str) -> bool:
-        """Say whether scheduled/ or keys/ has changed, and the pause after a long run is over."""
-        now = self._state_of_dir(what)
-        # A push that has a task in keys/ is under way for a moment only.
-        is_settled = what == "enqueue" or not 0 <= _wall_ns() - now[0] < 10**9
-        is_rested = time.monotonic() >= self.rested_s[what]
-        return is_rested and is_settled and now != self._seen[what]
-
-    def _repair_keys(self) -> None:
-        self._seen["repair"] = self._state_of_dir("repair")
-        self._worker.keys.repair()
+    def _list(self) -> None:
+        if self._next_look_s:
+            self._batch.relist(time.monotonic())
+            if not self._batch.seen:
+                self._files.shrink(self._worker.clock.new_id())
 
     def _enqueue_due(self) -> None:
-        """Move the due tasks to the back of pending/, in the order of their due times.
-
-        Stop after _BASE_INTERVAL_S seconds, and go on in the next run, which comes at once: no
-        thread can renew a lease without the worker's lock, which this thread holds."""
-        now_ns = _latest_due_ns()
-        self._seen["enqueue"] = self._state_of_dir("enqueue")
+        """Move the due tasks to the back of pending/. Stop after _BASE_INTERVAL_S, and go on in the
+        next run, because other threads must be able to renew their leases."""
+        self._changed_ns = self._files.lstat("scheduled").st_mtime_ns
         self._first_due_ns = _MAX_STAMP_NS
-        due = []
-        for name in filter(_FORMS["scheduled"], sorted(self._files.names("scheduled"))):
-            due_ns = _stamp_of(name)
-            if due_ns > now_ns:
-                self.note_due(due_ns)
-                break
-            due.append(f"scheduled/{name}")
+        names = sorted(filter(_FORMS["scheduled"], self._files.names("scheduled")))
+        count = bisect.bisect(names, _latest_due_ns(), key=_stamp_of)
+        if count < len(names):
+            self.note_due(_stamp_of(names[count]))
+        due = [f"scheduled/{name}" for name in names[:count]]
         end_s = time.monotonic() + _BASE_INTERVAL_S
-        try:
-            in_time = itertools.takewhile(lambda _: time.monotonic() < end_s, due)
-            _for_each(self._worker.enqueue_scheduled, in_time)
-        finally:
-            if due and time.monotonic() >= end_s:
-                self.sooner("enqueue", 0)
+        in_time = itertools.takewhile(lambda _: time.monotonic() < end_s, due)
+        _for_each(self._worker.enqueue_scheduled, in_time)
+        if time.monotonic() >= end_s:
+            self.sooner("enqueue", 0)
 
     def reclaim_ended(self) -> None:
-        """Reclaim orphans, leases past their deadline, and leases of dead workers."""
         with self._lock:  # check(repair=True) calls this method without the lock
             try:
                 _for_each(self._worker.reclaim, [*self._lease_dir.orphans])
@@ -3255,119 +2824,77 @@ class _Maintenance:
                 _for_each(self._reclaim_from, self._files.node_dirs())
 
     def _reclaim_from(self, directory: str) -> None:
-        """Reclaim the ended leases of one worker. If the worker is dead, reclaim all its leases of
-        this boot.
-
-        The lock shows whether the worker is dead. It is tried if a lease is of this boot, or if no
-        deadline is still to come: then the directory may be empty, and could be removed."""
-        now_ns = self._clock.now_ns()
-        leases = self._files.entries(directory)
-        ended, running = [], []
-        for entry in leases:
-            if entry.stamp_ns > now_ns:
-                running.append(entry.stamp_ns)
-            elif not self._renewed_recently(entry):
-                ended.append(entry.path)
-        if running:
-            # running[0] is the next deadline: names begin with deadlines, and entries() sorts them.
-            self.sooner("reclaim", (running[0] - now_ns) / 1e9)
-        has_own_boot = any(entry.boot == self._clock.boot for entry in leases)
+        now_ns = self._worker.clock.now_ns()
+        leases = self._files.entries(directory)  # in the order of their deadlines
+        late = [it for it in leases if it.stamp_ns <= now_ns]
+        if len(late) < len(leases):
+            self.sooner("reclaim", (leases[len(late)].stamp_ns - now_ns) / 1e9)
+        ended = [it.path for it in late if not self._renewed_recently(it)]
         try:
             _for_each(self._worker.reclaim, ended)
         finally:
-            if directory != self._lease_dir.directory and (has_own_boot or not running):
-                self._reclaim_if_dead(directory, has_own_boot)
+            if directory != self._lease_dir.directory:
+                self._reclaim_if_dead(directory)
 
     def _renewed_recently(self, entry: _Entry) -> bool:
-        """Return whether a lease of another clock still runs, although its deadline has passed by
-        our queue clock. The queue clocks of hosts drift apart, but their wall clocks agree. So the
-        lease runs until our own lease length has passed since its last rename (st_ctime)."""
+        """Say whether a lease of another clock still runs, although its deadline has passed here.
+        The queue clocks of hosts drift apart, but their wall clocks agree: see st_ctime."""
         length_ns = self._worker.length_ns
-        if length_ns < _FOREVER_NS and entry.boot not in (self._clock.boot, _DETACHED):
+        own = (self._worker.clock.boot, _DETACHED)
+        if length_ns < _FOREVER_NS and entry.boot not in own:
+            # RACE (Crash): another process settles or reclaims the task.
             with suppress(FileNotFoundError):
-                # RACE: another process settles or reclaims the task
-                return (
-                    0
-                    <= _wall_ns() - self._files.lstat(entry.path).st_ctime_ns
-                    < length_ns
-                )
+                changed_ns = self._files.lstat(entry.path).st_ctime_ns
+                return 0 <= _wall_ns() - changed_ns < length_ns
         return False
 
-    def _reclaim_if_dead(self, directory: str, has_own_boot: bool) -> None:
-        """If the lock of a lease directory is free, reclaim its leases of this boot, then remove
-        the directory if it is empty.
-
-        Without a lease of this boot, a directory that was changed in the last minute stays. On some
-        mounts (FUSE), other hosts do not see a flock on a directory: an idle worker looks dead
-        there, and would have to make its directory again each second."""
+    def _reclaim_if_dead(self, directory: str) -> None:
         lock = self._files.open_dir(directory)
         if lock is None:
             return
         with closing(lock):
-            if lock.try_exclusive() and lock.is_at_path():
-                self._worker.reclaim_all(directory, self._clock.boot)
-                # The worker may have died before it promoted a payload. If a foreign file keeps the
-                # directory here, each run comes to this line, so mind the pause after a long run.
-                if time.monotonic() >= self.rested_s["repair"]:
-                    self.sooner("repair", 0)
-                if (
-                    has_own_boot
-                    or not 0 <= _wall_ns() - lock.status().st_mtime_ns < _IDLE_NS
-                ):
-                    self._files.remove_empty_dir(directory)
+            if not lock.try_exclusive() or not lock.is_at_path():
+                return
+            self._worker.reclaim_all(directory, self._worker.clock.boot)
+            # On some mounts (FUSE), other hosts do not see a flock on a directory. An idle worker
+            # looks dead there.
+            age_ns = _wall_ns() - lock.status().st_mtime_ns
+            if self._files.is_local or not 0 <= age_ns < _IDLE_NS:
+                self._files.remove_empty_dir(directory)
 
     def _purge_done(self) -> None:
-        """Delete tasks that were done more than keep_done seconds ago. A run lasts _PURGE_SLICE_S
-        seconds at most, and the next run goes on with the listing of done/."""
-        keep_s = self._worker.keep_done
-        began_s = time.monotonic()
-        before_s = time.time() - keep_s
-        scan = self._done_scan = self._done_scan or self._files.scan("done")
-        was_old = False
+        """Delete old tasks in done/. Stop after _PURGE_SLICE_S, and go on in the next run."""
+        before_s = time.time() - self._worker.keep_done
+        end_s = time.monotonic() + _PURGE_SLICE_S
+        self._done_scan = self._done_scan or self._files.scan("done")
 
         def purge(name: str) -> None:
-            nonlocal was_old
-            was_old |= self._files.unlink_if_older(f"done/{name}", before_s)
+            self._files.unlink_if_older(f"done/{name}", before_s)
 
-        for name in filter(_FORMS["done"], scan):
+        for name in filter(_FORMS["done"], self._done_scan):
             _for_each(purge, [name])
-            if time.monotonic() >= began_s + _PURGE_SLICE_S:
-                # If this run met old tasks, the next run comes soon. One run per _BASE_INTERVAL_S
-                # might delete fewer tasks than the workers finish in that time.
-                took_s = time.monotonic() - began_s
-                self.sooner("purge", 5 * took_s if was_old else _BASE_INTERVAL_S)
+            if time.monotonic() >= end_s:
+                self.sooner("purge", 5 * _PURGE_SLICE_S)
                 return
         self._done_scan = None
-        self.every_s["purge"] = min(max(_BASE_INTERVAL_S, keep_s / 10), 600.0)
 
     def remove_stale_files(self) -> None:
-        """Remove the files that killed processes left behind: see stale_files()."""
-        before_s = time.time() - _LEFTOVER_NS / 1e9
-
-        def remove(path: str) -> None:
-            if path.endswith(".pending"):  # a directory that shrink() made
-                self._files.remove_empty_dir(path)
-            self._files.unlink_if_older(path, before_s)  # a person's directory stays
-
-        _for_each(remove, self.stale_files())
+        _for_each(self._files.unlink_if_exists, self.stale_files())
 
     def stale_files(self) -> list[str]:
-        """Return the paths of the files in creating/ that are more than an hour old, and of the
-        checkpoints that were saved more than a month ago: their tasks were ended by hand, or their
-        workers were killed. In creating/, both the time in the name and st_ctime must be that old,
-        because wall clocks can be set, and the queue clocks of hosts drift apart."""
-        before_ns = self._clock.now_ns() - _LEFTOVER_NS
-        old = [it for it in self._files.find("creating") if it.stamp_ns < before_ns]
-        stale = [it for it in old if self._is_stale(it, _LEFTOVER_NS)]
-        saved = self._files.entries("checkpoints")
-        stale += [it for it in saved if self._is_stale(it, _OLD_CHECKPOINT_NS)]
-        return [it.path for it in stale]
-
-    def _is_stale(self, entry: _Entry, age_ns: int) -> bool:
-        with suppress(FileNotFoundError):
-            # RACE: another process ends the push or the task
-            return self._files.lstat(entry.path).st_ctime_ns < _wall_ns() - age_ns
-        return False
+        """Return the files in creating/ of more than an hour, and the checkpoints of more than a
+        month. Both the time in the name and st_ctime count: clocks can be set, and differ."""
+        stale = []
+        before_ns = self._worker.clock.now_ns() - _LEFTOVER_NS
+        for entry in self._files.find("creating", "checkpoints"):
+            is_new = entry.directory == "creating"
+            age_ns = _LEFTOVER_NS if is_new else _OLD_CHECKPOINT_NS
+            # RACE (Crash): another process ends the push or the task.
+            with suppress(FileNotFoundError):
+                changed_ns = self._files.lstat(entry.path).st_ctime_ns
+                if entry.stamp_ns < before_ns and changed_ns < _wall_ns() - age_ns:
+                    stale.append(entry.path)
+        return stale
 
 
 # ==================================================================================================
@@ -3432,7 +2959,7 @@ class FemtoQueue:
     ) -> None:
         """Open the queue, and make data_dir (mode 0700) if it is missing.
 
-        node_id:  1 to 100 of A-Z a-z 0-9 . _ -, but not "." or "..". None: a new name.
+        node_id:  1 to 100 of A-Z a-z 0-9 . _ -. None: a new name.
         timeout_stale_ms:  the milliseconds of a lease. None: no deadline. After a reboot, only a
             restart under the same node_id or the command `release` ends such a lease.
         sync_after_write:  True: what a call did survives power loss. False: only killed processes.
@@ -3448,10 +2975,10 @@ class FemtoQueue:
         self._length_ns = _lease_length_ns(
             "timeout_stale_ms", timeout_stale_ms, _FOREVER_NS
         )
-        _not_negative("retry_delay_s", retry_delay_s)
-        _positive("poll_interval_s", poll_interval_s)
+        _check_number("retry_delay_s", retry_delay_s)
+        _check_number("poll_interval_s", poll_interval_s, 1e-6)
         if not isinstance(keep_done, bool):
-            _not_negative("keep_done", keep_done)
+            _check_number("keep_done", keep_done)
         _check_max_attempts(max_attempts)
         self.data_dir = data_dir
         self.timeout_stale_ms = timeout_stale_ms
@@ -3474,8 +3001,7 @@ class FemtoQueue:
     def _init_worker(self) -> None:
         # In a forked child, the node_id is new, unless the program has given one.
         self.node_id = self._given_node_id or f"{os.getpid()}-{self._clock.tag}"
-        self._worker = _Worker(self, self._files, self._clock)
-        self._delivery = self._worker.delivery
+        self._worker = _Consumer(self, self._files, self._clock)
 
     def _after_fork(self) -> None:
         # The child opens all directories itself: it may close the descriptors of its parent.
@@ -3616,10 +3142,10 @@ class FemtoQueue:
         if os.getpid() != _process_id:  # inlined: a call would be 2 % of pop()
             _after_fork_in_child()
         if timeout == 0 and lease_ms is None:
-            return self._delivery.take_oldest(self._length_ns)
+            return self._worker.take_oldest(self._length_ns)
         length_ns = _lease_length_ns("lease_ms", lease_ms, self._length_ns)
         return self._worker.waits.wait_for(
-            lambda: self._delivery.take_oldest(length_ns), _end_s(timeout)
+            lambda: self._worker.take_oldest(length_ns), _end_s(timeout)
         )
 
     async def pop_async(
@@ -3635,7 +3161,7 @@ class FemtoQueue:
         length_ns = _lease_length_ns("lease_ms", lease_ms, self._length_ns)
         _notice_fork()
         return await self._worker.waits.wait_for_async(
-            lambda: self._delivery.take_oldest(length_ns), _end_s(timeout), ""
+            lambda: self._worker.take_oldest(length_ns), _end_s(timeout), ""
         )
 
     def take(
@@ -3697,7 +3223,7 @@ class FemtoQueue:
         ident = "" if id is None else _check_id(id)
         tag = "" if key is None else _key_tag(_encode_key(key))
         _notice_fork()
-        look = self._delivery.take_named
+        look = self._worker.take_named
         return functools.partial(look, tag, ident, length_ns)
 
     def drain(self, timeout: float | None = None) -> Iterator[FemtoTask]:
@@ -4003,7 +3529,7 @@ class FemtoQueue:
         Raises ValueError or TypeError if an argument is invalid, and the OSError of the system
         call.
         """
-        _not_negative("older_than_s", older_than_s)
+        _check_number("older_than_s", older_than_s)
         given = {states} if isinstance(states, str) else set(states)
         if not given <= {*_ENDED}:
             raise ValueError(
@@ -4143,8 +3669,8 @@ class FemtoQueue:
         if entry.directory == "failed":
             # Show the task even if the reason is missing, or if this user may not read the reason.
             with suppress(FileNotFoundError, PermissionError):
-                text = self._files.text(f"failed/{entry.id}.error", _REASON_BYTES)
-                task.error = text.removesuffix("\n")
+                text = self._files.beginning(f"failed/{entry.id}.error", _REASON_BYTES)
+                task.error = text.decode("utf-8", "replace").removesuffix("\n")
         return task
 
     def _read_or_log(self, entry: _Entry, data: bool) -> FemtoTask | None:
@@ -4291,7 +3817,19 @@ class _Keys:
         with closing(lock):
             lock.acquire_exclusive(until_s)
             _key_locks[self._holder(tag)] = lock
+            with self._repaired_after_error():
+                yield
+
+    @contextmanager
+    def _repaired_after_error(self) -> Iterator[None]:
+        """Run a repair soon if the block raises: it may have left a task in keys/."""
+        try:
             yield
+        except (FemtoQueueError, FileNotFoundError):
+            raise
+        except BaseException:
+            self._worker.maintenance.sooner("repair", 0)
+            raise
 
     def _holder(self, tag: str) -> tuple[object, ...]:
         return _process_id, threading.get_ident(), self._files.inode, tag[-2:]
@@ -4469,7 +4007,7 @@ class _Keys:
             # If this fails, the older payload is delivered, so the push must raise.
             self._files.unlink_if_exists(behind)
         # The new payload is in the queue: after an error, find() or repair() makes the task of it.
-        with suppress(OSError):
+        with suppress(OSError), self._repaired_after_error():
             self._files.move(aside, target)
             self._link(_tag_of(path), target)
         self._worker.note_arrival(target)
@@ -4564,7 +4102,7 @@ class _Keys:
                 behind = ""
             target = self._files.move(source, target)
             # The task has moved. After an error, find() or repair() does the rest.
-            with suppress(OSError):
+            with suppress(OSError), self._repaired_after_error():
                 if is_linked and _ends_at(target):
                     self._link(tag, self._promote(behind))
                 elif is_linked:
@@ -5488,48 +5026,14 @@ class _Inspector:
 # 19. Tickets: first come, first served, between processes.
 #    A line is a directory. A member is a participant in the line; its ticket is a file, which the
 #    member keeps locked.
-#    Invariant: a ticket's file is locked before the file gets the name of a ticket. A member draws
-#    its number, and locks and renames its file, while it holds the lock of the file "last". A lock
-#    that has ended is never taken again. So any process may remove the ticket of a dead member.
+#    Invariant: a file is locked before it gets the name of a ticket. A lock that has ended is never
+#    taken again. So any process may remove the ticket of a dead member.
 # ==================================================================================================
 
-# how often a member draws another number: see _join_with() and check()
-_MAX_REDRAWS = 8
+# how often a member tries again to take a ticket, and a TicketQueue to open its directory
+_MAX_REDRAWS = 30
 _REDRAW_PAUSE_S = 0.01
 _REDRAW_ERRNOS = (*_MISSING_ERRNOS, errno.EEXIST, errno.ENOTSUP)
-
-
-class _Numbers:
-    """The numbers of the tickets in a line. The file "last" holds the number that was drawn last.
-    The caller of each method holds the lock of "last"."""
-
-    # The part of stale_timeout after which another host may be about to pass over a ticket that was
-    # not touched. On a local file system, no host does.
-    late_part = _FOREVER_S
-
-    def __init__(self, files: _Files) -> None:
-        self._files = files
-
-    def draw(self, last: _FileLock, highest: int) -> int:
-        """Return the next number, and write it to "last". highest: the highest number in line.
-        Raises OSError if this user may only read "last"."""
-        if last.refused is not None:
-            raise last.refused
-        fd = last.fd or 0
-        text = os.read(fd, 20)  # after power loss the file may be empty or damaged
-        number = max(int(text) if text.isdigit() else 0, highest) + 1
-        os.pwrite(fd, b"%020d" % number, 0)
-        return number
-
-    def check(self, number: int) -> None:
-        """Do nothing: on a local file system, every object heeds our lock of "last"."""
-
-    def remove_dir(self) -> None:
-        self._files.unlink("last")
-        # RACE: another process may make a new "last" now. Then the directory stays. It also stays
-        # if it is a mount point.
-        with suppress(OSError):
-            os.rmdir(self._files.path)
 
 
 class _HeldTicket:
@@ -5539,17 +5043,17 @@ class _HeldTicket:
     had_turn = False  # True: is_head() has found this ticket to be the first in line
 
     def __init__(self, member: str, lock: _FileLock, touched_s: float) -> None:
-        self.member, self.lock, self.touched_s = member, lock, touched_s
+        self.member = member
+        self.lock = lock
+        self.touched_s = touched_s
 
 
-def _despite_cleanup(step: Callable[[], _Found], path: str) -> _Found:
-    """Call step() until it does not raise FileNotFoundError, because maybe_cleanup() in another
-    process removed the directory. Raises FileNotFoundError after _MAX_REPLACED calls: the path is
-    most likely a broken link."""
-    for _ in range(_MAX_REPLACED):
+def _open_line(path: str) -> _Files:
+    for _ in range(_MAX_REDRAWS):
+        # RACE (Tickets): another process's maybe_cleanup() removes it before it is opened here.
         with suppress(FileNotFoundError):
-            return step()
-    raise _os_error(errno.ENOENT, path)
+            return _open_files(path, is_durable=False)
+    raise _os_error(errno.ENOENT, path)  # most likely a broken link
 
 
 class TicketQueue:
@@ -5573,20 +5077,18 @@ class TicketQueue:
         self, queue_dir: str | os.PathLike[str], stale_timeout: float | None = None
     ) -> None:
         self._held_tickets: dict[str, _HeldTicket] = {}  # by member
+        self._stale_s = _FOREVER_S
         if stale_timeout is not None:
-            _positive("stale_timeout", stale_timeout)
+            self._stale_s = _check_number("stale_timeout", stale_timeout, 1e-6)
         self.queue_dir = queue_dir
         self.stale_timeout = stale_timeout
-        path = _check_dir("queue_dir", queue_dir)
-        boot_id = _read_boot_id() or (
-            os.uname().nodename if hasattr(os, "uname") else ""
-        )
-
-        self._files = _despite_cleanup(
-            lambda: _open_files(path, is_durable=False), path
-        )
-        self._boot = _boot_tag(boot_id, self._files.root)
-        self._numbers: _Numbers = self._files.parts[-1](self._files)
+        self._files = _open_line(_check_dir("queue_dir", queue_dir))
+        self._boot = _boot_tag(_read_boot_id() or "", self._files.root)
+        # RACE (SharedTickets): another host finds a ticket stale, and is about to take the turn.
+        # Then the member touches the ticket, too late, and finds it first in line. So the member
+        # gives up a ticket that was not touched for so long. A quarter is left for clocks that
+        # differ.
+        self._late_s = 0.75 * self._stale_s if self._files.is_shared else _FOREVER_S
         _fork_hooks[self] = TicketQueue._after_fork
 
     def _after_fork(self) -> None:
@@ -5598,48 +5100,49 @@ class TicketQueue:
 
     def register(self) -> tuple[int, str]:
         """Take the next ticket, and return its number, and the name of its file in queue_dir. The
-        number is 1 or more. The name stands for the member: pass it to remove(). The call blocks
-        only while another process or thread takes a ticket, or runs maybe_cleanup(). Raises
-        OSError, also if this host was cut off from the network again and again."""
+        number is one more than the highest in line, and 1 if nobody is in line. The name stands for
+        the member: pass it to remove(). The call blocks only while another process or thread takes
+        a ticket, or runs maybe_cleanup(). Raises OSError, also if this host was cut off from the
+        network again and again."""
         held = self._join_line(_FOREVER_S)
         # If Ctrl-C comes before this line, the lock ends with the last reference to `held`.
         self._held_tickets[held.member] = held
         return _stamp_of(held.member), held.member
 
     def _join_line(self, until_s: float) -> _HeldTicket:
-        """Take the next ticket. Raises BlockingIOError if the lock of "last" is not free at the
-        time until_s (monotonic clock)."""
+        """Take the next ticket. Raises BlockingIOError as acquire_exclusive() does."""
         _notice_fork()
         redraws = 0
         while True:
             try:
-                with self._locked(until_s) as last:
-                    return self._join_with(last)
+                _make_dir(self._files.path, 0o700, sync=False)
+                with self._locked(until_s):
+                    return self._join_locked()
             except OSError as error:
                 redraws += 1
                 if redraws > _MAX_REDRAWS or error.errno not in _REDRAW_ERRNOS:
                     raise
             time.sleep(_REDRAW_PAUSE_S)
 
-    def _join_with(self, last: _FileLock) -> _HeldTicket:
-        """Take the next ticket. The caller holds the lock of "last"."""
-        # RACE: this host is cut off from the network, and loses the lock of "last" without notice.
-        # Another host draws a number, or removes the new file as a leftover. Then OSError is raised
-        # with one of _REDRAW_ERRNOS, and the caller tries again. ENOTSUP is among them: flock()
-        # raises EBADF for a removed file (NFS), which acquire_exclusive() turns into ENOTSUP.
-        number = self._numbers.draw(
-            last, max(map(_stamp_of, self._tickets()), default=0)
-        )
+    def _join_locked(self) -> _HeldTicket:
+        """Take the next ticket. The caller is in _locked()."""
+        number = max(map(_stamp_of, self._tickets()), default=0) + 1
         began_s = time.time()
         name = f"{number:020d}~{self._boot}~{os.urandom(8).hex()}"
         lock = self._files.open_lock(f".{name}")
+        # RACE (SharedTickets): this host is cut off from the network, and loses the lock of "last"
+        # without notice. Another host then removes the new file as a leftover. Or it draws the same
+        # number or a higher one, and may have its turn now: our ticket would give this member a
+        # turn at the same time. In both cases an error of _REDRAW_ERRNOS is raised. ENOTSUP: on
+        # NFS, flock() of a removed file raises EBADF.
         try:
             lock.acquire_exclusive()
             self._files.move(f".{name}", name)
-            self._numbers.check(number)
+            if sum(_stamp_of(it) >= number for it in self._tickets()) > 1:
+                why = "another host was faster"
+                raise FileExistsError(errno.EEXIST, why, self._files.path)
         except BaseException:
-            # If the file was not renamed, its name still begins with ".", and the next _locked(),
-            # in any process, removes it.
+            # if the file was not renamed, the next _locked(), in any process, removes it
             self._files.remove(name)
             lock.close()
             raise
@@ -5669,7 +5172,7 @@ class TicketQueue:
                     self.remove(member)
                 return False
             # Compare the whole name. If our ticket was removed, another ticket may have the same
-            # number, because the numbers start again after maybe_cleanup().
+            # number.
             is_first = member == first
             held.had_turn |= is_first
         return is_first
@@ -5704,19 +5207,24 @@ class TicketQueue:
         return not any(map(self._lives, self._tickets()))
 
     def maybe_cleanup(self) -> bool:
-        """Remove queue_dir if no living member is in line, and return whether it was removed. After
-        a removal, the numbers start at 1 again.
+        """Remove queue_dir if no living member is in line, and return whether it was removed.
 
         Returns False if queue_dir does not exist, has other files, or is on a file system that
-        other hosts write to. Also returns False if a register() that waited has made queue_dir
-        again.
+        other hosts write to.
         """
-        if not os.path.isdir(self._files.path):
+        # Another host could open and lock a removed "last" for a while, and two hosts would hold
+        # the lock of one line.
+        if self._files.is_shared:
             return False
-        with self._locked():
+        with suppress(FileNotFoundError), self._locked():
             if self.is_empty() and self._files.names("") == ["last"]:
-                self._numbers.remove_dir()
-        return not os.path.isdir(self._files.path)
+                self._files.unlink("last")
+                # RACE (Tickets): another process makes a new "last" now. Then the directory stays.
+                # It also stays if it is a mount point.
+                with suppress(OSError):
+                    os.rmdir(self._files.path)
+                    return True
+        return False
 
     @contextmanager
     def turn(self, timeout: float | None = None) -> Iterator[int]:
@@ -5730,18 +5238,15 @@ class TicketQueue:
         is_head() tells this: turn() does not interrupt the block. Raises OSError as register()
         does, and ValueError or TypeError for an invalid timeout.
         """
-        end_s = (
-            float("inf")
-            if timeout is None
-            else time.monotonic() + _finite("timeout", timeout)
-        )
+        end_s = _end_s(timeout)
         late = TimeoutError(f"no turn within {timeout} s")
         try:
             held = self._join_line(end_s)
         except BlockingIOError as error:
             raise late from error
         over = threading.Event()
-        member, ticket = held.member, _stamp_of(held.member)
+        member = held.member
+        ticket = _stamp_of(member)
         try:
             self._held_tickets[member] = held
             if self.stale_timeout is not None:
@@ -5779,65 +5284,52 @@ class TicketQueue:
         return type(self), (self._files.path, self.stale_timeout)
 
     def _touch_until(self, member: str, over: threading.Event) -> None:
+        # By its name: a reference to the ticket would keep its lock, if Ctrl-C ends turn().
         pause_s = min(self._stale_s / 4, threading.TIMEOUT_MAX)
         while not over.wait(pause_s) and (held := self._held_tickets.get(member)):
             with suppress(OSError):  # the next round tries again
                 self._touch(held)
 
     def _touch(self, held: _HeldTicket) -> bool:
-        """Touch the file of a ticket. Return False if the touch came too late, so that another host
-        may have passed the ticket over, or if the ticket was given up."""
+        """Touch the file of a ticket. Return False if the touch came too late, or if the ticket was
+        given up."""
         began_s = time.time()
-        # RACE: another thread gives the ticket up, and closes its file. Then os.utime() raises
-        # EBADF or EINVAL.
+        # RACE (Tickets): another thread gives the ticket up, and closes its file. Then os.utime()
+        # raises EBADF or EINVAL.
         with _ignore_missing(errno.EBADF, errno.EINVAL):
-            os.utime(held.lock.fd or 0)  # this may take long, so the time is read again
-            if time.time() - held.touched_s <= self._numbers.late_part * self._stale_s:
+            os.utime(
+                held.lock.fd or -1
+            )  # this may take long, so the time is read again
+            if time.time() - held.touched_s <= self._late_s:
                 held.touched_s = began_s
                 return True
         return False
 
-    @property
-    def _stale_s(self) -> float:
-        return float("inf") if self.stale_timeout is None else self.stale_timeout
-
     @contextmanager
-    def _locked(self, until_s: float = _FOREVER_S) -> Iterator[_FileLock]:
-        """Hold the lock of the file "last", and yield that lock. until_s: as in _join_line()."""
-        lock = _despite_cleanup(lambda: self._lock_last(until_s), self._files.path)
-        try:
-            # CRASH: a process dies in _join_with(), after open_lock() and before the rename, and
-            # leaves a file whose name begins with ".". Such a file is needed only under the lock of
-            # "last", so each of them is a leftover here.
+    def _locked(self, until_s: float = _FOREVER_S) -> Iterator[None]:
+        """Hold the lock of the file "last" for the block. Raises as acquire_exclusive() does, and
+        FileNotFoundError if queue_dir is missing."""
+        self._files.dirs.refresh()
+        with closing(self._files.open_lock("last")) as lock:
+            lock.acquire_exclusive(until_s)
+            if not lock.is_at_path():
+                # RACE (Tickets): maybe_cleanup() removed the file while we waited.
+                raise _os_error(errno.ENOENT, lock.path)
+            # CRASH (Tickets): a process dies in _join_locked(), after open_lock() and before the
+            # rename. Its file is needed only under the lock of "last", so it is a leftover here.
             for name in self._files.names(""):
                 if name[0] == "." and _parse_ticket(name[1:]):
                     self._files.unlink_if_exists(name)
-            yield lock
-        finally:
-            lock.close()
-
-    def _lock_last(self, until_s: float) -> _FileLock:
-        try:
-            self._files.dirs.refresh()
-            lock = self._files.open_lock("last")
-        except FileNotFoundError:  # RACE: maybe_cleanup() has removed the directory
-            _make_dir(self._files.path, 0o700, sync=False)
-            raise
-        lock.acquire_exclusive(until_s)
-        if not lock.is_at_path():
-            # RACE: maybe_cleanup() removed the file while we waited
-            raise _os_error(errno.ENOENT, lock.path)
-        return lock
+            yield
 
     def _tickets(self) -> list[str]:
         self._files.dirs.refresh()  # another process may have made the directory anew
         return sorted(filter(_parse_ticket, self._files.names("")))
 
     def _lives(self, member: str) -> bool:
-        """Return whether a member lives. If not, remove its ticket. For a member of this boot, or
-        if only this kernel uses the line, the lock decides, else the last touch."""
+        """Return whether a member lives. If not, remove its ticket."""
         with _ignore_missing():
-            # RACE: the member or another process removed the ticket
+            # RACE (Tickets): the member or another process removed the ticket
             with closing(self._files.open_lock(member, os.O_RDWR)) as lock:
                 if member.split("~")[1] == self._boot or self._files.is_local:
                     is_dead = lock.try_exclusive()
@@ -5873,9 +5365,7 @@ class TicketQueue:
 #    The overrides, the facts that make them necessary, and the file systems ("both": NFS and
 #    GlusterFS):
 #
-#      _SharedLock.reading_is_enough         flock (NFS)
-#      _SharedFiles.syncs_after_rename       a torn file would be visible to other hosts (both)
-#      _SharedFiles.head, text, sync_file    replaced (GlusterFS)
+#      _SharedFiles.beginning, sync_file     replaced (GlusterFS)
 #      _SharedFiles.open_lock                replaced (GlusterFS)
 #      _SharedFiles.lstat                    stale (NFS), replaced (GlusterFS)
 #      _SharedFiles.names                    stale (NFS)
@@ -5887,9 +5377,8 @@ class TicketQueue:
 #      _SharedKeys._linked                   stale, flock (both), healed (GlusterFS)
 #      _SharedKeys._link_or_give_way         flock (both), healed (GlusterFS)
 #      _SharedKeys.claim_wait_s              an outage lasts for seconds (both)
-#      _SharedNumbers.draw, remove_dir       stale, flock (both)
-#      _SharedNumbers.check                  flock (both)
-#      _SharedNumbers.late_part              a host may be cut off or stopped for long (both)
+#
+#    A TicketQueue asks is_shared for the same reasons.
 #
 #    Without flock (Python has no module fcntl), the leases of a worker that died or was closed end
 #    at their deadlines only. Tasks with a key and tickets are not available.
@@ -5917,7 +5406,8 @@ def _open_files(data_dir: str, is_durable: bool) -> _Files:
     if fs_type not in (0, *_LOCAL_TYPES):
         return _SharedFiles(root, is_durable, fs_type)
     files = _Files(root, is_durable)
-    files.parts = _LeaseDir, _Keys, _Numbers
+    files.parts = _LeaseDir, _Keys
+    files.syncs_after_rename = fs_type in _LOCAL_TYPES
     # An overlay is not certainly local: its upper directory may also be used by its own path, and
     # locks taken there do not exclude locks taken through the overlay.
     files.is_local = fs_type in _LOCAL_TYPES - {_OVERLAY_TYPE}
@@ -5955,30 +5445,22 @@ def _afresh(look: _Method) -> _Method:
     return call  # type: ignore[return-value]
 
 
-class _SharedLock(_FileLock):
-    # NFS turns flock() into a lock on a range of bytes. An exclusive lock of this kind needs a
-    # descriptor that is open for writing.
-    reading_is_enough = False
-
-
 class _SharedFiles(_Files):
     """The steps on files that other hosts use, too. is_fuse: it counts as GlusterFS."""
 
-    syncs_after_rename = False
+    is_shared = True
 
     def __init__(self, root: _OpenFile, is_durable: bool, fs_type: int) -> None:
         super().__init__(root, is_durable)
         self.is_fuse = fs_type == _FUSE_TYPE
-        self.parts = _SharedLeaseDir, _SharedKeys, _SharedNumbers
+        self.parts = _SharedLeaseDir, _SharedKeys
 
     # Looking
 
-    head = _afresh(_Files.head)
-    text = _afresh(_Files.text)
+    beginning = _afresh(_Files.beginning)
     _read_once = _afresh(_Files.read)
     sync_file = _afresh(_Files.sync_file)
     open_lock = _afresh(_Files.open_lock)
-    lock_class = _SharedLock
 
     def _refresh(self, directory: str) -> None:
         """Have the names in a directory looked up anew (close-to-open, see nfs(5))."""
@@ -6110,44 +5592,6 @@ class _SharedKeys(_Keys):
             return None
         self._quarantine_second(lease, older)
         return behind
-
-
-class _SharedNumbers(_Numbers):
-    """The last number is in the name of an empty file, last~<number>. If two hosts hold the lock
-    of "last" (flock), one of their renames fails."""
-
-    # RACE (SharedTickets): another host finds this member's ticket stale, and is about to remove
-    # it. Then the member touches the ticket, too late, and finds it first in line. So the member
-    # gives up a ticket that was not touched for three quarters of stale_timeout. The last quarter
-    # is for clocks that differ.
-    late_part = 0.75
-    _parse = re.compile(r"last~[0-9]{20}").fullmatch
-
-    def draw(self, last: _FileLock, highest: int) -> int:
-        noted = self._last_name()
-        number = max(int(noted[5:] or 0), highest) + 1
-        if noted:
-            # Not _SharedFiles.move(): if two hosts draw, one of the renames must fail.
-            _Files.move(self._files, noted, f"last~{number:020d}")
-        else:
-            os.close(self._files.create(f"last~{number:020d}"))
-        return number
-
-    def _last_name(self) -> str:
-        return max(filter(self._parse, self._files.names("")), default="")
-
-    def check(self, number: int) -> None:
-        """Raise FileExistsError if another host drew a higher number since draw()."""
-        # RACE (SharedTickets): this host lost the lock of "last" between draw() and the rename of
-        # the ticket (flock). Another host drew a higher number, and may have its turn now. The
-        # lower number would give this member a turn at the same time.
-        if self._last_name() > f"last~{number:020d}":
-            raise FileExistsError(
-                errno.EEXIST, "another host was faster", self._files.path
-            )
-
-    def remove_dir(self) -> None:
-        """Do nothing: two hosts could lock the removed "last" (stale) and a new one."""
 
 
 # ==================================================================================================

@@ -611,7 +611,12 @@ def tickets(stage: Stage) -> None:
     stage.check_machine()
     events = verdict.Events(stage.log)
     order = sorted(events.turns, key=lambda it: it.got_s)
-    pairs = [two for two in itertools.pairwise(order) if two[1].ticket <= two[0].ticket]
+    # The numbers begin at 1 again when nobody is in line.
+    pairs = [
+        (one, next_one)
+        for one, next_one in itertools.pairwise(order)
+        if 1 < next_one.ticket <= one.ticket
+    ]
     idle = verdict.without_turn(events, HOSTS)
     stage.judge(
         events, {"hosts have no turn": idle, "turns out of order": map(str, pairs)}
