@@ -6684,7 +6684,8 @@ def _timestamp(text: str) -> float:
     import argparse
 
     with suppress(ValueError):
-        return datetime.fromisoformat(text).timestamp()
+        # the Z: for Python 3.10
+        return datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp()
     raise argparse.ArgumentTypeError(f"invalid {text!r}; WHEN is {_TIMES}")
 
 

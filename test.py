@@ -10017,7 +10017,7 @@ $ seq 2 | femtoqueue push jobs --lines --key k -> ! femtoqueue: --key goes with 
 # push --delay and --at schedule a task, at a local time or in another time zone
 $ femtoqueue push jobs later --delay 1h -> <later>
 $ TZ=EET-2 femtoqueue push jobs local --at 2050-12-01T08:00 -> <local>
-$ TZ=EET-2 femtoqueue push jobs utc --at 2050-12-01T08:00:00+00:00 -> <utc>
+$ TZ=EET-2 femtoqueue push jobs utc --at 2050-12-01T08:00:00Z -> <utc>
 $ ls jobs/scheduled -> ...~0~<later> 02553487200000000000~0~<local> 02553494400000000000~0~<utc>
 $ femtoqueue ls jobs scheduled -> ... scheduled <later> ...s 0 5 ...m - - ...
 # if FEMTOQUEUE_DIR is set, it is DIR, and no argument is DIR
