@@ -5367,7 +5367,7 @@ class TicketQueue:
 #      _SharedFiles.lstat                    stale (NFS), replaced (GlusterFS)
 #      _SharedFiles.names                    stale (NFS)
 #      _SharedFiles.read                     stale (both), replaced (GlusterFS)
-#      _SharedFiles.move *                   replies (NFS)
+#      _SharedFiles.move *                   replies (NFS), stale (both)
 #      _SharedFiles.shrink                   stale (both)
 #      _SharedLeaseDir.claim *               replies (NFS)
 #      _SharedKeys.has_links, _link          stale (both)
@@ -5494,6 +5494,13 @@ class _SharedFiles(_Files):
         except FileNotFoundError:
             if before is None or not self._was_moved(before, began_ns, source, target):
                 raise
+        # RACE (hosts.py): another host has moved this file out of keys/. This host still takes the
+        # target for the same file, so rename() has done nothing (stale).
+        directory, _, name = source.rpartition("/")
+        if target.startswith("keys/") and name in self.names(directory):
+            time.sleep(_LONGEST_LOCK_PAUSE_S)
+            self._refresh("keys")
+            return self.move(source, target)
         return target
 
     def _was_moved(
