@@ -354,7 +354,8 @@ def lease_dir(q: FemtoQueue) -> str:
 
 def descriptors_of(path: str) -> list[int]:
     """Return the descriptors that this process has of a file or directory."""
-    wanted, found = os.stat(path), []
+    wanted = os.stat(path)
+    found = []
     for fd in map(int, os.listdir("/dev/fd")):
         with contextlib.suppress(OSError):
             # listdir() used a descriptor that is now closed
@@ -436,7 +437,8 @@ class HookedModule(types.ModuleType):
 
     def __init__(self, module: Any, wrap: Callable[..., Any]) -> None:
         super().__init__(module.__name__)
-        self._module, self._wrap = module, wrap
+        self._module = module
+        self._wrap = wrap
 
     def __getattr__(self, name: str) -> Any:
         it = getattr(self._module, name)
@@ -454,7 +456,8 @@ class HookedLibrary:
     raises becomes a result of -1 and an errno."""
 
     def __init__(self, library: Any, wrap: Callable[..., Any]) -> None:
-        self._library, self._wrap = library, wrap
+        self._library = library
+        self._wrap = wrap
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         import ctypes
@@ -518,11 +521,13 @@ def at_line(
     these functions count. Yield a list, which is empty until action() is called. Then the list has
     a text: the function, and the number in the source of the line that was about to run."""
     reached = list[str]()
-    left, source = itertools.count(number, -1), linecache.getlines(femtoqueue.__file__)
+    left = itertools.count(number, -1)
+    source = linecache.getlines(femtoqueue.__file__)
     last: dict[int, int] = {}  # the last line of each frame, by the id() of the frame
 
     def trace(frame: types.FrameType, event: str, arg: object) -> Any:
-        name, caller = frame.f_code.co_name, frame.f_back
+        name = frame.f_code.co_name
+        caller = frame.f_back
         if frame.f_code.co_filename != femtoqueue.__file__ or (
             within and name not in within
         ):
@@ -531,7 +536,8 @@ def at_line(
             # If action() raised an exception in a finalizer, Python would only print the exception.
             # The call that the test wants to interrupt would go on.
             return None
-        line, before = frame.f_lineno, last.get(id(frame), 0)
+        line = frame.f_lineno
+        before = last.get(id(frame), 0)
         last[id(frame)] = 0 if event == "call" else line
         # At the end of a `with` block, the trace shows the line of the `with` once more. That event
         # does not count, because Python handles no signal between the block and __exit__().
@@ -637,11 +643,13 @@ class Child:
         if self.pid == 0:
             os.close(lines_in)
             os.close(go_out)
-            self._lines_out, self._go_in = lines_out, go_in
+            self._lines_out = lines_out
+            self._go_in = go_in
             self._run(work)
         os.close(lines_out)
         os.close(go_in)
-        self._lines_in, self._go_out = os.fdopen(lines_in, encoding="ascii"), go_out
+        self._lines_in = os.fdopen(lines_in, encoding="ascii")
+        self._go_out = go_out
         self._status: int | None = None
 
     def _run(self, work: Callable[[Child], object]) -> None:
@@ -696,7 +704,8 @@ class QueueCase(unittest.TestCase):
 
     def setUp(self) -> None:
         self.path = self.new_dir(self.memory if self.in_memory else None)
-        self.chance, self.children = random.Random(SEED), itertools.count()
+        self.chance = random.Random(SEED)
+        self.children = itertools.count()
         LOG.disabled = True  # corrupt tasks are logged, and many tests make some
         if self.fs_type is not None:
             self.patched(on_file_system(self.fs_type))
@@ -882,7 +891,8 @@ def at_call(
 
     `event` may name several events: "open move". If `of` is not None, a call counts only if an
     argument equals `of`, or is a path that contains `of`."""
-    left, events = itertools.count(times, -1), event.split()
+    left = itertools.count(times, -1)
+    events = event.split()
 
     def hook(name: str, args: tuple[Any, ...]) -> None:
         in_path = any(isinstance(it, str) and str(of) in it for it in args)
@@ -1163,7 +1173,8 @@ class Lifecycle(QueueCase):
     def test_schedule_takes_a_datetime_with_a_time_zone_and_refuses_seconds(
         self,
     ) -> None:
-        q, clock = self.queue(), self.clock()
+        q = self.queue()
+        clock = self.clock()
         utc = datetime.timezone.utc
         due = datetime.datetime.fromtimestamp(time.time(), utc) + datetime.timedelta(
             hours=1
@@ -1185,7 +1196,8 @@ class Lifecycle(QueueCase):
 
     def test_delayed_push_is_delivered_after_its_delay(self) -> None:
         """push(delay_s=) hides a task for that time, also if the wall clock is near 1970."""
-        q, clock = self.queue(), self.clock()
+        q = self.queue()
+        clock = self.clock()
         for shift_s in (0, 60 - time.time()):
             clock.wall_shift_s = shift_s
             idents = q.push(b"x", delay_s=60), q.push(b"y", delay_s=60, key="k")
@@ -1251,7 +1263,8 @@ class Lifecycle(QueueCase):
             LeaseLost, "has ended before; its outcome was: done"
         ):
             q.done(task)
-        task, clock = leased(q), self.clock()
+        task = leased(q)
+        clock = self.clock()
         clock.advance(2)
         os.unlink(self.file(task.path))
         with self.assertRaisesRegex(
@@ -1269,10 +1282,8 @@ class Lifecycle(QueueCase):
         """A payload of any size and of any bytes-like type is delivered as it was pushed."""
         # Files of more than 4096 bytes are read in another way. A memoryview must be contiguous,
         # but its items may have any size.
-        q, sizes = (
-            self.queue(),
-            (0, 1, 100, 4079, 4080, 4081, 4082, 4096, 10**6, 64 * 10**6),
-        )
+        q = self.queue()
+        sizes = (0, 1, 100, 4079, 4080, 4081, 4082, 4096, 10**6, 64 * 10**6)
         payloads: list[Any] = [random.Random(size).randbytes(size) for size in sizes]
         payloads += [
             bytearray(b"ab"),
@@ -1288,7 +1299,8 @@ class Lifecycle(QueueCase):
     def test_wrong_arguments_are_refused_and_change_nothing(self) -> None:
         """A call with a wrong argument raises an error that says why, and changes nothing."""
         q = self.queue()
-        task, new = leased(q), self.file("new")
+        task = leased(q)
+        new = self.file("new")
         for call, error, text, wrong_arguments in REFUSALS:
             for it in wrong_arguments:
                 pattern = text.format(it=task if it is None else it)
@@ -1309,7 +1321,10 @@ class Lifecycle(QueueCase):
         ident = self.queue().push(b"x", key="k")
 
         class Word(str, enum.Enum):
-            DIRECTORY, NODE, ID, KEY, WHY = self.path, "n2", ident, "k", "why"
+            DIRECTORY = self.path
+            NODE = "n2"
+            ID = ident
+            KEY, WHY = "k", "why"
             PENDING, FAILED = "pending", "failed"
 
         q: Any = self.queue(Word.NODE)  # a type checker wants the literals
@@ -1338,7 +1353,8 @@ class Lifecycle(QueueCase):
         q = self.queue()
         ident = q.push(b"x")
         task = self.pop(q)
-        seen, copy = q.peek(ident), FemtoTask(ident, b"x", 1)
+        seen = q.peek(ident)
+        copy = FemtoTask(ident, b"x", 1)
         self.assertEqual(({task, seen, copy}, task == ident), ({task}, False))
         self.assertNotEqual(task, FemtoTask(ident, b"x", 2))
         self.assertEqual(
@@ -1359,8 +1375,10 @@ class Lifecycle(QueueCase):
     def test_attach_to_an_ended_lease_says_whether_it_expired(self) -> None:
         """attach() of a lease that has ended raises LeaseLost, whose attribute `expired` says
         whether the deadline of the lease has passed."""
-        q, clock = self.queue(), self.clock()
-        path, waiting = leased(q).path, f"pending/{q.push(b'waits')}"
+        q = self.queue()
+        clock = self.clock()
+        path = leased(q).path
+        waiting = f"pending/{q.push(b'waits')}"
         q.done(q.attach(path))
         for expired in (False, True):
             for lease in (path, path.rpartition("/")[2]):
@@ -1397,7 +1415,8 @@ class Lifecycle(QueueCase):
         self,
     ) -> None:
         """Tasks released to the front are delivered in the order of their pushes."""
-        q, payloads = self.queue(), [b"%d" % number for number in range(8)]
+        q = self.queue()
+        payloads = [b"%d" % number for number in range(8)]
         q.push_many(payloads)
         # In the worker's list of names, the first released task goes to the front. Each of the
         # other two goes behind the task that was released before it.
@@ -1462,11 +1481,9 @@ class Lifecycle(QueueCase):
     def test_many_due_tasks_are_enqueued_in_several_rounds(self) -> None:
         """If very many tasks are due, one pop() moves only some of them to pending/."""
         # During these moves, pop() holds the worker's lock: no lease of the worker can be renewed.
-        q, clock, wanted = (
-            self.queue(),
-            self.clock(),
-            [b"%d" % number for number in range(20)],
-        )
+        q = self.queue()
+        clock = self.clock()
+        wanted = [b"%d" % number for number in range(20)]
         for due_us, data in enumerate(wanted, 10**14):
             q.schedule(data, due_us)
         with hooked(at_call("move", "/scheduled/", lambda: clock.advance(0.1))):
@@ -1519,7 +1536,9 @@ class Lifecycle(QueueCase):
         # the time of a directory if the last move was in the same second. The replaced stat()
         # returns whole seconds for pending/ and scheduled/, from a clock that only sleep()
         # advances.
-        now_s, seen, real_stat = [1e9], dict[str, tuple[int, int]](), os.stat
+        now_s = [1e9]
+        seen = dict[str, tuple[int, int]]()
+        real_stat = os.stat
 
         def coarse_stat(path: Any, **options: Any) -> Any:
             found = real_stat(path, **options)
@@ -1554,7 +1573,8 @@ class Lifecycle(QueueCase):
     def test_finished_tasks_are_deleted_after_keep_done_seconds(self) -> None:
         """pop() deletes finished tasks that are older than `keep_done` seconds."""
         # Each pop() lists only a slice of done/, so that no single pop() lists all of it.
-        q, clock = self.queue(keep_done=60), self.clock()
+        q = self.queue(keep_done=60)
+        clock = self.clock()
         with with_constant("purge slice", 0):
             for _ in range(10):
                 q.done(leased(q))
@@ -1578,7 +1598,8 @@ class Lifecycle(QueueCase):
     def test_slices_of_done_follow_quickly_while_old_tasks_are_found(self) -> None:
         """While pop() finds finished tasks to delete, it soon purges the next slice of done/."""
         # Otherwise the done/ of a fast worker would grow for ever.
-        q, clock = self.queue(keep_done=1), self.clock()
+        q = self.queue(keep_done=1)
+        clock = self.clock()
         clock.stand_still()  # the pause depends on the time that a slice takes
         with with_constant("purge slice", 0):
             for _ in range(5):
@@ -1593,7 +1614,8 @@ class Lifecycle(QueueCase):
         # A queue object stops at once if its pause() was called, or if the program read its
         # `paused` and got True. Other objects stop within a second, even if their last listing took
         # long.
-        clock, q, other = self.clock(), self.queue(), self.queue("n2")
+        clock = self.clock()
+        q, other = self.queue(), self.queue("n2")
         clock.stand_still()  # no job comes due
         ways: tuple[tuple[FemtoQueue, float, Callable[[], object]], ...] = (
             (q, 0, lambda: None),
@@ -1621,7 +1643,8 @@ class Lifecycle(QueueCase):
         """A task whose file has a name in pending/ and one in done/ or failed/ can be settled."""
         # A file system that has healed after a network failure may show two names of one file. Then
         # rename() of one name to the other does nothing, and reports success.
-        q, clock = self.queue(), self.clock()
+        q = self.queue()
+        clock = self.clock()
         for state, end in (("done", q.done), ("failed", q.fail)):
             ident = q.push(b"x")
             os.link(self.file("pending", ident), self.file(state, ident))
@@ -1689,7 +1712,8 @@ class Lifecycle(QueueCase):
         """tasks(data=False) reads headers, and no payload."""
         # tasks(data=False) also yields a file without a valid header; tasks() leaves such a file
         # out. For such a file, peek() raises CorruptTask, and the error says what is wrong.
-        q, tasks = self.queue(), list[FemtoTask]()
+        q = self.queue()
+        tasks = list[FemtoTask]()
         q.push(b"x" * 100_000, key="k")
         self.put(f"{1:020d}-0000000000000000", b"rubbish")
         os.mkdir(self.file("pending", f"{2:020d}-0000000000000000"))
@@ -1723,7 +1747,8 @@ class Ordering(QueueCase):
         """Tasks of several processes keep the order of their pushes when clocks change."""
         # A reboot sets the monotonic clock back, and with a dead battery the wall clock, too.
         # Without a boot id, as on Windows and macOS, each process computes an anchor of its own.
-        year_s, one_s = 365 * 86400.0, 1.0 - time.monotonic()
+        year_s = 365 * 86400.0
+        one_s = 1.0 - time.monotonic()
         # The boot id and the shifts of both clocks, in seconds, for each process of a case.
         cases: dict[str, list[tuple[str | None, float, float]]] = {
             "the date is set": [
@@ -1859,7 +1884,8 @@ class Ordering(QueueCase):
     def test_anchor_set_by_a_faster_process_is_not_overwritten(self) -> None:
         """If two processes create clock-<boot> at once, both use the anchor of the faster one."""
         # A different date in the slower process, or in a later process, does not change the anchor.
-        clock, others = self.clock(), list[FemtoQueue]()
+        clock = self.clock()
+        others = list[FemtoQueue]()
 
         def be_quicker() -> None:
             clock.wall_shift_s = 5000.0
@@ -1968,7 +1994,8 @@ class ReplacedClock(QueueCase):
 
     def test_due_task_is_found_at_once_when_the_date_alone_is_set_forward(self) -> None:
         """If only the wall clock is set forward, the next pop() finds the tasks that are due."""
-        clock, q = self.clock(), self.queue()
+        clock = self.clock()
+        q = self.queue()
         clock.stand_still()
         q.schedule(b"x", (clock.time() + 60) * 1e6)
         self.assertIsNone(q.pop())
@@ -2028,7 +2055,8 @@ class Liveness(QueueCase):
         # The directory may belong to an idle worker on another host: with FUSE, a lock is not seen
         # on other hosts. If rmdir() fails, pop() raises no error, and the directory stays. rmdir()
         # fails for a lease directory of another user if data_dir is sticky.
-        q, clock = self.queue(), self.clock()
+        q = self.queue()
+        clock = self.clock()
         os.mkdir(self.file("inflight-other"))
         sticky = hooked(at_call("rmdir", "-other", errno_raiser(errno.EPERM), times=1))
         for advance_s, there in ((1, True), (61, True), (1, False)):
@@ -2041,7 +2069,8 @@ class Liveness(QueueCase):
         """A pop() that waits gets a task whose lease ends, without waiting for the next round of
         housekeeping."""
         self.set_constant("base interval", 10)
-        task, other = leased(self.queue(timeout_stale_ms=100)), self.queue("n2")
+        task = leased(self.queue(timeout_stale_ms=100))
+        other = self.queue("n2")
         self.assertEqual(popped(other, 4).id, task.id)
 
     def test_dead_workers_leases_of_another_boot_end_at_their_deadlines(self) -> None:
@@ -2052,7 +2081,8 @@ class Liveness(QueueCase):
         # does not show the age of the lease. Then the lease ends at its deadline.
         clock = self.clock()
         for back_s in (0, 1e8):
-            q, dead = self.new_queue(), self.queue("dead")
+            q = self.new_queue()
+            dead = self.queue("dead")
             q.push_many([b"1", b"2"])
             mine = os.path.basename(self.pop(q).path)
             self.pop(dead)
@@ -2101,7 +2131,8 @@ class Liveness(QueueCase):
         # A service of systemd with ProcSubset=pid can't see the boot id.
         for first, second in ((None, "1"), ("1", None), (None, None)):
             with self.subTest(first=first, second=second):
-                self.path, clock = self.new_dir(), self.clock()
+                self.path = self.new_dir()
+                clock = self.clock()
                 with on_boot(first):
                     dead = self.queue("dead")
                     dead.push_many([b"1", b"2"])
@@ -2186,7 +2217,8 @@ class Liveness(QueueCase):
         tasks."""
         # The pop() whose maintenance fails first delivers a task, and so do later calls. When no
         # other task waits, pop() raises the error, unless it concerns that file alone.
-        q, clock = self.queue(), self.clock()
+        q = self.queue()
+        clock = self.clock()
 
         def lease_and_die(node_id: str) -> str:
             dead = self.queue(node_id)
@@ -2233,11 +2265,8 @@ class Liveness(QueueCase):
         """A starting worker does not take back the lease of a quicker worker of its node_id."""
         # The starting worker opens the lease directory, which is removed before the worker locks
         # it. Then the quicker worker makes the directory again, and claims a task there.
-        starting, quicker, taken = (
-            self.queue("same"),
-            self.queue("same"),
-            list[FemtoTask](),
-        )
+        starting, quicker = self.queue("same"), self.queue("same")
+        taken = list[FemtoTask]()
         self.queue("producer").push(b"x")
         os.mkdir(lease_dir(starting))
 
@@ -2308,7 +2337,8 @@ class Liveness(QueueCase):
         and uses a directory of another name."""
         # Anybody who may read the directory can lock it. Tasks in it are not taken back meanwhile.
         self.set_constant("long wait", 0.05)
-        q, ident = self.queue(), ""
+        q = self.queue()
+        ident = ""
         os.mkdir(lease_dir(q))
         stranger = os.open(lease_dir(q), os.O_RDONLY)
         self.addCleanup(os.close, stranger)
@@ -2382,11 +2412,10 @@ class Liveness(QueueCase):
         # The Ctrl-C interrupts the function that Python calls in the child. Python then prints the
         # exception, and the child goes on.
         q = self.queue()
-        task, inner = (
-            leased(q),
-            ("_after_fork_in_child", "_after_fork", "init_worker", "__init__"),
-        )
-        hook, lines = mock.patch.object(sys, "unraisablehook"), [list[str]()]
+        task = leased(q)
+        inner = ("_after_fork_in_child", "_after_fork", "init_worker", "__init__")
+        hook = mock.patch.object(sys, "unraisablehook")
+        lines = [list[str]()]
 
         def work(child: Child) -> None:
             sys.settrace(None)
@@ -2431,7 +2460,8 @@ class Liveness(QueueCase):
     def test_child_that_closes_all_descriptors_pushes_into_its_own_queue(self) -> None:
         """A child that closes all descriptors after the fork, as a daemon does, opens the
         directories of the queue anew."""
-        q, place = self.queue(), self.new_dir(self.memory)
+        q = self.queue()
+        place = self.new_dir(self.memory)
         q.push(b"1")
         pid = os.fork()
         if pid == 0:
@@ -2475,7 +2505,8 @@ class Liveness(QueueCase):
     ) -> None:
         """A child that Python did not see, forked while its parent has the lock of a key, waits for
         the lock, and then pushes its payload."""
-        q, pids = self.queue(), list[int]()
+        q = self.queue()
+        pids = list[int]()
 
         def fork() -> None:
             pids.append(self.forked_unseen(lambda: q.push(b"of the child", key="k")))
@@ -2493,7 +2524,9 @@ class Liveness(QueueCase):
         has in this call stays."""
         import ctypes
 
-        q, pids, free = self.queue(), list[int](), list[bool]()
+        q = self.queue()
+        pids = list[int]()
+        free = list[bool]()
         q.push(b"1", key="k")
 
         def fork() -> None:
@@ -2565,7 +2598,8 @@ class LeaseDirectoryLost(QueueCase):
         """If another directory takes the place of the lease directory just before a claim, the task
         does not go there: other workers would take it away."""
         self.clock().stand_still()  # no job comes due, nor a look at the directory
-        q, replaced = self.worker_that_listed(2), list[str]()
+        q = self.worker_that_listed(2)
+        replaced = list[str]()
         place = lease_dir(q)
 
         def replace_or_look(name: str, args: tuple[Any, ...]) -> None:
@@ -2763,7 +2797,8 @@ class StepCase(QueueCase):
         """Prepare a step in a new queue. Return a function that does the step."""
         q = self.new_queue(**row.settings, **settings)
         self.assertIsNone(q.pop())
-        life, (*before, step) = Life(q, lambda _: None, key), words.split(" | ")
+        life = Life(q, lambda _: None, key)
+        (*before, step) = words.split(" | ")
         for part in before:
             life.do(part)
         return functools.partial(life.do, step)
@@ -2828,7 +2863,8 @@ class LostReply(QueueCase):
         self,
     ) -> None:
         """done() and fail() succeed even if the lease expires while the server is away."""
-        q, clock = self.queue(), self.clock()
+        q = self.queue()
+        clock = self.clock()
         # Only the monotonic clock is advanced: the times of files are by the real clock.
         for end in (q.done, lambda it: q.fail(it, "why")):
             task = leased(q)
@@ -2894,7 +2930,9 @@ class LostReply(QueueCase):
         # The deadline has not passed by the queue clock of this host, which is behind. The client's
         # cache still shows the lease. The rename of the other host is two seconds old: done() takes
         # only a younger rename for its own.
-        q, clock, seen = self.queue(), self.clock(), list[str]()
+        q = self.queue()
+        clock = self.clock()
+        seen = list[str]()
         late = leased(q)
         os.rename(self.file(late.path), self.file("done", late.id))
         clock.wall_shift_s = 2.0
@@ -2924,7 +2962,8 @@ class LostReply(QueueCase):
         fails, even if the target exists."""
         # The target has the older content. The host of the writer was suspended for an hour: its
         # wall clock went on, and its monotonic clock stood still.
-        q, clock = self.queue(), self.clock()
+        q = self.queue()
+        clock = self.clock()
         task = leased(q, b"old", "k")
 
         def sweep() -> None:
@@ -2946,7 +2985,8 @@ class LostReply(QueueCase):
         # both hosts agree, and only the wall clocks count.
         for fs_type in (EXT4, NFS):
             self.patched(on_file_system(fs_type))
-            q, looks = self.new_queue(), list[list[str]]()
+            q = self.new_queue()
+            looks = list[list[str]]()
             anchor = self.file(f"clock-{self.boot()}")
             with open(anchor, "r+", encoding="ascii") as file:
                 ahead_ns = int(file.read()) + 7200 * 10**9
@@ -2984,7 +3024,8 @@ class LostReply(QueueCase):
 
 def wait_until_blocked(thread: threading.Thread) -> None:
     """Wait until a thread stays at one place in its code, because the thread waits for a lock."""
-    end_s, before = time.monotonic() + PATIENCE_S, None
+    end_s = time.monotonic() + PATIENCE_S
+    before = None
     while time.monotonic() < end_s:
         frame = sys._current_frames().get(thread.ident or 0)
         place = frame and (frame.f_code, frame.f_lasti)
@@ -3023,9 +3064,11 @@ class Sharing(QueueCase):
         """The deadline of a lease counts from the claim."""
         # Before the claim, pop() waits for another thread of the queue object. A system call of
         # that thread takes longer than a lease lasts.
-        q, clock = self.queue(), self.clock()
+        q = self.queue()
+        clock = self.clock()
         q.push_many([b"1", b"2"])
-        mine, theirs = self.pop(q), list[FemtoTask]()
+        mine = self.pop(q)
+        theirs = list[FemtoTask]()
         popper = threading.Thread(target=lambda: theirs.append(popped(q)))
 
         def hang() -> None:
@@ -3058,7 +3101,8 @@ class Sharing(QueueCase):
     def test_detached_leases_end_by_their_deadline_only(self) -> None:
         """A detached lease ends at its deadline only: not when its worker closes or dies, and not
         when a worker with the same node_id starts or closes."""
-        q, clock = self.queue(detached=True), self.clock()
+        q = self.queue(detached=True)
+        clock = self.clock()
         other = self.queue("n2")
         other.extend(other.attach(leased(q).id))
         q.close()
@@ -3164,7 +3208,8 @@ class InterruptedDelivery(QueueCase):
         self,
     ) -> None:
         """If close() comes during the maintenance of a pop(), this pop() takes no task."""
-        q, clock = self.queue(), self.clock()
+        q = self.queue()
+        clock = self.clock()
         self.assertIsNone(q.pop())
         q.push(b"x")
         clock.advance(61)
@@ -3411,22 +3456,21 @@ class Keyed(QueueCase):
         # undone for one of four reasons: the file is missing, no descriptor is left, the read
         # fails, or Ctrl-C. On a shared file system, the worker looks for a missing file several
         # times.
-        gone, interrupted = FileNotFoundError(errno.ENOENT, "gone"), KeyboardInterrupt()
+        gone = FileNotFoundError(errno.ENOENT, "gone")
+        interrupted = KeyboardInterrupt()
         for error in (
             gone,
             OSError(errno.EMFILE, "too many"),
             OSError(errno.EIO, ""),
             interrupted,
         ):
-            q, other, key, newer = (
-                self.queue(),
-                self.queue("n2"),
-                repr(error),
-                list[str](),
-            )
+            q, other = self.queue(), self.queue("n2")
+            key = repr(error)
+            newer = list[str]()
             # Both workers repair keys now, and not during the rest of the test.
             self.assertEqual((q.pop(), other.pop()), (None, None))
-            ident, task = q.push(b"old", key=key), None
+            ident = q.push(b"old", key=key)
+            task = None
 
             def undo(
                 key: str = key, newer: list[str] = newer, error: Any = error
@@ -3441,10 +3485,8 @@ class Keyed(QueueCase):
             hook = at_call(
                 "open", "/inflight-n1/", undo, times=99 if error is gone else 1
             )
-            ended, slept = (
-                contextlib.suppress(OSError, KeyboardInterrupt),
-                mock.patch("time.sleep"),
-            )
+            ended = contextlib.suppress(OSError, KeyboardInterrupt)
+            slept = mock.patch("time.sleep")
             with ended, slept, hooked(hook):
                 task = q.pop()
             with self.subTest(error=error):
@@ -3458,7 +3500,8 @@ class Keyed(QueueCase):
     def test_buffered_payload_whose_state_file_was_lost_is_promoted(self) -> None:
         """A buffered payload becomes a task even if the state file of its key was lost."""
         # If a newer payload is pushed after the loss, only the newer payload is delivered.
-        q, clock = self.queue(), self.clock()
+        q = self.queue()
+        clock = self.clock()
         for newest in (b"2", b"3"):
             task = self.leased_with_buffered(q)
             if self.has_states:
@@ -3477,7 +3520,8 @@ class Keyed(QueueCase):
         another worker promotes the payload at once."""
         # The other worker does not wait for the next periodic repair of keys: when it finds a dead
         # worker, it starts a repair.
-        q, victim, clock = self.queue(), self.queue("victim"), self.clock()
+        q, victim = self.queue(), self.queue("victim")
+        clock = self.clock()
         self.assertIsNone(q.pop())
         task = self.leased_with_buffered(victim)
         dead = hooked(at_call("move", "/keys/", errno_raiser(errno.EIO)))
@@ -3490,7 +3534,8 @@ class Keyed(QueueCase):
     def test_corrupt_buffered_payload_is_quarantined(self) -> None:
         """A corrupt payload in keys/ ends in failed/."""
         # If a person removes the file before its rename, nothing is renamed.
-        q, name = self.queue(), f"{1:020d}-8000000000000000"
+        q = self.queue()
+        name = f"{1:020d}-8000000000000000"
         os.mkdir(self.file("keys"))
         path = self.put(name, b"rubbish", "keys")
         with hooked(at_call("move", path, lambda: os.unlink(path), times=1)):
@@ -3622,7 +3667,8 @@ class Keyed(QueueCase):
         """Of two payloads in keys/ that no link names, the one that was written last becomes the
         task, though its id is the lower one."""
         # On a shared file system, the times of files are not reliable, and the ids decide.
-        q, last_s = self.queue(), time.time()
+        q = self.queue()
+        last_s = time.time()
         os.mkdir(self.file("keys"))
         for number, written_s in ((1, last_s), (2, last_s - 9)):
             name = f"{number:020d}-{key_tag('k')}"
@@ -3654,7 +3700,8 @@ class Keyed(QueueCase):
         self,
     ) -> None:
         """A payload that came to keys/, and whose task has ended, is delivered within seconds."""
-        q, other, clock = self.queue(), self.queue("n2"), self.clock()
+        q, other = self.queue(), self.queue("n2")
+        clock = self.clock()
         self.assertIsNone(q.pop())
         task = self.leased_with_buffered(other)
         with hooked(at_call("move", "/keys/", errno_raiser(errno.EIO))):
@@ -3688,7 +3735,8 @@ class Keyed(QueueCase):
         """While threads wait for the lock of a key, another thread of the queue object can deliver
         and finish tasks."""
         # The lock may be held for long, for example by a process that is stopped.
-        q, waits = self.queue(), threading.Semaphore(0)
+        q = self.queue()
+        waits = threading.Semaphore(0)
         task = leased(q, b"1", "k")
         q.push(b"2")
         q.push(b"4", key="another")
@@ -3711,7 +3759,9 @@ class Keyed(QueueCase):
     def test_task_of_a_locked_key_is_reclaimed_or_enqueued_later(self) -> None:
         """A due task or an ended lease of a locked key stays where it is until the unlock."""
         # Meanwhile, other tasks are delivered.
-        q, clock, other = self.queue(), self.clock(), self.queue("n2")
+        q = self.queue()
+        clock = self.clock()
+        other = self.queue("n2")
         leased(other, b"1", "k")
         q.push(b"2")
         q.schedule(b"3", 0, key="busy")
@@ -3745,7 +3795,8 @@ class Keyed(QueueCase):
         """take() without a timeout gets the task though another process has the lock of the key
         for a moment."""
         self.clock().stand_still()  # no job comes due: only take() locks something
-        q, tries = self.queue(), itertools.count()
+        q = self.queue()
+        tries = itertools.count()
         self.assertIsNone(q.pop())
         q.push(b"x", key="k")
         lock = self.locked("k")
@@ -3798,7 +3849,8 @@ class Healed(QueueCase):
         for key, name in itertools.product(
             (None, "k"), ("pending/{id}", front, "{path}")
         ):
-            q, clock = self.new_queue(), self.clock()
+            q = self.new_queue()
+            clock = self.clock()
             task = leased(q, b"1", key)
             path = self.file(name.format(id=task.id, path=task.path))
             q.done(task)
@@ -3824,7 +3876,9 @@ class Healed(QueueCase):
         # payload replaced the old record, and then the task was finished with the newer file. So
         # the old record has no link in done/, which would show that it is outdated.
         for name in ("pending/{id}", "{path}"):
-            q, other, clock = self.new_queue(), self.queue("n2"), self.clock()
+            q = self.new_queue()
+            other = self.queue("n2")
+            clock = self.clock()
             ended = leased(other, b"1", "k")
             ident = q.push(b"2", key="k")
             other.done(ended)
@@ -3882,7 +3936,8 @@ class Healed(QueueCase):
         for key, name in itertools.product(
             (None, "k"), ("pending/{}", "failed/{}", "{}.copy")
         ):
-            q, clock = self.new_queue(), self.clock()
+            q = self.new_queue()
+            clock = self.clock()
             task = leased(q, b"1", key)
             os.link(self.file(task.path), self.file(name.format(task.id)))
             clock.advance(60)
@@ -3896,7 +3951,8 @@ class Healed(QueueCase):
         """If statfs() fails, a waiting pop() and register() raise the error."""
         # On a file system that is wrongly taken for a local one, the locks of other hosts would not
         # be seen. The calls that raised leave no descriptor and no ticket.
-        q, line = self.queue(), self.new_dir()
+        q = self.queue()
+        line = self.new_dir()
         self.assertIsNone(q.pop())  # opens the lease directory, which stays open
         opened = len(os.listdir("/dev/fd"))
         cut = seam("file system type", lambda _: raise_errno(errno.ENOTCONN))
@@ -3963,7 +4019,8 @@ class Healed(QueueCase):
     def test_checkpoints_are_listed_before_one_is_read(self) -> None:
         """On a shared file system, pop() lists checkpoints/ before it reads a checkpoint."""
         # Without the listing, pop() might read an old file that another host has replaced.
-        q, seen = self.queue(), list[str]()
+        q = self.queue()
+        seen = list[str]()
         task = leased(q)
         q.checkpoint(task, b"half")
         q.release(task)
@@ -4017,14 +4074,16 @@ class KeyedOnSharedFileSystem(Keyed):
     """The tests of Keyed where other hosts may write. Only listings and renames are reliable there.
     The links keys/<hash> are not used."""
 
-    in_memory, has_states = True, False
+    in_memory = True
+    has_states = False
     fs_type = NFS
 
     def test_two_tasks_of_a_key_claimed_at_once_lead_to_one_delivery(self) -> None:
         """If two hosts claim two tasks of one key at once, the newer task is delivered, and the
         older task ends in failed/."""
         # Each host sees the lease of the other in a listing, but only one host may give way.
-        q, other, ident = self.queue(), self.queue("n2"), f"{1:020d}-{key_tag('k')}"
+        q, other = self.queue(), self.queue("n2")
+        ident = f"{1:020d}-{key_tag('k')}"
         newer = q.push(b"2", key="k")
         self.put(ident, record(b"1", b"k"))
         taken: list[FemtoTask | None] = []
@@ -4086,7 +4145,8 @@ class KeyedOnSharedFileSystem(Keyed):
         """If a person moves a second task of a key to pending/, the task waits while the older task
         of the key is leased."""
         # Then the second task is delivered. The delay does not count as an attempt.
-        q, other, clock = self.queue(), self.queue("n2"), self.clock()
+        q, other = self.queue(), self.queue("n2")
+        clock = self.clock()
         for data in (b"1", b"2"):
             q.fail(leased(q, data, "k"))
         older, younger = self.names("failed")
@@ -4213,7 +4273,8 @@ class Durability(StepCase):
     def test_payload_that_becomes_a_task_is_synced_in_pending(self) -> None:
         """After done() with sync, the payload that was behind the task is synced in its new place,
         and so is pending/."""
-        q, synced = self.queue(sync_after_write=True), set[int]()
+        q = self.queue(sync_after_write=True)
+        synced = set[int]()
         task = leased(q, b"1", "k")
         q.push(b"2", key="k")
 
@@ -4230,11 +4291,8 @@ class Durability(StepCase):
     def test_push_many_syncs_the_batch_once(self) -> None:
         """push_many() with sync calls syncfs() once for the whole batch."""
         # Without syncfs(), it syncs each task. Without sync_after_write, it syncs nothing.
-        q, other, synced = (
-            self.queue(sync_after_write=True),
-            self.queue("n2"),
-            list[str](),
-        )
+        q, other = self.queue(sync_after_write=True), self.queue("n2")
+        synced = list[str]()
         with on_file_system(0):
             calls = self.moves_and_syncs(lambda: q.push_many([b"1", b"2", b"3"]))
         self.assertEqual(calls, ["move", "file", "directory"] * 3)
@@ -4263,7 +4321,8 @@ class Durability(StepCase):
     @unittest.skipUnless(sys.platform == "linux", "syncfs is Linux's")
     def test_syncfs_is_found_and_called(self) -> None:
         """The real syncfs() is called, with the open directory pending/."""
-        q, seen = self.queue(sync_after_write=True), list[bool]()
+        q = self.queue(sync_after_write=True)
+        seen = list[bool]()
 
         def note(name: str, args: tuple[Any, ...]) -> None:
             if name == "syncfs":
@@ -4366,7 +4425,8 @@ class Step:
             return
         self.left -= 1
         if self.left == -1:
-            self.at, self.args = name, args
+            self.at = name
+            self.args = args
             self.begin()
 
     def begin(self) -> None:
@@ -4438,7 +4498,9 @@ class Life:
     operation has returned. OPERATION is a word and a payload, such as "done a"."""
 
     def __init__(self, q: FemtoQueue, say: Say, key: str | None) -> None:
-        self.q, self.say, self.key = q, say, key
+        self.q = q
+        self.say = say
+        self.key = key
         # after turn(): the worker that does nothing now
         self.other: FemtoQueue | None = None
         self.held: list[FemtoTask] = []  # leased tasks; the first one is settled first
@@ -4552,10 +4614,8 @@ class Life:
     def mv(self) -> None:
         """Move a leased task back to pending/, as a person may do."""
         task = self.held.pop(0)
-        source, name = (
-            os.path.join(self.q.data_dir, task.path),
-            f"{task.id[:20]}~1~{task.id}",
-        )
+        source = os.path.join(self.q.data_dir, task.path)
+        name = f"{task.id[:20]}~1~{task.id}"
         os.rename(source, os.path.join(self.q.data_dir, "pending", name))
 
     def turn(self) -> None:
@@ -4586,11 +4646,13 @@ class Scenario:
     their system calls in turn. Without a bar, all words are interrupted."""
 
     def __init__(self, words: str, key: str | None = None) -> None:
-        self.__name__, self.key = words, key
+        self.__name__ = words
+        self.key = key
 
     def __call__(self, q: FemtoQueue, say: Say, hook: Hook | None = None) -> None:
         """Do the operations. The hook is called for the operations after the bar."""
-        life, (*before, words) = Life(q, say, self.key), self.__name__.split(" | ")
+        life = Life(q, say, self.key)
+        (*before, words) = self.__name__.split(" | ")
         for part in before:
             life.do(part)
         with (
@@ -4681,7 +4743,8 @@ class Interrupted(QueueCase):
 
     def setUp(self) -> None:
         super().setUp()
-        self.base, self.serial = self.path, itertools.count()
+        self.base = self.path
+        self.serial = itertools.count()
         stack = contextlib.ExitStack()
         self.addCleanup(stack.close)
         stack.enter_context(warnings.catch_warnings())
@@ -4743,7 +4806,8 @@ class Interrupted(QueueCase):
                 copy_tree(self.path, path)
             for path, pushes in zip(paths, self.PUSHES, strict=True):
                 self.path = path
-                q, said = FemtoQueue(path, "survivor", **settings), [*lines]
+                q = FemtoQueue(path, "survivor", **settings)
+                said = [*lines]
                 if pushes:
                     Life(q, said.append, scenario.key).push("after")
                 yield f"{death}, pushes: {pushes}", q, said
@@ -4773,7 +4837,8 @@ class Interrupted(QueueCase):
         directory nor the lines have changed since the last copy, make no copy. After the run, yield
         the kind of death and the lines for each copy."""
         self.new_path(0)
-        original, said = self.path, list[str]()
+        original = self.path
+        said = list[str]()
         said_before: list[list[str]] = []
         changed = [True]  # since the last copy
         first = self.chance.randrange(SAMPLED)
@@ -4894,7 +4959,8 @@ class Interrupted(QueueCase):
 
         for step in Meanwhile.each(counts=counts, at_least=1, numbers=self.sampled()):
             q, said = self.new_life(step.number, settings)
-            other, finished = FemtoQueue(self.path, "intruder", **settings), list[str]()
+            other = FemtoQueue(self.path, "intruder", **settings)
+            finished = list[str]()
             self.assertIsNone(other.pop())
             late_s = (0.5, 31)[step.number % 2]
             step.action = functools.partial(
@@ -5047,7 +5113,8 @@ class Crash(PlainInterrupted):
     def test_leftovers_of_a_killed_push_are_removed_after_an_hour(self) -> None:
         """A file that a killed push has left in creating/ is removed after an hour."""
         # A younger file stays, because its push may be under way. Foreign files stay.
-        q, clock = self.queue(), self.clock()
+        q = self.queue()
+        clock = self.clock()
         old = f"{time.time_ns():020d}-0000aaaa00000000"
         self.foreign = ("notes.txt", f"{1:020d}-0000bbbb00000000")
         self.put(old, b"torn", "creating")
@@ -5123,7 +5190,8 @@ class Faults(PlainInterrupted):
     def test_error_of_statfs_is_raised(self) -> None:
         """If the type of the file system can't be read, a waiting pop() and register() raise the
         error, and take the file system for no other one."""
-        q, line = self.queue(), self.new_dir()
+        q = self.queue()
+        line = self.new_dir()
         for call in (lambda: q.pop(0.1), lambda: TicketQueue(line).register()):
             calls = at_call("fstatfs", None, errno_raiser(errno.ENOTCONN))
             with hooked(calls), self.assertRaises(OSError) as caught:
@@ -5165,7 +5233,8 @@ class Faults(PlainInterrupted):
             ("read", MemoryError(), False, 3),
             ("open", TimeoutError("raised by a signal handler"), True, 1),
         ):
-            q, other = self.new_queue(), self.queue("n2")
+            q = self.new_queue()
+            other = self.queue("n2")
             ident = q.push_many([b"large" * 10_000, b"small"])[0]
 
             def refuse(
@@ -5221,7 +5290,8 @@ class Faults(PlainInterrupted):
         an error of the disk before."""
         # The TimeoutError is an OSError, too. pop() tells it from an error of the disk by the
         # errno, which only an OSError of the system has.
-        ident, rung = self.queue().push(b"x"), set[str]()
+        ident = self.queue().push(b"x")
+        rung = set[str]()
         for name in ("inflight-n2", "inflight-n3"):
             os.mkdir(self.file(name))
         for event, part in (
@@ -5253,7 +5323,8 @@ class Faults(PlainInterrupted):
     def test_claim_that_can_be_neither_read_nor_undone_is_put_back_later(self) -> None:
         """If a claimed task can be neither read nor put back, it is put back later, uncounted."""
         # Here no descriptor is left, for the task or for the lock of its key, and the disk is full.
-        q, clock = self.queue(timeout_stale_ms=None, max_attempts=1), self.clock()
+        q = self.queue(timeout_stale_ms=None, max_attempts=1)
+        clock = self.clock()
         self.assertIsNone(q.pop())  # opens the lease directory, which stays open
         q.push(b"x", key="k")
 
@@ -5273,7 +5344,9 @@ class Faults(PlainInterrupted):
     def test_housekeeping_job_that_hung_once_runs_again_soon(self) -> None:
         """A housekeeping job that hung for an hour runs again after 20 seconds."""
         # The pause is 20 times the duration of the job, but at most 20 seconds.
-        longest_s, q, clock = constant("longest pause"), self.queue(), self.clock()
+        longest_s = constant("longest pause")
+        q = self.queue()
+        clock = self.clock()
         self.set_constant("longest pause", longest_s)  # clock() has set it to 0
         with hooked(at_call("list", "scheduled", lambda: clock.advance(3600))):
             q.pop()
@@ -5308,7 +5381,8 @@ class Faults(PlainInterrupted):
         """If a person moves a corrupt task away while pop() moves it to failed/, pop() raises no
         error for the missing task."""
         # On a full disk, pop() raises the ENOSPC.
-        q, aside = self.queue(), self.file("aside")
+        q = self.queue()
+        aside = self.file("aside")
         for code, ends in (
             (errno.ENOSPC, self.assertRaisesRegex(OSError, os.strerror(errno.ENOSPC))),
             (errno.ENOENT, contextlib.nullcontext()),
@@ -5359,7 +5433,8 @@ class Faults(PlainInterrupted):
         # The directory is not made again, and no lease is lost. When the directory is back, the
         # same queue object and its lease work again. A directory that was moved is noticed at the
         # next look, a tenth of a second later.
-        q, clock = self.queue(), self.clock()
+        q = self.queue()
+        clock = self.clock()
         task = leased(q, b"1")
         q.push(b"2", key="waits")
         calls: tuple[tuple[str, Callable[[], object]], ...] = (
@@ -5368,7 +5443,8 @@ class Faults(PlainInterrupted):
             ("scheduled", lambda: q.schedule(b"3", (clock.time() + 99) * 1e6)),
         )
         for directory, call in calls:
-            path, away = os.path.normpath(self.file(directory)), f"{self.path}.away"
+            path = os.path.normpath(self.file(directory))
+            away = f"{self.path}.away"
             os.rename(path, away)
             clock.advance(1)
             q.resume() if directory == "done" else None  # looks at the directories
@@ -5403,7 +5479,8 @@ class Faults(PlainInterrupted):
     ) -> None:
         """After data_dir was moved, and another queue came to its path, a queue object makes and
         removes files only in the directory that it has opened."""
-        q, place = self.queue(keep_done=False), self.path
+        q = self.queue(keep_done=False)
+        place = self.path
         task = leased(q, key="k")
         self.path = os.path.join(self.new_dir(self.memory), "moved")
         os.rename(place, self.path)
@@ -5424,7 +5501,8 @@ class Faults(PlainInterrupted):
 
     def test_data_dir_that_was_removed_raises_until_it_is_made_again(self) -> None:
         """While data_dir is removed, each call raises FileNotFoundError; then all work again."""
-        q, clock = self.queue(), self.clock()
+        q = self.queue()
+        clock = self.clock()
         self.assertIsNone(q.pop())
         shutil.rmtree(self.path)
         for call in (
@@ -5444,7 +5522,8 @@ class Faults(PlainInterrupted):
         """If data_dir is a file, is below a file, or is a dangling link, the constructor raises an
         error."""
         # The class Durability tests links to directories.
-        occupied, dangling = self.put("occupied", b"", ""), self.file("none")
+        occupied = self.put("occupied", b"", "")
+        dangling = self.file("none")
         os.symlink("nowhere", dangling)
         for error, path in (
             (NotADirectoryError, occupied),
@@ -5488,10 +5567,8 @@ class KeyedInterrupted(Interrupted):
         )
         taken, retried = names_after("took", said), names_after("retry", said)
         self.assertTrue(retried or taken == sorted(taken), said)
-        [newest], tried = (
-            names_after("push", said)[-1:] or ["nothing"],
-            names_after("try push", said)[-1:],
-        )
+        [newest] = names_after("push", said)[-1:] or ["nothing"]
+        tried = names_after("try push", said)[-1:]
         # If only the sync has failed, a push that replaces a payload raises, but is not undone.
         tried += names_after("raised push", said)[-1:]
         allowed = {newest, *tried, *retried}
@@ -5722,8 +5799,13 @@ class QueueModel:
     # Moves
 
     def move(self, task: ModelTask, state: str, at_ns: int) -> None:
-        task.state, task.at_ns, task.held_by, task.ready_ns = state, at_ns, None, None
-        task.step, task.since_ns, task.by = self.step, self.now_ns(), self.worker
+        task.state = state
+        task.at_ns = at_ns
+        task.held_by = None
+        task.ready_ns = None
+        task.step = self.step
+        task.since_ns = self.now_ns()
+        task.by = self.worker
         task.known_to = set() if self.known_to_nobody else {self.worker}
         if state in ("done", "failed"):
             task.attempts = 0
@@ -5776,7 +5858,8 @@ class QueueModel:
 
     def drop_behind(self, task: ModelTask) -> ModelTask | None:
         """Remove the payload behind a task, and return it."""
-        newer, task.behind = task.behind, None
+        newer = task.behind
+        task.behind = None
         if newer is not None:
             del self.tasks[newer.id]
         return newer
@@ -5795,7 +5878,9 @@ class QueueModel:
             demand(ident not in self.tasks, "an id was given twice")
             self.tasks[ident] = task.behind = newer
         demand(newer.id == ident, "there are two payloads behind one task")
-        newer.data, newer.due_ns, newer.is_update = data, due_ns, is_update
+        newer.data = data
+        newer.due_ns = due_ns
+        newer.is_update = is_update
         self.move(newer, "keys", newer.order_ns if due_ns is None else due_ns)
 
     def lease(
@@ -5813,7 +5898,9 @@ class QueueModel:
                 self.saved.pop(task.id, None)
         task.attempts += 1
         self.move(task, "inflight", self.now_ns() + lasts_ns)
-        task.held_by, task.node, task.boot = lease, node, self.boot
+        task.held_by = lease
+        task.node = node
+        task.boot = self.boot
 
     def end(self, task: ModelTask, state: str, reason: bool = False) -> None:
         newer = task.behind
@@ -5874,7 +5961,8 @@ class QueueModel:
 
     def note_ready_times(self) -> None:
         """Note for each due task and each ended lease since when housekeeping could move it."""
-        now_ns, before_ns = self.now_ns(), self.looked_ns
+        now_ns = self.now_ns()
+        before_ns = self.looked_ns
         for task in self.tasks.values():
             late_ns = -1
             if task.state == "scheduled":
@@ -5993,7 +6081,9 @@ class Fuzz:
     NODES = ("a", "b", "b", "c", None)
 
     def __init__(self, path: str, seed: int) -> None:
-        self.path, self.seed, self.chance = path, seed, random.Random(seed)
+        self.path = path
+        self.seed = seed
+        self.chance = random.Random(seed)
         self.clock = Clock(2e9, 1000)
         self.model = QueueModel(self.clock)
         self.said: deque[str] = deque(maxlen=12)
@@ -6075,11 +6165,9 @@ class Fuzz:
         # orders drawn in a step are ahead of the clock by less than this
         self.clock.advance(1e-5)
         model = self.model
-        model.step, model.worker, model.known_to_nobody = (
-            model.step + 1,
-            w.number,
-            False,
-        )
+        model.step = model.step + 1
+        model.worker = w.number
+        model.known_to_nobody = False
         model.note_ready_times()
         self.said.append(f"{model.step} {op.__name__} by {w.number} ({w.q.node_id})")
         op(w)
@@ -6116,7 +6204,8 @@ class Fuzz:
                 if name.endswith(".error"):
                     reasons.add(name[:-6])
                 elif len(name) > 16:  # not the link of a key
-                    ident, parts = name[-37:], name.removeprefix("update~").split("~")
+                    ident = name[-37:]
+                    parts = name.removeprefix("update~").split("~")
                     demand(ident not in found, "a task is in two places")
                     attempts = int(parts[1]) if len(parts) > 1 else 0
                     found[ident] = (
@@ -6152,7 +6241,8 @@ class Fuzz:
             for task in self.model.in_states("inflight"):
                 if self.model.is_over(task) and found[task.id][0] != task.directory:
                     self.model.do_housekeeping(task, None)
-        w.lock_fd, self.shared_fd = self.shared_fd, None
+        w.lock_fd = self.shared_fd
+        self.shared_fd = None
 
     def note_lease_dir_left(self, w: Worker) -> None:
         if w.holds_lease_dir:
@@ -6216,7 +6306,8 @@ class Fuzz:
         if self.chance.random() < 0.3:
             due_us = (self.clock.time() + self.chance.choice((-1, 0, 0.2, 3, 40))) * 1e6
             due_ns = int(due_us * 1000)
-        data, refused = self.payload(), False
+        data = self.payload()
+        refused = False
         self.say(f"{data[:8]!r} {key!r} {policy} {due_ns}")
         more: dict[str, Any] = (
             {} if key is None else {"key": key, "if_in_flight": policy}
@@ -6228,7 +6319,8 @@ class Fuzz:
                 else w.q.schedule(data, due_us, **more)
             )
         except KeyInFlight as error:
-            ident, refused = error.id, error.key == key
+            ident = error.id
+            refused = error.key == key
         self.note_lease_dir_taken(w)
         self.model_push(
             self.model.task_of_key(key), (ident, data, key, due_ns), policy, refused
@@ -6449,7 +6541,8 @@ class Fuzz:
         held.end_ns = max(held.end_ns, self.model.now_ns() + held.lasts_ns)
         if task is not None:
             self.model.saved[task.id] = held.task.data, saved
-            task.at_ns, task.ready_ns = held.end_ns, None
+            task.at_ns = held.end_ns
+            task.ready_ns = None
 
     # Dead letters and housekeeping
 
@@ -6495,10 +6588,8 @@ class Fuzz:
         time of the push. To notice such a use, the test first sets each st_mtime to 1970, which is
         old enough for any age.
         """
-        ahead_s, all_of_them = (
-            self.clock.time() - time.time(),
-            self.chance.random() < 0.7,
-        )
+        ahead_s = self.clock.time() - time.time()
+        all_of_them = self.chance.random() < 0.7
         some: Any = ("done",), ("failed",), ("done", "failed"), "done"
         states = self.chance.choice(some)
         for task in self.model.in_states("done", "failed"):
@@ -6563,7 +6654,8 @@ class Fuzz:
     # Looking
 
     def look_at_stats(self, w: Worker) -> None:
-        stats, model = w.q.stats(), self.model
+        stats = w.q.stats()
+        model = self.model
         states = ("pending", "scheduled", "inflight", "keys", "done", "failed")
         counts = [len(model.in_states(state)) for state in states]
         said = [stats.pending, stats.scheduled, stats.inflight, stats.buffered]
@@ -6685,7 +6777,8 @@ class Model(QueueCase):
 class Corruption(QueueCase):
     """A damaged task becomes a dead letter, and the other tasks are delivered."""
 
-    WHOLE, LARGE = b"FQ1 352441c2 3\nabc", record(b"x" * 100_000)
+    WHOLE = b"FQ1 352441c2 3\nabc"
+    LARGE = record(b"x" * 100_000)
     DAMAGED = (
         (b"", "no FQ1 header"),
         (b"FQ1 352441c2 3", "no FQ1 header"),
@@ -6720,7 +6813,9 @@ class Corruption(QueueCase):
     def test_payload_is_whole_when_reads_and_writes_are_partial(self) -> None:
         """The queue repeats read() and write() until the record is whole."""
         # With FUSE, each call may transfer only a part of the bytes.
-        q, read, write = self.queue(), os.read, os.write
+        q = self.queue()
+        read = os.read
+        write = os.write
         sizes = (50, 1), (50, 40), (20_000, 7), (20_000, 16_000)
         for (size, most), key in itertools.product(sizes, (None, "k")):
 
@@ -6739,7 +6834,8 @@ class Corruption(QueueCase):
     ) -> None:
         """Each damaged file moves to failed/ unchanged, its reason is written and logged as an
         error, and the same pop() delivers the next task."""
-        LOG.disabled, q = False, self.queue()
+        LOG.disabled = False
+        q = self.queue()
         idents = [
             f"{number:020d}-0000aaaa00000000" for number in range(len(self.DAMAGED))
         ]
@@ -6761,7 +6857,8 @@ class Corruption(QueueCase):
                 self.assertIn(reason, line)
 
     def test_tasks_leaves_out_a_damaged_file_and_says_so(self) -> None:
-        LOG.disabled, q = False, self.queue()
+        LOG.disabled = False
+        q = self.queue()
         self.put(f"{1:020d}-0000aaaa00000000", b"torn")
         q.push(b"good")
         with self.assertLogs("femtoqueue", "WARNING") as logs:
@@ -6845,7 +6942,8 @@ class TroubleOfOneTask(QueueCase):
 
     def test_work_logs_an_unreadable_task_and_goes_on(self) -> None:
         for concurrency in (1, 2):
-            q, handled = self.new_queue(max_attempts=3), list[bytes]()
+            q = self.new_queue(max_attempts=3)
+            handled = list[bytes]()
             bad, *_ = q.push_many([b"bad", b"0", b"1", b"2"])
             with self.subTest(concurrency), self.with_unreadable(bad):
                 counts = q.work(
@@ -6870,7 +6968,8 @@ class TroubleOfOneTask(QueueCase):
     def test_work_pauses_after_a_task_that_it_passes_over(self) -> None:
         """The task may be the only one. Without a pause, its errors would fill the log."""
         self.set_constant("base interval", 0.0625)
-        q, clock = self.queue(max_attempts=3), self.clock()
+        q = self.queue(max_attempts=3)
+        clock = self.clock()
         ident = q.push(b"bad")
         with self.with_unreadable(ident), mock.patch.object(clock, "sleep") as sleep:
             q.work(lambda _: None, drain=True)
@@ -6881,7 +6980,8 @@ class TroubleOfOneTask(QueueCase):
         # The lock is of the key, or another program has a lease of the kernel on the file.
         self.set_constant("base interval", 0.02)
         for key in ("k", None):
-            q, held = self.new_queue(max_attempts=1), contextlib.ExitStack()
+            q = self.new_queue(max_attempts=1)
+            held = contextlib.ExitStack()
             ident = q.push(b"1", key=key)
             q.push(b"2")
             if key:
@@ -6903,7 +7003,8 @@ class TroubleOfOneTask(QueueCase):
 
     def test_file_is_opened_when_a_lease_of_the_kernel_ends(self) -> None:
         """While another program has a lease of the kernel on the file, pop() tries again."""
-        q, clock = self.queue(), self.clock()
+        q = self.queue()
+        clock = self.clock()
         ident = q.push(b"x")
         refused = hooked(at_call("open", ident, errno_raiser(errno.EAGAIN), times=3))
         with refused, mock.patch.object(clock, "sleep"):
@@ -6911,7 +7012,8 @@ class TroubleOfOneTask(QueueCase):
 
     def test_task_that_may_not_be_renamed_is_passed_over_for_a_minute(self) -> None:
         # The task may belong to another user, and pending/ may have the sticky bit.
-        q, clock = self.queue(), self.clock()
+        q = self.queue()
+        clock = self.clock()
         bad, *_ = q.push_many([b"bad", b"good", b"better"])
         with hooked(at_call("move", bad, errno_raiser(errno.EPERM))):
             with self.assertRaises(PermissionError) as caught:
@@ -7120,7 +7222,8 @@ class ManyUsers(QueueCase):
                 os.chmod(outside, 0o600)
             self.path = self.new_dir(self.memory)
             os.chmod(self.path, 0o777)
-            q, place = self.queue(), self.file("locks", key_tag("k")[-2:])
+            q = self.queue()
+            place = self.file("locks", key_tag("k")[-2:])
 
             def swap(link: Any = link, place: str = place) -> None:
                 if os.path.isfile(place) and not os.path.samefile(place, outside):
@@ -7143,7 +7246,8 @@ class ManyUsers(QueueCase):
         os.chmod(self.path, 0o777)
         q = self.queue()
         os.mkdir(self.file("locks"))
-        place, opened = self.file("locks", key_tag("k")[-2:]), os.open
+        place = self.file("locks", key_tag("k")[-2:])
+        opened = os.open
 
         def plant(path: str, flags: int, *rest: Any, **more: Any) -> int:
             if flags & os.O_CREAT and path_at(more.get("dir_fd"), path) == place:
@@ -7158,7 +7262,8 @@ class ManyUsers(QueueCase):
 
     def test_peek_and_contains_by_key_work_on_a_read_only_queue(self) -> None:
         # The queue may be a snapshot, and may have no locks/.
-        q, opened = self.queue(), os.open
+        q = self.queue()
+        opened = os.open
         q.push(b"x", key="k")
         shutil.rmtree(self.file("locks"))
 
@@ -7174,7 +7279,8 @@ class ManyUsers(QueueCase):
         self.assertEqual(task and task.data, b"x")
 
     def test_register_in_a_read_only_directory_raises_erofs(self) -> None:
-        line, opened = TicketQueue(self.path), os.open
+        line = TicketQueue(self.path)
+        opened = os.open
         line.remove(line.register()[1])
 
         def refuse(path: str, flags: int, *rest: Any, **more: Any) -> int:
@@ -7402,7 +7508,8 @@ class Concurrency(QueueCase):
     def push_and_drain(self, child: Child, first: int) -> None:
         """Pop and finish tasks until all are done. The children 0 and 1 also push half of the tasks
         each, meanwhile."""
-        q, ends = FemtoQueue(self.path), [self.file("pushed-0"), self.file("pushed-1")]
+        q = FemtoQueue(self.path)
+        ends = [self.file("pushed-0"), self.file("pushed-1")]
         child.say("ready")
         child.wait_for_go()
         popped: list[str] = []
@@ -7460,7 +7567,8 @@ class KeyedConcurrency(QueueCase):
         )
 
     def produce(self, child: Child) -> None:
-        q, chance = FemtoQueue(self.path), child.chance
+        q = FemtoQueue(self.path)
+        chance = child.chance
         for number in itertools.count():
             key, value = f"k{chance.randrange(self.KEYS)}", f"{os.getpid()}-{number}"
             self.log("pushing", key, value)
@@ -7475,7 +7583,8 @@ class KeyedConcurrency(QueueCase):
             self.log("pushed", key, value)
 
     def consume(self, child: Child) -> None:
-        q, chance = FemtoQueue(self.path), child.chance
+        q = FemtoQueue(self.path)
+        chance = child.chance
         while True:
             task = (
                 q.pop()
@@ -7589,7 +7698,8 @@ class Tickets(TicketCase):
     def test_new_ticket_is_locked_before_others_can_see_it(self) -> None:
         # RACE: another process looks at the line as soon as the ticket appears. An unlocked ticket
         # would look like that of a dead process, and would be removed.
-        line, other, swept = self.line(), self.line(), list[int]()
+        line, other = self.line(), self.line()
+        swept = list[int]()
 
         def look() -> None:
             swept.append(other.cleanup_stale())
@@ -7656,7 +7766,8 @@ class Tickets(TicketCase):
     def test_forked_child_holds_none_of_its_parents_tickets(self) -> None:
         """The parent keeps its ticket when the child ends, drops its copy of the object, or leaves
         the block of turn()."""
-        lines, stack = [self.line()], contextlib.ExitStack()
+        lines = [self.line()]
+        stack = contextlib.ExitStack()
         first, _ = lines[0].register()
         self.assertEqual(self.child(lambda child: lines.clear()).finish(), ([], 0))
         self.assertTrue(lines[0].is_head(first))
@@ -7695,7 +7806,9 @@ class Tickets(TicketCase):
         ways = (Step, cut), (Step, interrupt), (Meanwhile, interrupt)
         for fs_type, (kind, action) in itertools.product((EXT4, NFS), ways):
             for step in kind.each(action):
-                line, members, closed = self.line(), list[str](), list[bool]()
+                line = self.line()
+                members = list[str]()
+                closed = list[bool]()
 
                 def hook(
                     name: str, args: tuple[Any, ...], on: Any = (kind, step, closed)
@@ -7726,7 +7839,8 @@ class Tickets(TicketCase):
         self.patched(on_file_system(NFS))
         with on_boot("another host"):
             other = self.line(stale_timeout=60)
-        line, patient, clock = self.line(stale_timeout=60), self.line(), self.clock()
+        line, patient = self.line(stale_timeout=60), self.line()
+        clock = self.clock()
         theirs, member = other.register()
         mine, _ = line.register()
         clock.advance(40)
@@ -7861,7 +7975,8 @@ class Tickets(TicketCase):
         # Meanwhile maybe_cleanup() removes the directory whenever the line is empty. Tickets then
         # begin at 1 again.
         self.put("inside", b"0", "")
-        line, children = self.line(), [self.child(self.take_turns) for _ in range(8)]
+        line = self.line()
+        children = [self.child(self.take_turns) for _ in range(8)]
         has_ended = os.WEXITED | os.WNOHANG | os.WNOWAIT
         while line.maybe_cleanup() or not os.waitid(
             os.P_PID, children[0].pid, has_ended
@@ -7943,7 +8058,8 @@ class SharedTickets(TicketCase):
     def test_register_draws_again_if_another_host_removes_the_new_file(self) -> None:
         # RACE: the new file is not in line yet. Another host mistakes it for the file of a dead
         # process, and removes it. On NFS, flock() of the removed file raises EBADF.
-        line, removed = self.line(), list[bool]()
+        line = self.line()
+        removed = list[bool]()
 
         def remove_new_file() -> None:
             (name,) = (name for name in self.names("line") if name.startswith("."))
@@ -7986,7 +8102,8 @@ class SharedTickets(TicketCase):
         """If the thread of turn() touches the ticket too late, is_head() returns False."""
         # The thread itself reports nothing. After a touch that was too late, further touches do not
         # help, even if they follow one another quickly.
-        clock, touches = self.clock(), threading.Semaphore(0)
+        clock = self.clock()
+        touches = threading.Semaphore(0)
         clock.stand_still()
         line = self.line(stale_timeout=0.04)
         with (
@@ -8077,7 +8194,9 @@ class Shrinking(QueueCase):
         directory."""
         # Without the sync, power loss could leave later tasks, though synced themselves, in a
         # directory that has no name.
-        q, clock, synced = self.queue(sync_after_write=True), self.clock(), list[bool]()
+        q = self.queue(sync_after_write=True)
+        clock = self.clock()
+        synced = list[bool]()
         os.chmod(self.file("pending"), 0o751)
         before = self.opened("pending")
 
@@ -8100,16 +8219,16 @@ class Shrinking(QueueCase):
         # A directory of another user can't be made again with the same owner, so an attempt would
         # fail. Workers would repeat it ten times a second while the queue is empty, and would write
         # to the disk each time.
-        q, clock, place, made = (
-            self.queue(),
-            self.clock(),
-            self.file("pending"),
-            list[str](),
-        )
+        q = self.queue()
+        clock = self.clock()
+        place = self.file("pending")
+        made = list[str]()
         q.pop()
         with contextlib.suppress(PermissionError):  # only root may choose any group
             os.chown(place, -1, os.getegid() + 1)
-        before, user, opened = os.stat(place), os.geteuid(), self.opened("pending")
+        before = os.stat(place)
+        user = os.geteuid()
+        opened = self.opened("pending")
         note = at_call("mkdir", ".pending", lambda: made.append("."))
         with mock.patch("os.geteuid", return_value=user + 1):
             clock.advance(1)
@@ -8122,7 +8241,8 @@ class Shrinking(QueueCase):
         )
 
     def test_directory_with_tasks_is_not_replaced(self) -> None:
-        q, clock = self.queue(), self.clock()
+        q = self.queue()
+        clock = self.clock()
         before = self.opened("pending", "scheduled")
         q.schedule(b"later", (time.time() + 60) * 1e6)
         q.pause()
@@ -8144,7 +8264,8 @@ class Shrinking(QueueCase):
     def test_push_into_a_directory_that_was_just_replaced_is_repeated(self) -> None:
         # RACE: another worker replaces pending/ just before the rename of push(). The rename fails
         # with ENOENT, though its source exists. push() opens the new directory, and repeats it.
-        q, other, clock = self.queue(), self.queue("n2"), self.clock()
+        q, other = self.queue(), self.queue("n2")
+        clock = self.clock()
 
         def replace() -> None:
             clock.advance(2)
@@ -8163,7 +8284,8 @@ class Shrinking(QueueCase):
 
     def test_process_that_only_pushes_notices_a_replaced_directory(self) -> None:
         """A process that only pushes uses the directory that is at the name, within seconds."""
-        q, clock = self.queue(), self.clock()
+        q = self.queue()
+        clock = self.clock()
         q.push(b"1")
         self.moved_aside("pending")
         clock.advance(2)
@@ -8172,7 +8294,8 @@ class Shrinking(QueueCase):
 
     def test_worker_notices_a_replaced_directory(self) -> None:
         """A worker takes tasks from the directory that is at the name, within seconds."""
-        q, clock = self.queue(), self.clock()
+        q = self.queue()
+        clock = self.clock()
         self.assertIsNone(q.pop())
         self.moved_aside("pending")
         self.queue("n2").push(b"x")
@@ -8197,7 +8320,8 @@ class Shrinking(QueueCase):
         # worker releases and pops the only task in such a way that no listing of join() finds the
         # task. Then the new directory replaces pending/, and the time of change is the same as when
         # join() began.
-        q, task = self.queue(), FemtoTask("", b"")
+        q = self.queue()
+        task = FemtoTask("", b"")
         fresh, pending = self.file("creating", "fresh"), self.file("pending")
 
         def pop() -> None:
@@ -8243,7 +8367,8 @@ class Shrinking(QueueCase):
         clock = self.clock()
         clock.stand_still()
         for call, of in (("mkdir", ".pending"), ("move", ".pending")):
-            q, full = self.queue(), mock.Mock(side_effect=OSError(errno.ENOSPC, "full"))
+            q = self.queue()
+            full = mock.Mock(side_effect=OSError(errno.ENOSPC, "full"))
             q.pop()  # makes its lease directory
             clock.advance(1)
             before = self.opened("pending")
@@ -8331,7 +8456,8 @@ class MissingFunctions(QueueCase):
 
     def test_without_hard_links_all_workers_still_share_one_clock(self) -> None:
         with hooked(at_call("link", None, errno_raiser(errno.EPERM))):
-            first, clock = self.queue("a"), self.clock()
+            first = self.queue("a")
+            clock = self.clock()
             clock.wall_shift_s = 5000.0
             self.check_one_clock(first, self.queue("b"))
         self.assertEqual(self.names("creating"), [])
@@ -8471,7 +8597,8 @@ class Compatibility(QueueCase):
                 os.symlink(content, self.file(path))
             else:
                 self.put(path, content, "")
-        q, clock = self.queue("n2"), self.clock()
+        q = self.queue("n2")
+        clock = self.clock()
         stats = q.stats()
         live = stats.pending, stats.scheduled, stats.inflight, stats.buffered
         self.assertEqual((*live, stats.done, stats.failed), (5, 2, 5, 3, 1, 1))
@@ -8785,7 +8912,8 @@ class Waiting(QueueCase):
         self.assertGreaterEqual(time.monotonic() - started_s, 0.1)
 
     def test_ctrl_c_ends_a_wait_with_keyboard_interrupt(self) -> None:
-        q, waiter = self.queue(), threading.get_ident()
+        q = self.queue()
+        waiter = threading.get_ident()
         with sleepers(self.polling) as asleep:
 
             def press() -> None:
@@ -8801,7 +8929,8 @@ class Waiting(QueueCase):
         if not self.polling:
             # the sleep must end by the event of close(), not by its timeout
             self.patched(hooked_poll(lambda poll, ms: poll(2 * PATIENCE_S * 1000)))
-        q, namesake, got = self.queue(), self.queue(), list[str]()
+        q, namesake = self.queue(), self.queue()
+        got = list[str]()
         self.assertIsNone(namesake.pop())
         q.push(b"held", key="k")
         held = self.pop(self.queue("n2"))
@@ -8846,7 +8975,8 @@ class WaitingWithInotify(QueueCase):
         Each time the pop() is about to sleep, after its last look, do the next step with another
         queue object. Only an event ends such a sleep, never a timeout.
         """
-        q, left = self.queue(), deque(steps)
+        q = self.queue()
+        left = deque(steps)
 
         def sleep(poll: Poll, ms: int) -> list[Any]:
             if threading.current_thread() is not threading.main_thread():
@@ -8990,8 +9120,10 @@ class Coroutines(QueueCase, unittest.IsolatedAsyncioTestCase):
         # RACE: the thread that serves coroutines is ending because no coroutine waits, and a new
         # wait begins. Exactly one thread must serve the new wait: two threads would end each
         # other's service.
-        q, clock = self.queue(), self.clock()
-        monotonic, before = clock.monotonic, threading.enumerate()
+        q = self.queue()
+        clock = self.clock()
+        monotonic = clock.monotonic
+        before = threading.enumerate()
         is_ending, go = threading.Event(), threading.Event()
 
         def reading() -> float:
@@ -9044,7 +9176,8 @@ class Coroutines(QueueCase, unittest.IsolatedAsyncioTestCase):
     async def answered(self, wait: Any) -> asyncio.Future[Any]:
         """Start a wait for a task that is there. Return the future of the wait when the task was
         found, but not yet returned."""
-        answered, loop = threading.Event(), asyncio.get_running_loop()
+        answered = threading.Event()
+        loop = asyncio.get_running_loop()
         tell = loop.call_soon_threadsafe
 
         def told(*args: Any) -> Any:
@@ -9107,7 +9240,8 @@ class Coroutines(QueueCase, unittest.IsolatedAsyncioTestCase):
         # not overtake others. The wait is cancelled while the thread that found the task is still
         # reading the file. The event loop runs on meanwhile.
         q = self.queue()
-        retried, later = q.push(b"old"), q.schedule(b"later", time.time() * 1e6 + 3.6e9)
+        retried = q.push(b"old")
+        later = q.schedule(b"later", time.time() * 1e6 + 3.6e9)
         q.fail(self.pop(q))
         q.push(b"1")
         q.retry(retried)
@@ -9140,7 +9274,8 @@ class Coroutines(QueueCase, unittest.IsolatedAsyncioTestCase):
     async def test_waits_are_served_in_their_order_and_each_key_has_its_own_line(
         self,
     ) -> None:
-        q, order = self.queue(), list[bytes]()
+        q = self.queue()
+        order = list[bytes]()
 
         async def wait(look: Any) -> None:
             order.append((await look).data)
@@ -9181,7 +9316,8 @@ class Coroutines(QueueCase, unittest.IsolatedAsyncioTestCase):
         self.assertEqual({task.data for task in got if task}, {b"1", b"2"})
 
     def test_several_event_loops_and_threads_can_wait_on_one_object(self) -> None:
-        q, got = self.queue(), list[bytes]()
+        q = self.queue()
+        got = list[bytes]()
 
         async def wait() -> None:
             tasks = await asyncio.gather(*(q.pop_async(60) for _ in range(5)))
@@ -9241,7 +9377,8 @@ class AsyncProcessing(QueueCase, unittest.IsolatedAsyncioTestCase):
     async def test_cancelled_end_settles_the_task_though_all_threads_are_busy(
         self,
     ) -> None:
-        q, go = self.queue(), threading.Event()
+        q = self.queue()
+        go = threading.Event()
         executor = concurrent.futures.ThreadPoolExecutor(1)
         asyncio.get_running_loop().set_default_executor(executor)
         busy = asyncio.ensure_future(asyncio.to_thread(go.wait, PATIENCE_S))
@@ -9321,7 +9458,8 @@ class Processing(QueueCase):
             (SystemExit(1), 1, "pending"),
             (asyncio.CancelledError(), 1, "pending"),
         ):
-            q, raised = self.queue(max_attempts=max_attempts), None
+            q = self.queue(max_attempts=max_attempts)
+            raised = None
             task = leased(q)
             q.push(b"next")
             try:
@@ -9346,7 +9484,8 @@ class Processing(QueueCase):
     def test_task_is_tried_again_after_a_random_delay_that_doubles(self) -> None:
         # The longest delay doubles with each attempt, up to an hour. A random part of up to half of
         # the longest delay is subtracted.
-        q, clock = self.queue(retry_delay_s=100), self.clock()
+        q = self.queue(retry_delay_s=100)
+        clock = self.clock()
         clock.stand_still()
         for attempts, longest_s in (
             (1, 100),
@@ -9403,7 +9542,8 @@ class Processing(QueueCase):
     def test_one_thread_renews_all_leases_and_ends_with_the_last_block(self) -> None:
         # A lease without a deadline needs no thread. (Class Model shows that no renewal shortens a
         # lease.)
-        q, endless = self.renewing_queue(), self.queue("n2", timeout_stale_ms=None)
+        q = self.renewing_queue()
+        endless = self.queue("n2", timeout_stale_ms=None)
         with endless.processing(leased(endless)):
             self.assertEqual(self.new_threads(), set())
         first, second = leased(q), leased(q)
@@ -9449,11 +9589,13 @@ class Processing(QueueCase):
     def test_lease_with_its_own_length_is_renewed_for_that_length(self) -> None:
         # A short lease is renewed in time even if the thread already renews longer leases at longer
         # intervals. A lease that has almost ended is renewed when its block begins.
-        q, clock = self.queue(timeout_stale_ms=60_000), self.clock()
+        q = self.queue(timeout_stale_ms=60_000)
+        clock = self.clock()
         q.push_many([b"old", b"long", b"short"])
         old = self.pop(q)
         clock.advance(59)
-        long, short = self.pop(q), q.pop(lease_ms=60)
+        long = self.pop(q)
+        short = q.pop(lease_ms=60)
         assert short is not None
         lease = long.path
         with q.processing(old), q.processing(long), q.processing(short):
@@ -9467,7 +9609,8 @@ class Processing(QueueCase):
     ) -> None:
         # A renewal may fail because of a disk error, or because a stopped process holds the lock of
         # the key. The renewal is tried again even if the warning can't be logged.
-        q, handler = self.renewing_queue(), logging.Handler()
+        q = self.renewing_queue()
+        handler = logging.Handler()
         LOG.disabled = False
         LOG.addHandler(handler)
         self.addCleanup(LOG.removeHandler, handler)
@@ -9495,7 +9638,8 @@ class Processing(QueueCase):
         # __enter__() raises if its thread can't be started, or if Ctrl-C comes. Ctrl-C may also
         # come when __enter__() has returned, but before the `with` statement has noted that.
         q = self.renewing_queue()
-        task, start = leased(q), threading.Thread.start
+        task = leased(q)
+        start = threading.Thread.start
 
         def interrupted(thread: threading.Thread) -> None:
             start(thread)
@@ -9524,7 +9668,8 @@ class Processing(QueueCase):
         # An exception of the block is the cause of LeaseLost; but SystemExit is raised as it is. A
         # block with a task that was never leased raises LeaseLost as well.
         for cause in (None, ValueError("the cause"), SystemExit("told")):
-            q, other, clock = self.queue(), self.queue("n2"), self.clock()
+            q, other = self.queue(), self.queue("n2")
+            clock = self.clock()
             task = leased(q)
             with (
                 self.assertRaises((LeaseLost, SystemExit)) as caught,
@@ -9574,7 +9719,8 @@ class Processing(QueueCase):
     def test_checkpoint_that_was_saved_more_than_a_month_ago_is_deleted(self) -> None:
         # A person may have removed its task. The checkpoint of a task that waits goes, too: the
         # work on the task begins anew.
-        q, clock = self.queue(), self.clock()
+        q = self.queue()
+        clock = self.clock()
         for _ in range(2):
             task = leased(q)
             q.checkpoint(task, b"x")
@@ -9597,7 +9743,8 @@ class Work(QueueCase):
         """work() goes on whatever exception the handler raises, even one whose str() raises."""
         # A lost lease does not count as a failure.
         q = self.queue(max_attempts=2, retry_delay_s=0)
-        other, clock = self.queue("n2"), self.clock()
+        other = self.queue("n2")
+        clock = self.clock()
         q.push_many([b"lost", b"good", b"bad", b"good"])
 
         class Unspeakable(ValueError):
@@ -9648,7 +9795,9 @@ class Work(QueueCase):
         # A task whose handler was not begun goes back uncounted. So does the task of a handler that
         # raises SystemExit. If done() fails or is interrupted, the delivery counts, so that the
         # task becomes a dead letter after max_attempts.
-        clock, stop, unpatched = self.clock(), threading.Event(), contextlib.nullcontext
+        clock = self.clock()
+        stop = threading.Event()
+        unpatched = contextlib.nullcontext
         # A row: what each handler does; a patch while work() runs; the error that work() raises;
         # whether the handled tasks are done.
         rows: tuple[tuple[Callable[[], object], Callable[[], Any], Any, bool], ...] = (
@@ -9678,7 +9827,8 @@ class Work(QueueCase):
         for concurrency, (work, patch, error, is_done) in itertools.product(
             (1, 2), rows
         ):
-            q, handled = self.new_queue(max_attempts=2), list[object]()
+            q = self.new_queue(max_attempts=2)
+            handled = list[object]()
             q.push_many([b"x"] * 9)
             stop.clear()
 
@@ -9757,10 +9907,12 @@ class Work(QueueCase):
     def test_work_returns_when_idle_but_not_while_it_runs_a_task(self) -> None:
         """An idle work() returns even if other workers hold leases, but not while a task of its own
         runs."""
-        q, other, second = self.queue(), self.queue("n2"), threading.Event()
+        q, other = self.queue(), self.queue("n2")
+        second = threading.Event()
         q.push_many([b"theirs", b"first"])
         self.assertEqual(self.pop(other).data, b"theirs")
-        found_nothing, pop = threading.Semaphore(0), FemtoQueue.pop
+        found_nothing = threading.Semaphore(0)
+        pop = FemtoQueue.pop
 
         def noting_pop(q: FemtoQueue, timeout: float) -> FemtoTask | None:
             task = pop(q, timeout)
@@ -9785,7 +9937,8 @@ class Work(QueueCase):
     def test_work_restores_the_signal_handlers(self) -> None:
         """work() restores the handlers of signals when it returns. A signal that was ignored
         before, as under nohup, stays ignored while work() runs."""
-        q, numbers = self.queue(), (signal.SIGINT, signal.SIGTERM)
+        q = self.queue()
+        numbers = (signal.SIGINT, signal.SIGTERM)
         q.push_many([b"x", b"x"])
         self.addCleanup(
             signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -9813,7 +9966,8 @@ class Work(QueueCase):
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(PATIENCE_S)
 
-        q, ends = self.queue(), list[int]()
+        q = self.queue()
+        ends = list[int]()
         q.push(b"x")
         counts = q.work(
             lambda _: ends.append(self.child(terminate).finish()[1]), drain=True
@@ -9834,11 +9988,9 @@ class Work(QueueCase):
             (1, "released", 0),
             (2, "released", 0),
         ):
-            q, begun, is_over = (
-                self.new_queue(),
-                threading.Barrier(concurrency),
-                threading.Event(),
-            )
+            q = self.new_queue()
+            begun = threading.Barrier(concurrency)
+            is_over = threading.Event()
             q.push_many([b"0", b"1", b"2"])
 
             def handle(
@@ -9867,7 +10019,9 @@ class Checking(QueueCase):
     def test_repair_mends_safe_findings_and_only_reports_the_rest(self) -> None:
         """check(repair=True) mends each finding that is safe to mend, and only reports the rest."""
         # The next check() no longer reports a finding that was mended.
-        q, clock, dead = self.queue(), self.clock(), self.queue("dead")
+        q = self.queue()
+        clock = self.clock()
+        dead = self.queue("dead")
         self.foreign = ("notes.txt", "x.tmp")
         order = q.push(b"x")[:20]
         self.pop(dead)
@@ -9914,11 +10068,8 @@ class Checking(QueueCase):
     ) -> None:
         # RACE: before any system call of check(), one worker makes a lease directory and another
         # worker removes one.
-        q, gone, fresh = (
-            self.queue(),
-            self.file("inflight-gone"),
-            self.file("inflight-fresh"),
-        )
+        q = self.queue()
+        gone, fresh = self.file("inflight-gone"), self.file("inflight-fresh")
 
         def come_and_go() -> None:
             os.mkdir(fresh)
@@ -10499,7 +10650,8 @@ def run_guarded(
 ) -> tuple[int, str, str]:
     """Run a command; return its exit status, standard output and standard error. A command that
     runs for longer than PATIENCE_S is aborted, and then prints where it was."""
-    env, pipe = {**env, "PYTHONFAULTHANDLER": "1"}, subprocess.PIPE
+    env = {**env, "PYTHONFAULTHANDLER": "1"}
+    pipe = subprocess.PIPE
     settings: dict[str, Any] = {"stdin": subprocess.DEVNULL, "start_new_session": True}
     settings |= {
         "env": env,
@@ -10637,12 +10789,11 @@ class Transcripts(CommandCase):
             re.sub(r"\$(\w+)", lambda it: names.get(it[1], it[0]), parts[1])
         )
         if parts[2]:
-            said, wanted = " ".join(said.split()), self.pattern(parts[2], names)
+            said = " ".join(said.split())
+            wanted = self.pattern(parts[2], names)
         else:
-            said, lines = (
-                re.sub(" {2,}", " ", said),
-                parts[3].split("\n") if parts[3] else [],
-            )
+            said = re.sub(" {2,}", " ", said)
+            lines = parts[3].split("\n") if parts[3] else []
             any_lines = {"...": "(?:.*\n)*", "! ...": "(?:! .*\n)*"}
             wanted = "".join(
                 any_lines.get(it) or self.pattern(it, names) + "\n" for it in lines
@@ -10919,10 +11070,8 @@ class CommandLine(CommandCase):
 
     def test_top_redraws_what_fits_on_the_terminal_until_ctrl_c(self) -> None:
         # Each look has the present size of the terminal, to the last line and column.
-        q, sizes = (
-            self.queue(),
-            deque(map(os.terminal_size, [(100, 24), (12, 7), (60, 30)])),
-        )
+        q = self.queue()
+        sizes = deque(map(os.terminal_size, [(100, 24), (12, 7), (60, 30)]))
         task = leased(q, key="user:42")
 
         def change() -> None:
@@ -11160,7 +11309,8 @@ class CommandLine(CommandCase):
         process = subprocess.Popen(["sleep", "1000"], start_new_session=True)
         self.addCleanup(process.wait)
         self.addCleanup(process.kill)
-        groups, calls = through_seam("groups of a session"), mock.Mock()
+        groups = through_seam("groups of a session")
+        calls = mock.Mock()
         with mock.patch("os.getpid", return_value=1), mock.patch("os.listdir", calls):
             self.assertEqual(groups({process.pid}), [process.pid])
         calls.assert_not_called()
@@ -11236,7 +11386,8 @@ class CommandLine(CommandCase):
             self.assertIn("2 done" if count else "1 done", said)
 
     def test_progress_shows_that_the_queue_is_paused(self) -> None:
-        q, progress = self.queue(), self.progress()
+        q = self.queue()
+        progress = self.progress()
         for change, end in ((q.pause, "0 waiting  paused"), (q.resume, "0 waiting")):
             change()
             progress.count_left(0)
@@ -11450,7 +11601,8 @@ class CommandLine(CommandCase):
         esac"""
         for names in ("group", "group group group", "hangs program well"):
             self.queue().push_many(map(str.encode, names.split()))
-            count, well = len(names.split()), names.count("well")
+            count = len(names.split())
+            well = names.count("well")
             with self.start_work(script, "-j", str(count)) as process:
                 pids = process.first_lines(count)
                 process.send_signals(signal.SIGINT, signal.SIGTERM)
@@ -11951,7 +12103,8 @@ class Documents(QueueCase):
             self.write_old(state, 10**15, b"x")
             for state in ("creating", "done", "failed")
         ]
-        q, code = FemtoQueue("new"), self.block("import hashlib")
+        q = FemtoQueue("new")
+        code = self.block("import hashlib")
         for _ in range(2):
             self.assertEqual(self.run_python(code), "")
             self.assertEqual([task.data for task in q.tasks("pending")], payloads)
@@ -11976,13 +12129,15 @@ class Races(QueueCase):
         # task is still delivered before them. This also holds if most of the listed names are
         # foreign.
         for before, foreign, meanwhile in ((0, 0, 300), (300, 0, 300), (0, 300, 2)):
-            q, pushed = self.new_queue(), list[str]()
+            q = self.new_queue()
+            pushed = list[str]()
             self.assertIsNone(q.pop())
             q.push_many([b"x"] * before)
             self.foreign = tuple(self.put(f"foreign{n}", b"") for n in range(foreign))
 
             def listdir(fd: int, row: Any = (q, pushed, meanwhile)) -> list[str]:
-                names, (q, pushed, meanwhile) = os.listdir(fd), row
+                names = os.listdir(fd)
+                (q, pushed, meanwhile) = row
                 if path_at(fd, ".").endswith("pending") and not pushed:
                     pushed.extend(q.push_many([b"x"] * meanwhile))
                     names += pushed[1:]
@@ -11994,7 +12149,8 @@ class Races(QueueCase):
 
     def test_push_of_a_signal_handler_while_an_id_is_made_gets_another_id(self) -> None:
         # The signal may come before any line of new_id().
-        q, ids = self.queue(), list[str]()
+        q = self.queue()
+        ids = list[str]()
         for number in itertools.count():
             with at_line(
                 number, lambda: ids.append(q.push(b"handler")), ("new_id",)
@@ -12010,7 +12166,8 @@ class Races(QueueCase):
     ) -> None:
         # RACE: a thread has claimed a task by take() and is reading the payload. In another thread
         # of the same object, pop() fails to claim the same task. pop() must deliver the next task.
-        q, got = self.queue(), list[FemtoTask | None]()
+        q = self.queue()
+        got = list[FemtoTask | None]()
         _, wanted, last = q.push_many([b"1", b"2", b"3"])
         self.pop(q)
         reads, may_go_on = threading.Event(), threading.Event()
@@ -12035,11 +12192,13 @@ class Races(QueueCase):
                 self.check_push_and_fork_while_hanging(event)
 
     def check_push_and_fork_while_hanging(self, event: str) -> None:
-        q, other = self.new_queue(), FemtoQueue(self.new_dir(self.memory))
+        q = self.new_queue()
+        other = FemtoQueue(self.new_dir(self.memory))
         self.addCleanup(other.close)
         os.mkdir(self.file("inflight-n2"))
         hangs, goes_on = threading.Event(), threading.Event()
-        pushed, children = list[str](), list[Child]()
+        pushed = list[str]()
+        children = list[Child]()
         self.addCleanup(goes_on.set)
 
         def hang(name: str, args: tuple[Any, ...]) -> None:
@@ -12069,7 +12228,8 @@ class Races(QueueCase):
     ) -> None:
         # RACE: a thread forks just after another thread has opened its lease directory. If the
         # child had a copy of that descriptor, it would hold the lock when the worker is dead.
-        q, children = self.queue(), list[Child]()
+        q = self.queue()
+        children = list[Child]()
 
         def work(child: Child) -> None:
             child.say("forked")
@@ -12091,14 +12251,13 @@ class Races(QueueCase):
     @FORK
     def test_lease_is_renewed_although_its_key_is_pushed_all_the_time(self) -> None:
         # The lock of the key is free only for moments: here for one of 40 attempts to get it.
-        q, tries, flock = (
-            self.queue(timeout_stale_ms=1500),
-            itertools.count(),
-            fcntl.flock,
-        )
+        q = self.queue(timeout_stale_ms=1500)
+        tries = itertools.count()
+        flock = fcntl.flock
         task = leased(q, key="k")
         assert task.until is not None
-        end_s, before = task.until.timestamp(), task.path
+        end_s = task.until.timestamp()
+        before = task.path
 
         def busy(fd: int, how: int) -> None:
             if how == fcntl.LOCK_EX | fcntl.LOCK_NB and next(tries) % 40 != 39:
@@ -12123,7 +12282,8 @@ class Races(QueueCase):
             self.assertTrue(TicketQueue(self.file("line"), stale_timeout).is_empty())
 
     def test_repair_of_keys_that_finds_a_key_locked_is_repeated_soon(self) -> None:
-        q, clock = self.queue(), self.clock()
+        q = self.queue()
+        clock = self.clock()
         task = leased(q, b"1", key="k")
         q.push(b"2", key="k")
         # CRASH: the worker died after it had renamed the task to done/, and before it promoted the
@@ -12139,7 +12299,8 @@ class Races(QueueCase):
     def test_coroutine_that_finds_its_key_locked_looks_again_soon(self) -> None:
         # RACE: a push still holds the lock of the key when its event has woken the coroutine. No
         # other event comes when the push has released the lock, so that the coroutine must poll.
-        q, pauses_ms = self.queue(), list[int]()
+        q = self.queue()
+        pauses_ms = list[int]()
 
         def note(poll: Poll, ms: int) -> list[Any]:
             pauses_ms.append(ms)
@@ -12255,7 +12416,8 @@ class Trust(QueueCase):
     def test_lease_directory_that_may_not_be_read_ends_no_other_worker(self) -> None:
         """If a user makes a lease directory that others may not read, the calls of the others pass
         it over, and warn once."""
-        q, clock = self.queue(), self.clock()
+        q = self.queue()
+        clock = self.clock()
         os.mkdir(self.file("inflight-x"))
         LOG.disabled = False
         refused = hooked(at_call("open list", "inflight-x", errno_raiser(errno.EACCES)))
@@ -12384,7 +12546,8 @@ class LockWaits(TicketCase):
     def test_take_without_a_timeout_waits_for_a_lock_that_is_held_for_a_moment(
         self,
     ) -> None:
-        q, clock = self.queue(), self.clock()
+        q = self.queue()
+        clock = self.clock()
         ident = q.push(b"x", key="k")
         lock = self.locked("k")
         with (
@@ -12395,7 +12558,8 @@ class LockWaits(TicketCase):
 
     def test_pauses_between_two_attempts_at_a_lock_stay_short(self) -> None:
         """A lock that was freed is taken within some hundredths of a second."""
-        q, clock = self.queue(), self.clock()
+        q = self.queue()
+        clock = self.clock()
         q.push(b"x", key="k")
         lock = self.locked("k")
         with lock, mock.patch.object(clock, "sleep") as sleep:
@@ -12424,7 +12588,8 @@ class LockWaits(TicketCase):
         q = self.queue()
         q.push(b"1", key="k")
         LOG.disabled = False
-        logs, lock = self.assertLogs(LOG, "WARNING"), self.locked("k")
+        logs = self.assertLogs(LOG, "WARNING")
+        lock = self.locked("k")
         with lock, logs as logged, in_threads(lambda: q.push(b"2", key="k")):
             until(lambda: bool(logged.records))
             time.sleep(0.1)
@@ -12438,7 +12603,8 @@ class LockWaits(TicketCase):
         same object or another one, as a signal handler or a finalizer may."""
         q, other = self.queue(), self.queue("n2")
         for number, nested in enumerate((q, other)):
-            key, codes = f"k{number}", list[int | None]()
+            key = f"k{number}"
+            codes = list[int | None]()
 
             def handle(
                 nested: FemtoQueue = nested, key: str = key, codes: Any = codes
@@ -12516,7 +12682,8 @@ class Reported(QueueCase):
         """If the maintenance may not remove a file, pop() logs this once, and goes on."""
         # The file is immutable, or another user's in a sticky directory: a finished task, a file
         # that a killed process left in creating/, or an old checkpoint.
-        q, clock = self.queue(keep_done=0.1), self.clock()
+        q = self.queue(keep_done=0.1)
+        clock = self.clock()
         q.checkpoint(leased(q), b"half")
         q.done(leased(q))
         self.put(f"{10**18:020d}-{'0' * 16}", b"", "creating")
@@ -12569,7 +12736,8 @@ class Reported(QueueCase):
     def test_snapshot_by_hard_links_is_a_queue_of_its_own(self) -> None:
         """After `cp -al`, neither of the two queues changes the other, and in each the newest
         payload of a key comes last."""
-        live, snapshot = self.path, self.new_dir(self.memory)
+        live = self.path
+        snapshot = self.new_dir(self.memory)
         with self.queue() as q:
             q.push(b"plain")
             task = (q.push(b"A1", key="A"), self.take(q, "A"))[1]
@@ -12673,7 +12841,8 @@ def run_side_by_side(
     The process group of a class is killed when its process has ended. When the run ends, by Ctrl-C
     or SIGTERM too, the groups of all running classes are killed.
     """
-    left, failed = deque(sorted(names, key=[*LONGEST, *names].index)), list[str]()
+    left = deque(sorted(names, key=[*LONGEST, *names].index))
+    failed = list[str]()
     # by pid: the class, and the file of its output
     running: dict[int, tuple[str, Any]] = {}
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))

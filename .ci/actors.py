@@ -185,7 +185,8 @@ class Actor(Noter):
             SIZES, (4, 4, 2, 0.2), k=1 if count is None else count
         )
         names = [f"{self.name}:{next(self.number)}" for _ in sizes]
-        datas, began_s = [*map(payload, names, sizes)], self.now_s()
+        datas = [*map(payload, names, sizes)]
+        began_s = self.now_s()
         for name in names:
             self.note("push", name, began_s, key or "-", *[due_s] * (due_s is not None))
         try:
@@ -244,7 +245,8 @@ class Actor(Noter):
         if key is not None:
             self.note("looked", "take", key, began_s, int(task is not None))
         if task is not None:
-            name, deadline_s = name_of(task.data), self.deadline_s(task)
+            name = name_of(task.data)
+            deadline_s = self.deadline_s(task)
             self.note("got", task.id, began_s, deadline_s, task.attempts, name)
         return task
 
@@ -389,7 +391,8 @@ class Actor(Noter):
         meanwhile beside the next task of the same key. But a task in two listings in a row did
         exist when the first listing ended. So only ids in both listings are counted.
         """
-        looks, before = 0, verdict.places_of_keys(unfinished(self.queue))
+        looks = 0
+        before = verdict.places_of_keys(unfinished(self.queue))
         told = set[str]()
         while not self.is_over():
             time.sleep(0.01)
@@ -400,7 +403,8 @@ class Actor(Noter):
             for text in wrong:
                 self.note("crowded", text)
             told |= wrong
-            looks, before = looks + 1, now
+            looks += 1
+            before = now
         self.note("watched", looks)
 
     # Turns

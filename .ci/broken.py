@@ -114,7 +114,8 @@ def must_catch(
         raise Violation("no fault names this proof")
     with copies() as directory:
         for fault, need, said in rows:
-            project, text = fault.copy(directory), ""
+            project = fault.copy(directory)
+            text = ""
             for number in range(seed, seed + tries):
                 words = f".ci/{PROGRAM}.py", "--seed", f"{number}", *options(need)
                 status, text = run_copy(project, *words)

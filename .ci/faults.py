@@ -150,7 +150,8 @@ CLOCK = PassingClock()
 @contextlib.contextmanager
 def made_up(seed: str) -> Iterator[PassingClock]:
     """Give femtoqueue a simulated clock and random numbers, the same in each process."""
-    clock, chance = copy.copy(CLOCK), random.Random(seed)
+    clock = copy.copy(CLOCK)
+    chance = random.Random(seed)
     with (
         mock.patch.object(femtoqueue, "time", clock),
         mock.patch.object(os, "urandom", chance.randbytes),
@@ -170,7 +171,9 @@ class Life:
     """Calls a queue's methods, and writes a note before and after each call."""
 
     def __init__(self, make: Maker, clock: PassingClock, note: Noting) -> None:
-        self.make, self.clock, self.note = make, clock, note
+        self.make = make
+        self.clock = clock
+        self.note = note
         # All queue objects are kept: an object that is garbage collected closes itself.
         self.queues: list[FemtoQueue] = []
 
@@ -487,7 +490,9 @@ class Ledger:
         before the tasks have come back.
         """
         for slot in [slot for slot in self.slots if slot.leased]:
-            behind, slot.leased, slot.behind = slot.behind, "", None
+            behind = slot.behind
+            slot.leased = ""
+            slot.behind = None
             slot.later |= is_seen
             if behind is not None and behind.states == {"live"}:
                 slot.states = (slot.states - {"live"}) | {"gone"}
@@ -579,7 +584,9 @@ class Ledger:
         )
         if slot is None or slot.leased:
             raise Violation(f"{name} was delivered though it does not wait: {slot}")
-        slot.names, slot.states, slot.leased = {name}, {"live"}, name
+        slot.names = {name}
+        slot.states = {"live"}
+        slot.leased = name
 
     def _litter(self, _: str) -> None:
         for names in ({"torn 0 pending", "torn 0 failed"}, {"spent"}):
@@ -594,7 +601,8 @@ class Ledger:
             slot.states |= end
             slot.later |= later
             return
-        slot.states, slot.leased = {*end}, ""
+        slot.states = {*end}
+        slot.leased = ""
         if slot.behind is not None and how != "release" and slot.behind.updates:
             slot.behind.names -= slot.behind.updates
             slot.behind.states |= {"gone"}
@@ -666,7 +674,8 @@ def contents_of(q: FemtoQueue) -> dict[str, str]:
     Their names here are "torn <number> <state>". Raises Violation if stats() counts fewer tasks
     than tasks() yields.
     """
-    found, stats = found_in(q), q.stats()
+    found = found_in(q)
+    stats = q.stats()
     counts = Counter(found.values())
     for state in femtoqueue.STATES:
         for number in range(counts[state], getattr(stats, state)):
@@ -733,7 +742,8 @@ class Stage:
     """A new directory for one life: the queue, the notes, the trace, the child's standard error."""
 
     def __init__(self, work: str, scene: Scene) -> None:
-        self.scene, self.work = scene, work
+        self.scene = scene
+        self.work = work
         self.path = os.path.join(work, "jobs")
         shutil.rmtree(work, ignore_errors=True)
         os.makedirs(work)
@@ -850,7 +860,8 @@ def points_of(stage: Stage) -> list[Job]:
     Calls before the note "begin", which prepare a life, and after the note "end" are left out.
     """
     points: list[Job] = []
-    numbers, step = Counter[str](), 0
+    numbers = Counter[str]()
+    step = 0
     for line in stage.read("trace").splitlines():
         match = re.match(r"\d+ +(\w+)\((.*)", line)
         if match is None:
@@ -1031,7 +1042,8 @@ def results(jobs: list[Job]) -> Iterator[tuple[Job, str, str]]:
 def sample(jobs: list[Job], count: int, seed: int) -> list[Job]:
     """Choose injections at random: first one of each kind (call, directories and fault), then a
     second one of each kind, and so on."""
-    chance, kinds = random.Random(seed), Counter[tuple[str, ...]]()
+    chance = random.Random(seed)
+    kinds = Counter[tuple[str, ...]]()
     ranked = []
     for job in chance.sample(jobs, len(jobs)):
         kind = (job.call, job.fault, *re.findall(r"(?:^| )/([a-z]*)", job.text))
@@ -1046,11 +1058,9 @@ def check(scene: Scene, count: int, seed: int, calls: list[str]) -> None:
     Prints how many injections had each result. Raises Violation if an injection broke a promise.
     """
     all_jobs = [job for job in jobs_of(scene) if not calls or job.kind in calls]
-    jobs, counts, violations = (
-        sample(all_jobs, count, seed),
-        Counter[str](),
-        list[str](),
-    )
+    jobs = sample(all_jobs, count, seed)
+    counts = Counter[str]()
+    violations = list[str]()
     for job, showed, wrong in results(jobs):
         counts[showed] += 1
         if wrong:

@@ -44,7 +44,9 @@ class Filler(Life):
     """
 
     def __init__(self, path: str, sync: bool = False) -> None:
-        self.path, self.notes, self.ledger = path, list[Note](), Ledger([], "gone")
+        self.path = path
+        self.notes = list[Note]()
+        self.ledger = Ledger([], "gone")
         self.sync = sync
         super().__init__(self.opened, CLOCK, self.noted)
         self.open()

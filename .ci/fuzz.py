@@ -68,7 +68,9 @@ class Names:
     )
 
     def __init__(self, path: str, seed: int) -> None:
-        self.path, self.chance, self.clock = path, random.Random(seed), Clock(2e9, 1000)
+        self.path = path
+        self.chance = random.Random(seed)
+        self.clock = Clock(2e9, 1000)
         self.put: dict[str, tuple[str, str, bytes]] = {}  # path: state, kind, payload
         self.ids: set[str] = set()
         self.delivered: Counter[bytes] = Counter()
@@ -124,10 +126,8 @@ class Names:
     def put_random(self, count: int) -> None:
         """Put up to `count` entries with mutated names into random directories."""
         for _ in range(count):
-            directory, name = (
-                self.chance.choice(self.DIRECTORIES),
-                self.mutated(self.valid()),
-            )
+            directory = self.chance.choice(self.DIRECTORIES)
+            name = self.mutated(self.valid())
             path = os.path.join(self.path, directory, name)
             state = "inflight" if directory == "inflight-gone" else directory
             fits = name not in ("", "PAUSED", ".", "..") and name[-37:] not in self.ids
@@ -176,7 +176,8 @@ class Names:
         state: Any
         for state in (*femtoqueue.STATES, "keys"):
             count = stats.buffered if state == "keys" else getattr(stats, state)
-            named, more = self.named(state), 2 * (state == "pending")
+            named = self.named(state)
+            more = 2 * (state == "pending")
             wanted = len(named) + more
             demand(count == wanted, f"stats() counts {count} in {state}, not {wanted}")
             if state != "keys":
@@ -196,7 +197,8 @@ class Names:
                 self.delivered[task.data] += 1
                 q.done(task)
             self.clock.advance(300)
-        now_ns, expected = q._clock.now_ns() - 300 * 10**9, Counter({b"ours": 2})
+        now_ns = q._clock.now_ns() - 300 * 10**9
+        expected = Counter({b"ours": 2})
         for state in states:
             for name, kind, payload in self.named(state):
                 if name.startswith("update~"):
@@ -239,7 +241,9 @@ class Contents:
     KEYS = ("a", "b", "c", "größe %", "k9", "k17")
 
     def __init__(self, path: str, seed: int) -> None:
-        self.path, self.chance, self.clock = path, random.Random(seed), Clock(2e9, 1000)
+        self.path = path
+        self.chance = random.Random(seed)
+        self.clock = Clock(2e9, 1000)
         self.numbers = iter(range(10**9))
         self.keys: dict[bytes, str | None] = {}  # the key of each payload
         self.pushed: dict[str, bytes] = {}  # the newest payload of each id
@@ -261,7 +265,9 @@ class Contents:
             ident = q.push(data, key=key)
         else:
             ident = q.schedule(data, (self.clock.time() + due_s) * 1e6, key=key)
-        self.keys[data], self.pushed[ident], self.newest[key] = key, data, data
+        self.keys[data] = key
+        self.pushed[ident] = data
+        self.newest[key] = data
 
     def fill(self, q: FemtoQueue) -> None:
         """Make tasks in all states, some of them keyed and with a payload buffered behind them."""
@@ -331,10 +337,8 @@ class Contents:
                 b"a" * 201,
             )
             return record(payload, self.chance.choice(names))
-        fields, at = (
-            record(payload).partition(b"\n")[0].split(b" "),
-            self.chance.choice((1, 2)),
-        )
+        fields = record(payload).partition(b"\n")[0].split(b" ")
+        at = self.chance.choice((1, 2))
         ways = (b"%b ", b" %b", b"-%b", b"000%b", b"9%b", b"9999999999%b", b"%b\r")
         fields[at] = self.chance.choice(
             (*(way % fields[at] for way in ways), fields[at].upper())
@@ -345,10 +349,8 @@ class Contents:
         """Damage the link of a key. It gets a random text, or names a file from `others`, or a file
         that does not exist. Or a file with that text takes its place, or it is removed."""
         text = os.readlink(path)
-        task, other = (
-            text.split(" ")[0],
-            os.path.relpath(self.chance.choice(others), self.path),
-        )
+        task = text.split(" ")[0]
+        other = os.path.relpath(self.chance.choice(others), self.path)
         bent = (
             os.fsdecode(self.corrupted(os.fsencode(text)).replace(b"\0", b"0")) or "0"
         )

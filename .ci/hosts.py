@@ -168,7 +168,8 @@ class Host:
     program closes its standard input."""
 
     def __init__(self, number: int) -> None:
-        self.number, self.address = number, f"10.77.0.{number}"
+        self.number = number
+        self.address = f"10.77.0.{number}"
         flags = (
             "--net --mount --pid --fork --kill-child --mount-proc --propagation private"
         )
@@ -322,7 +323,8 @@ class Stage(Noter):
     tail_s = 6.0  # how long a storm lasts after the cure
 
     def __init__(self, cluster: Cluster, log: str, seed: int, part: str) -> None:
-        self.cluster, self.log = cluster, log
+        self.cluster = cluster
+        self.log = log
         self.chance = random.Random(seed)
         self.queue = f"{MOUNT}/jobs-{part}"
         self.running: dict[str, tuple[Any, Actor, Any]] = {}  # host, actor, process
@@ -367,10 +369,8 @@ class Stage(Noter):
 
     def start_as(self, host: int, actor: Actor) -> None:
         """Start an actor with the settings of `actor`, under a new name."""
-        name, seed = (
-            f"{actor.kind}{host}.{next(self.starts)}",
-            self.chance.randrange(10**9),
-        )
+        name = f"{actor.kind}{host}.{next(self.starts)}"
+        seed = self.chance.randrange(10**9)
         self.launch(
             self.cluster.machines[host],
             dataclasses.replace(actor, name=name, seed=seed),
@@ -445,7 +445,8 @@ class Stage(Noter):
             self.start(host, "take_turns", stale_s=STORM_STALE_S, timeout_s=CLEAR_S)
         self.wait_for("ready")
         began_s = time.monotonic()
-        next_kill_s, end_s = began_s + 2, began_s + episode.cure_s + self.tail_s
+        next_kill_s = began_s + 2
+        end_s = began_s + episode.cure_s + self.tail_s
         steps: list[tuple[float, Callable[[], object]]] = [
             (episode.fault_s, lambda: self.make_fault(episode)),
             (episode.cure_s, episode.cure),
@@ -623,14 +624,10 @@ def storms(stage: Stage, episodes: Iterable[Episode]) -> None:
     for episode, keys in zip(episodes, itertools.cycle(STORM_KEYS)):
         stage.storm(episode, keys)
     stage.drain()
-    events, hosts = (
-        verdict.Events(stage.log, not stage.no_errors),
-        [*stage.cluster.hosts],
-    )
-    there, brick = (
-        without_creating(stage.files(1, stage.queue)),
-        stage.queue.replace(MOUNT, BRICK),
-    )
+    events = verdict.Events(stage.log, not stage.no_errors)
+    hosts = [*stage.cluster.hosts]
+    there = without_creating(stage.files(1, stage.queue))
+    brick = stage.queue.replace(MOUNT, BRICK)
     found = {
         "hosts have no turn": verdict.without_turn(events, hosts),
         "views differ": [],

@@ -116,7 +116,8 @@ def build_image(
     are the arguments with which the machine starts Python.
     """
     python = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
-    linked, modules = [python, *programs], module_files()
+    linked = [python, *programs]
+    modules = module_files()
     for library in {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")}:
         shutil.copytree(
             library, f"{root}{library}", ignore=UNNEEDED, dirs_exist_ok=True
@@ -213,7 +214,8 @@ class Call:
     do the same as those of subprocess.Popen."""
 
     def __init__(self, machine: Machine, number: int) -> None:
-        self.machine, self.number = machine, number
+        self.machine = machine
+        self.number = number
         self.answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.returncode: int | None = None
 
@@ -249,7 +251,10 @@ class Machine:
     """
 
     def __init__(self, number: int, network: Network, image: int, disk: int = -1):
-        self.number, self.network, self.image, self.disk = number, network, image, disk
+        self.number = number
+        self.network = network
+        self.image = image
+        self.disk = disk
         self.on_line: Callable[[str], object] = lambda line: None
         self.numbers = itertools.count(1)
         self.is_on = False
@@ -257,7 +262,8 @@ class Machine:
     def boot(self) -> None:
         """Switch the machine on. Call wait_until_up() next."""
         control, notes = socket.socketpair(), socket.socketpair()
-        port, self.console = self.network.plug(self.number), memory_file("console")
+        port = self.network.plug(self.number)
+        self.console = memory_file("console")
         fds = (port, control[1].fileno(), notes[1].fileno(), self.image, self.disk)
         command = self.command(*fds)
         self.process = subprocess.Popen(
@@ -269,7 +275,8 @@ class Machine:
         )
         control[1].close()
         notes[1].close()
-        self.control, self.calls = control[0], {0: Call(self, 0)}
+        self.control = control[0]
+        self.calls = {0: Call(self, 0)}
         self.readers = [
             threading.Thread(
                 target=read_lines, args=(control[0], self.read_answer), daemon=True
@@ -298,7 +305,8 @@ class Machine:
             there_s = self.ask("clock").answer()
             took_s = time.monotonic() - began_s
             if took_s < best_s:
-                best_s, offset_s = took_s, began_s + took_s / 2 - there_s
+                best_s = took_s
+                offset_s = began_s + took_s / 2 - there_s
         self.ask("set_clock", offset_s=offset_s, wall_s=time.time() - behind_s).answer()
 
     def command(

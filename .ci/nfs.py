@@ -83,7 +83,8 @@ UNPACKED = "nfs-kernel-server"  # an installation would start a server on this m
 SERVER_TOOLS = ("nfsdcld", "exportfs", "rpc.mountd", "rpc.nfsd")
 CLIENT_TOOLS = ("mount.nfs", "rpc.statd", "rpcbind", "sm-notify")
 TOOLS = (machines.QEMU, "busybox", "modprobe", "mkfs.ext4", *CLIENT_TOOLS)
-SERVER, CLIENTS = 9, (1, 2)
+SERVER = 9
+CLIENTS = (1, 2)
 DISK_BYTES = 1 << 30
 GRACE_S = 10  # the server's grace time, and the length of its leases
 # of the phase keys: long, as a call takes 100 times as long as on a real machine
@@ -162,7 +163,8 @@ class Lab:
     """
 
     def __init__(self, version: str) -> None:
-        self.version, self.behind_s = version, 0.0
+        self.version = version
+        self.behind_s = 0.0
         # an archive of rpc.statd's files on each client
         self.kept = dict.fromkeys(CLIENTS, "")
         self.network = machines.Network((SERVER, *CLIENTS))
@@ -272,7 +274,8 @@ class Parts:
     """Reads the values of a message in XDR (RFC 4506), one after the other."""
 
     def __init__(self, message: bytes, at: int) -> None:
-        self.message, self.at = message, at
+        self.message = message
+        self.at = at
 
     def number(self) -> int:
         self.at += 4
@@ -496,7 +499,8 @@ class Script:
     """Plays a script on two clients, each with its own session and queue object."""
 
     def __init__(self, lab: Lab, name: str, settings: str) -> None:
-        self.lab, self.name = lab, name
+        self.lab = lab
+        self.name = name
         self.sessions = {
             who: lab.hosts[n].ask("session") for n, who in enumerate("ab", 1)
         }
@@ -539,7 +543,8 @@ class Script:
         the server again."""
         if not self.pattern:
             return session.evaluate(code)
-        trap, self.pattern = Trap(self.pattern), ""
+        trap = Trap(self.pattern)
+        self.pattern = ""
         self.lab.network.drops = trap.drops
         call = session.evaluate(code)
         if not trap.caught.wait(machines.CALL_S):
@@ -644,7 +649,9 @@ class Stage(hosts.Stage):
 def episodes(stage: Stage) -> dict[str, hosts.Episode]:
     """Return the faults of the storms, by name."""
     one, other = (stage.chance.choice(CLIENTS) for _ in range(2))
-    lab, server, cut = stage.cluster, stage.cluster.server, stage.cluster.network.cut
+    lab = stage.cluster
+    server = stage.cluster.server
+    cut = stage.cluster.network.cut
     end, restore = lambda: stage.cut_power(one), lambda: stage.restore(one)
     go, until_s = lambda: cut.add(other), 2 * GRACE_S + 5
     return {
@@ -698,7 +705,8 @@ def power(lab: Lab, seed: int) -> None:
 PHASES = ("basic", "calm", "keys", "storm", "replay", "power")
 # run by default; of storm and replay only these parts:
 SHORT = ("keys", "storm", "replay")
-SHORT_STORM, SHORT_REPLAYS = ("client", "server", "net"), ("push", "claim", "done")
+SHORT_STORM = ("client", "server", "net")
+SHORT_REPLAYS = ("push", "claim", "done")
 
 
 def prove(lab: Lab, seed: int, phase: str, short: bool) -> None:

@@ -86,7 +86,9 @@ class Work:
     the next step. So no task is in flight when the life pushes a payload of a key."""
 
     def __init__(self, path: str, seed: int, sync: bool) -> None:
-        self.path, self.seed, self.sync = path, seed, sync
+        self.path = path
+        self.seed = seed
+        self.sync = sync
         self.keep_done = random.Random(seed).random() < 0.5
         self.done = "done" if self.keep_done else "gone"
 

@@ -46,7 +46,8 @@ def docstring_parser(doc: str | None) -> argparse.ArgumentParser:
 def proof_parser(doc: str | None) -> argparse.ArgumentParser:
     """Return a parser with --seed and --self-check, which most proofs have."""
     made = docstring_parser(doc)
-    add, seed = made.add_argument, random.randrange(10**6)
+    add = made.add_argument
+    seed = random.randrange(10**6)
     add("--seed", type=int, default=seed, help="default: random; the seed is printed")
     catch = "show that this proof catches each fault of broken.py that names this proof"
     add("--self-check", action="store_true", help=catch)

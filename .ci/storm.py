@@ -127,7 +127,8 @@ REMOVED = "is done, and removed"
 
 def log_removals() -> None:
     """Write the library's log messages about removed tasks to standard error, and no others."""
-    logger, handler = logging.getLogger("femtoqueue"), logging.StreamHandler()
+    logger = logging.getLogger("femtoqueue")
+    handler = logging.StreamHandler()
     handler.addFilter(lambda record: REMOVED in record.getMessage())
     logger.addHandler(handler)
     logger.disabled = logger.propagate = False
@@ -202,7 +203,9 @@ class Role(Actor):
     def loop(self) -> float:
         """Pop a task, sometimes by key or with a timeout, and settle it in a random way. A worker
         that drains the queue (`calm`) always calls done()."""
-        key, timeout_s, before_s = None, 0.0, self.now_s()
+        key = None
+        timeout_s = 0.0
+        before_s = self.now_s()
         if not self.calm and self.chance.random() < 0.1:
             key = self.key_of(self.chance.choice(KEYED))
         elif self.chance.random() < 0.1:
@@ -283,7 +286,8 @@ class Role(Actor):
 
 def run_process(storm: Storm, name: str, slot: int) -> None:
     """Be the process of a slot until SIGTERM; or, for the command line, exec femtoqueue.py."""
-    role, chance = SLOTS[slot], random.Random(f"{storm.seed} {name}")
+    role = SLOTS[slot]
+    chance = random.Random(f"{storm.seed} {name}")
     if role == "command":
         handler = [sys.executable, "-S", "-c", HANDLER, storm.log, name]
         command = [femtoqueue.__file__, "work", storm.queue_path, "-j", "2"]
@@ -322,7 +326,9 @@ class Storm(Noter):
     name = "storm"
 
     def __init__(self, path: str, work: str, seed: int) -> None:
-        self.path, self.work, self.seed = path, work, seed
+        self.path = path
+        self.work = work
+        self.seed = seed
         self.queue_path = os.path.join(path, "jobs")
         self.logs = os.path.join(work, "logs")
         os.mkdir(self.logs)
@@ -475,7 +481,8 @@ class Storm(Noter):
             os.ftruncate(self.ballast, 0)
             os.close(self.ballast)
             os.unlink(os.path.join(self.path, "ballast"))
-        self.ballast, self.room_at_s = -1, math.inf
+        self.ballast = -1
+        self.room_at_s = math.inf
         self.full_at_s = time.monotonic() + self.chance.uniform(3, 7)
 
     def put_rubbish(self) -> None:
@@ -831,7 +838,8 @@ def check_keys(history: History, found: Iterable[str]) -> Iterator[str]:
         key = history.tried[name].key
         ended[key] = max(ended[key], order_of(name))
     for _, pushes in verdict.by_key(history):
-        key, seen = pushes[0].key, filter(history.must_be_seen, pushes)
+        key = pushes[0].key
+        seen = filter(history.must_be_seen, pushes)
         last = max((order_of(push.name) for push in seen), default=())
         if last > ended[key]:
             yield f"the last value of {key} is {last}, but the last finished one is {ended[key]}"
@@ -856,7 +864,8 @@ def check_found(
                 continue
             if name in found or task.id in states:
                 yield f"{name} is there twice, as {task.id} and {found.get(name)}"
-            found[name], states[task.id] = task.id, state
+            found[name] = task.id
+            states[task.id] = state
             # A dead letter without a reason is allowed: the worker may have been killed before it
             # wrote the reason, or the disk was full.
             if task.error and not any(reason in task.error for reason in REASONS):

@@ -170,7 +170,8 @@ class Events:
     def read_pushed(
         self, at: float, actor: str, name: str, ident: str, began_s: float
     ) -> None:
-        self.tried[name].ended_s, self.tried[name].ident = at, ident
+        self.tried[name].ended_s = at
+        self.tried[name].ident = ident
         self.calls.append((began_s, at, "push"))
 
     def read_claimed(self, at: float, actor: str, ident: str, began_s: float) -> None:
@@ -195,7 +196,9 @@ class Events:
         self, at: float, actor: str, how: str, ident: str, began_s: float
     ) -> None:
         delivery = self.last(actor, ident)
-        delivery.how, delivery.ended_s, delivery.called_s = how, at, began_s
+        delivery.how = how
+        delivery.ended_s = at
+        delivery.called_s = began_s
         self.calls.append((began_s, at, how))
 
     def read_error(
@@ -595,7 +598,8 @@ def by_key(events: Events) -> Iterator[tuple[list[Delivery], list[Push]]]:
 
 def overlapping(events: Events, deliveries: list[Delivery]) -> Iterator[str]:
     """Yield the deliveries of a key that began while another task of the key was leased."""
-    held_until_s, holder = 0.0, None
+    held_until_s = 0.0
+    holder = None
     for it in deliveries:
         if (
             holder
@@ -608,7 +612,8 @@ def overlapping(events: Events, deliveries: list[Delivery]) -> Iterator[str]:
             )
         until_s = events.held_until_s(it)
         if until_s > held_until_s:
-            held_until_s, holder = until_s, it
+            held_until_s = until_s
+            holder = it
 
 
 def latest_push(pushes: list[Push], at_s: float) -> Push | None:
@@ -658,7 +663,8 @@ def must_find(
         is_as_new = events.tried[d.name].ended_s >= newest.began_s
         if is_as_new and d.how != "release" and d.tried_s < it.ended_s:
             return False
-    claims, moves = events.claims[newest.ident[-16:]], list[tuple[float, float]]()
+    claims = events.claims[newest.ident[-16:]]
+    moves = list[tuple[float, float]]()
     if it.call == "take":
         # take() may return None while another actor has the task in flight
         moves = [(d.got_s, d.ended_s) for d in deliveries if d.actor != it.actor]
