@@ -512,6 +512,25 @@ def do_nothing() -> None:
     pass
 
 
+def is_counted(frame: types.FrameType, within: tuple[str, ...]) -> bool:
+    """Return whether at_line() counts the lines of a frame. The lines of a finalizer do not count:
+    Python only prints the exception of a finalizer, and the interrupted call goes on."""
+    name = frame.f_code.co_name
+    caller = frame.f_back
+    if frame.f_code.co_filename != femtoqueue.__file__ or (
+        within and name not in within
+    ):
+        return False
+    return "__del__" not in (name, caller.f_code.co_name if caller else "")
+
+
+def is_end_of_with(line: int, before: int) -> bool:
+    """Return whether the trace shows the line of a `with` once more, at the end of the block.
+    Python handles no signal between the block and __exit__()."""
+    text = linecache.getline(femtoqueue.__file__, line)
+    return line < before and text.lstrip().startswith("with ")
+
+
 @contextlib.contextmanager
 def at_line(
     number: int, action: Callable[[], object], within: tuple[str, ...] = ()
@@ -522,33 +541,18 @@ def at_line(
     a text: the function, and the number in the source of the line that was about to run."""
     reached = list[str]()
     left = itertools.count(number, -1)
-    source = linecache.getlines(femtoqueue.__file__)
     last: dict[int, int] = {}  # the last line of each frame, by the id() of the frame
 
     def trace(frame: types.FrameType, event: str, arg: object) -> Any:
-        name = frame.f_code.co_name
-        caller = frame.f_back
-        if frame.f_code.co_filename != femtoqueue.__file__ or (
-            within and name not in within
-        ):
-            return None
-        if "__del__" in (name, caller.f_code.co_name if caller else ""):
-            # If action() raised an exception in a finalizer, Python would only print the exception.
-            # The call that the test wants to interrupt would go on.
+        if not is_counted(frame, within):
             return None
         line = frame.f_lineno
         before = last.get(id(frame), 0)
         last[id(frame)] = 0 if event == "call" else line
-        # At the end of a `with` block, the trace shows the line of the `with` once more. That event
-        # does not count, because Python handles no signal between the block and __exit__().
-        is_end = (
-            event == "line"
-            and line < before
-            and source[line - 1].lstrip().startswith("with ")
-        )
-        if event == "line" and not is_end and next(left) == 0:
+        is_reached = event == "line" and not is_end_of_with(line, before)
+        if is_reached and next(left) == 0:
             sys.settrace(None)
-            reached.append(f"{name}:{line}")
+            reached.append(f"{frame.f_code.co_name}:{line}")
             action()
         return trace
 
@@ -1250,13 +1254,16 @@ class Lifecycle(QueueCase):
         self.assertGreater(opened, 0)
 
     def test_messages_say_what_happened(self) -> None:
-        q = self.queue(timeout_stale_ms=1000)
+        q = self.queue()
         self.assertEqual(repr(q), f"FemtoQueue({self.path!r}, node_id='n1')")
         self.assertEqual(
             repr(TicketQueue(self.file("line"))), f"TicketQueue({self.file('line')!r})"
         )
         with self.assertRaisesRegex(TypeError, "not dict; json.dumps.*encode"):
             q.push({"a": 1})  # type: ignore[arg-type]
+
+    def test_message_of_a_lost_lease_says_how_it_ended(self) -> None:
+        q = self.queue(timeout_stale_ms=1000)
         task = leased(q)
         q.done(task)
         with self.assertRaisesRegex(
@@ -1750,26 +1757,21 @@ class Ordering(QueueCase):
         year_s = 365 * 86400.0
         one_s = 1.0 - time.monotonic()
         # The boot id and the shifts of both clocks, in seconds, for each process of a case.
+        # fmt: off
         cases: dict[str, list[tuple[str | None, float, float]]] = {
-            "the date is set": [
-                ("1", 0, 0),
-                ("1", -year_s, 0),
-                ("1", year_s, 0),
-                ("1", 0, 0),
-            ],
+            "the date is set": [("1", 0, 0), ("1", -year_s, 0), ("1", year_s, 0), ("1", 0, 0)],
             "a reboot": [("1", 0, 0), ("2", -year_s, one_s)],
             "a reboot decades in the past": [("1", 0, 0), ("2", -30 * year_s, one_s)],
             "no boot id": [(None, 0, 0), (None, -1000, 0)],
             "a reboot, no boot id": [(None, 0, 0), (None, -year_s, one_s)],
         }
+        # fmt: on
         clock = self.clock()
         for name, rows in cases.items():
             self.path = self.new_dir()
-            for number, (
-                boot,
-                clock.wall_shift_s,
-                clock.monotonic_shift_s,
-            ) in enumerate(rows):
+            for number, (boot, wall_s, monotonic_s) in enumerate(rows):
+                clock.wall_shift_s = wall_s
+                clock.monotonic_shift_s = monotonic_s
                 # The kernel gives the directories real dates, even if the clocks are shifted. Such
                 # a date could help to keep the order; a date of 1970 can't.
                 for directory in os.listdir(self.path):
@@ -2571,14 +2573,11 @@ class LeaseDirectoryLost(QueueCase):
             "made again": lambda place: os.rename(self.new_dir(self.path), place),
             "moved away": lambda place: os.rename(place, self.file("elsewhere")),
         }
-        for (name, lose), call in itertools.product(
-            losses.items(), ("next", "pop", "take")
-        ):
+        calls = ("next", "pop", "take")
+        for (name, lose), call in itertools.product(losses.items(), calls):
             with self.subTest(name, call=call):
-                q, observer = (
-                    self.worker_that_listed(3 if call == "next" else 1),
-                    self.queue("n2"),
-                )
+                q = self.worker_that_listed(3 if call == "next" else 1)
+                observer = self.queue("n2")
                 lose(lease_dir(q))
                 if call != "next":
                     q.push(b"1", key="k")
@@ -3257,18 +3256,21 @@ class InterruptedDelivery(QueueCase):
             return False
         until(lambda: closer.ident is not None)
         closer.join()
-        if task is not None:
-            with contextlib.suppress(LeaseLost):
-                q.done(task)
-                task = None
-        if task is not None or not self.names("done"):
-            # close() may have taken back the task after a delivery that was counted.
-            again = q.pop(PATIENCE_S) or self.fail("the task is lost")
-            self.assertIn(again.attempts, (1, 2, 3))
-            q.done(again)
+        self.finish_after_close(q, task)
         self.assertEqual(self.states(), {"done": 1})
         q.close()
         return True
+
+    def finish_after_close(self, q: FemtoQueue, task: FemtoTask | None) -> None:
+        if task is not None:
+            with contextlib.suppress(LeaseLost):
+                q.done(task)
+        if self.names("done"):
+            return
+        # close() may have taken back the task after a delivery that was counted.
+        again = q.pop(PATIENCE_S) or self.fail("the task is lost")
+        self.assertIn(again.attempts, (1, 2, 3))
+        q.done(again)
 
 
 # Keyed tasks
@@ -3456,46 +3458,45 @@ class Keyed(QueueCase):
         # undone for one of four reasons: the file is missing, no descriptor is left, the read
         # fails, or Ctrl-C. On a shared file system, the worker looks for a missing file several
         # times.
-        gone = FileNotFoundError(errno.ENOENT, "gone")
-        interrupted = KeyboardInterrupt()
-        for error in (
-            gone,
-            OSError(errno.EMFILE, "too many"),
-            OSError(errno.EIO, ""),
-            interrupted,
+        for error, times in (
+            (FileNotFoundError(errno.ENOENT, "gone"), 99),
+            (OSError(errno.EMFILE, "too many"), 1),
+            (OSError(errno.EIO, ""), 1),
+            (KeyboardInterrupt(), 1),
         ):
             q, other = self.queue(), self.queue("n2")
-            key = repr(error)
-            newer = list[str]()
             # Both workers repair keys now, and not during the rest of the test.
             self.assertEqual((q.pop(), other.pop()), (None, None))
-            ident = q.push(b"old", key=key)
-            task = None
-
-            def undo(
-                key: str = key, newer: list[str] = newer, error: Any = error
-            ) -> None:
-                if not newer:
-                    # "" until the newer payload is pushed: no error is raised
-                    newer.append("")
-                    newer[0] = self.queue("n2").push(b"new", key=key)
-                if newer[0]:
-                    raise error
-
-            hook = at_call(
-                "open", "/inflight-n1/", undo, times=99 if error is gone else 1
-            )
-            ended = contextlib.suppress(OSError, KeyboardInterrupt)
-            slept = mock.patch("time.sleep")
-            with ended, slept, hooked(hook):
-                task = q.pop()
+            ident = q.push(b"old", key=repr(error))
             with self.subTest(error=error):
-                task = task or other.pop() or popped(q)
+                task = self.pop_undone(q, error, times) or other.pop() or popped(q)
                 self.assertEqual(
                     (task.id, task.data, task.attempts), (ident, b"new", 1)
                 )
                 (q if task.node == "n1" else other).done(task)
                 self.assertEqual((self.drain(q), q.stats().buffered), ([], 0))
+
+    def pop_undone(
+        self, q: FemtoQueue, error: BaseException, times: int
+    ) -> FemtoTask | None:
+        """Call pop(). A newer payload is pushed when the file of the claimed task is opened; this
+        open, and the next ones up to `times`, raise the error."""
+        newer = list[str]()
+
+        def undo() -> None:
+            if not newer:
+                # "" until the newer payload is pushed: no error is raised
+                newer.append("")
+                newer[0] = self.queue("n2").push(b"new", key=repr(error))
+            if newer[0]:
+                raise error
+
+        ended = contextlib.suppress(OSError, KeyboardInterrupt)
+        slept = mock.patch("time.sleep")
+        hook = at_call("open", "/inflight-n1/", undo, times=times)
+        with ended, slept, hooked(hook):
+            return q.pop()
+        return None
 
     def test_buffered_payload_whose_state_file_was_lost_is_promoted(self) -> None:
         """A buffered payload becomes a task even if the state file of its key was lost."""
@@ -4040,20 +4041,18 @@ class Healed(QueueCase):
         # cases the undoing fails, too, and no caller has the lease. The lease has no deadline, but
         # does not last for ever.
         renames: list[str] = []
+        no_server = errno_raiser(errno.ENOTCONN)
 
         def rename(*args: Any, **where: Any) -> None:
             renames.append(args[1])
             if len(renames) == 1:
                 os.rename(*args, **where)
             if len(renames) > is_answered:
-                raise_errno(errno.ENOTCONN)
+                no_server()
 
         def open_file(path: str, *args: Any, **where: Any) -> int:
-            return (
-                raise_errno(errno.ENOTCONN)
-                if path.count("~") == 3
-                else os.open(path, *args, **where)
-            )
+            is_lease = path.count("~") == 3
+            return no_server() if is_lease else os.open(path, *args, **where)
 
         for is_answered in (False, True):
             q = self.new_queue(timeout_stale_ms=None)
@@ -4889,26 +4888,7 @@ class Interrupted(QueueCase):
         for turn in range(self.ERRORS):
             for step in self.failing_steps(turn):
                 q, said = self.new_life(step.number, settings)
-                try:
-                    scenario(q, said.append, step)
-                    to_done = step.at == "move" and "/done/" in step.args[1]
-                    self.is_full = to_done and self.errno_of(step, turn) == errno.ENOSPC
-                    # An error of a sync must be raised. But an error of a repair of keys is raised
-                    # later, when no other task waits.
-                    is_keyed = scenario.key is not None
-                    self.assertTrue(
-                        is_keyed or step.at not in ("fsync", "syncfs"), step.args
-                    )
-                except OSError as error:
-                    self.assertEqual(error.errno, self.errno_of(step, turn))
-                except AssertionError:
-                    # Maintenance that this user may not do with a file is passed over, so that
-                    # pop() finds no task.
-                    if self.errno_of(step, turn) != errno.EACCES:
-                        raise
-                    said[-1:] = [
-                        it.replace("try push", "raised push") for it in said[-1:]
-                    ]
+                self.run_with_error(scenario, q, said, step, turn)
                 self.assertTrue(
                     step.at == "unlink" or not self.names("creating"), step.args
                 )
@@ -4916,11 +4896,28 @@ class Interrupted(QueueCase):
                 if pushes:
                     Life(q, said.append, scenario.key).push("after")
                 self.now.advance(60)
-                yield (
-                    f"error {turn} of call {step.number} {step.at}, pushes: {pushes}",
-                    q,
-                    said,
-                )
+                where = f"error {turn} of call {step.number} {step.at}"
+                yield f"{where}, pushes: {pushes}", q, said
+
+    def run_with_error(
+        self, scenario: Scenario, q: FemtoQueue, said: list[str], step: Step, turn: int
+    ) -> None:
+        """Run the scenario with an error of a call. Fail if the error of a sync is not raised."""
+        try:
+            scenario(q, said.append, step)
+            to_done = step.at == "move" and "/done/" in step.args[1]
+            self.is_full = to_done and self.errno_of(step, turn) == errno.ENOSPC
+            # An error of a repair of keys is raised later, when no other task waits.
+            is_keyed = scenario.key is not None
+            self.assertTrue(is_keyed or step.at not in ("fsync", "syncfs"), step.args)
+        except OSError as error:
+            self.assertEqual(error.errno, self.errno_of(step, turn))
+        except AssertionError:
+            # Maintenance that this user may not do with a file is passed over, so that
+            # pop() finds no task.
+            if self.errno_of(step, turn) != errno.EACCES:
+                raise
+            said[-1:] = [it.replace("try push", "raised push") for it in said[-1:]]
 
     def unnoticed(
         self,
@@ -5039,13 +5036,7 @@ class Interrupted(QueueCase):
                     scenario(q, said.append, step)
                 except KeyboardInterrupt as error:
                     kept = error
-                for task in (
-                    *q.tasks("pending", data=False),
-                    *q.tasks("inflight", data=False),
-                ):
-                    self.assertLessEqual(
-                        task.attempts or 0, said.count(f"got {task.id}"), step.at
-                    )
+                self.check_deliveries(q, said, step)
                 q.close()
                 if os.path.exists(lease_dir(q)):
                     self.check_unlocked(lease_dir(q))
@@ -5054,6 +5045,13 @@ class Interrupted(QueueCase):
                 self.assertTrue(self.is_free("k"), step.at)
                 self.now.advance(1)
                 yield f"Ctrl-C at {kind.__name__} {step.number} {step.at}", q, said
+
+    def check_deliveries(self, q: FemtoQueue, said: list[str], step: Step) -> None:
+        """Fail if a task that is not settled counts a delivery that pop() did not return."""
+        listed = (q.tasks(state, data=False) for state in ("pending", "inflight"))
+        for task in itertools.chain(*listed):
+            got = said.count(f"got {task.id}")
+            self.assertLessEqual(task.attempts or 0, got, step.at)
 
 
 class PlainInterrupted(Interrupted):
@@ -5237,17 +5235,7 @@ class Faults(PlainInterrupted):
             other = self.queue("n2")
             ident = q.push_many([b"large" * 10_000, b"small"])[0]
 
-            def refuse(
-                name: str, args: tuple[Any, ...], row: Any = (event, error, ident)
-            ) -> None:
-                is_it = (
-                    args[1] > 10_000
-                    if name == "read"
-                    else str(args[0]).endswith(row[2])
-                )
-                if name == row[0] and is_it:
-                    raise row[1]
-
+            refuse = self.refusing(event, ident, error)
             with self.subTest(error=error), hooked(refuse):
                 self.assertRaises(type(error), q.pop)
                 self.assertEqual(self.states(), {"pending": 2})
@@ -5256,6 +5244,16 @@ class Faults(PlainInterrupted):
                     self.assertRaises(type(error), other.pop)
             task = self.pop(other)
             self.assertEqual((task.id, task.attempts), (ident, attempts))
+
+    def refusing(self, event: str, ident: str, error: BaseException) -> Hook:
+        """Return a hook that raises an error at the open of a task, or at each large read."""
+
+        def hook(name: str, args: tuple[Any, ...]) -> None:
+            is_large = name == "read" and args[1] > 10_000
+            if name == event and (is_large or str(args[0]).endswith(ident)):
+                raise error
+
+        return hook
 
     def test_exception_of_a_signal_handler_while_a_lock_is_closed_is_raised(
         self,
@@ -5283,38 +5281,29 @@ class Faults(PlainInterrupted):
                 q.push(b"x", key="k")
         self.assertEqual(self.drain(q), [b"x"])
 
-    def test_exception_of_a_signal_handler_in_a_housekeeping_job_is_raised_at_once(
+    def test_exception_of_a_signal_handler_during_maintenance_is_raised_at_once(
         self,
     ) -> None:
-        """pop() raises a signal handler's TimeoutError at once, even if the interrupted job has met
-        an error of the disk before."""
+        """pop() raises a signal handler's TimeoutError at once, even if the interrupted part of the
+        maintenance has met an error of the disk before."""
         # The TimeoutError is an OSError, too. pop() tells it from an error of the disk by the
         # errno, which only an OSError of the system has.
         ident = self.queue().push(b"x")
-        rung = set[str]()
         for name in ("inflight-n2", "inflight-n3"):
             os.mkdir(self.file(name))
-        for event, part in (
-            ("list", "scheduled"),
-            ("open", "inflight-n3"),
-            ("close", ""),
-        ):
+        for at in (("list", "scheduled"), ("open", "inflight-n3"), ("close", "")):
+            rung = set[str]()
 
-            def ring(
-                name: str, args: tuple[Any, ...], row: Any = (event, part)
-            ) -> None:
+            def ring(name: str, args: Any, at: Any = at, rung: set[str] = rung) -> None:
                 if name == "open" and str(args[0]).endswith("inflight-n2"):
                     raise_errno(errno.EIO)
-                if (
-                    name == row[0]
-                    and str(args[0]).endswith(row[1])
-                    and name not in rung
-                ):
+                is_it = name == at[0] and str(args[0]).endswith(at[1])
+                if is_it and not rung:
                     rung.add(name)
                     raise TimeoutError("raised by a signal handler")
 
-            q = self.queue(event)
-            with self.subTest(event), hooked(ring):
+            q = self.queue(at[0])
+            with self.subTest(at), hooked(ring):
                 self.assertRaisesRegex(TimeoutError, "signal handler", q.pop)
             task = self.pop(q)
             self.assertEqual((task.id, task.attempts), (ident, 1))
@@ -5551,17 +5540,7 @@ class KeyedInterrupted(Interrupted):
         self.assertLessEqual(sum(len([*q.tasks(state)]) for state in states), 1)
         # A push that replaces a payload, and that was interrupted, may leave the task in keys/.
         self.assertLessEqual(q.stats().buffered, 2)
-        delivered = []
-        for _ in range(2):
-            while task := q.pop():
-                delivered.append(task.data.decode())
-                q.done(task)
-            self.now.advance(1)
-        self.assertFalse([it for it in delivered if it.startswith("later")])
-        for later in [*q.tasks("scheduled")]:
-            task = self.take(q, id=later.id)
-            delivered.append(task.data.decode())
-            q.done(task)
+        delivered = self.delivered_by(q)
         self.assertTrue(
             names_after("try fail", said) or q.stats().failed == 0, "a second task"
         )
@@ -5586,6 +5565,21 @@ class KeyedInterrupted(Interrupted):
             self.now.advance(601)
             self.assertIsNone(q.pop())
             self.assertEqual(self.names("keys"), [])
+
+    def delivered_by(self, q: FemtoQueue) -> list[str]:
+        """Pop all tasks, then take those that are due later. Return the payloads."""
+        delivered = []
+        for _ in range(2):
+            while task := q.pop():
+                delivered.append(task.data.decode())
+                q.done(task)
+            self.now.advance(1)
+        self.assertFalse([it for it in delivered if it.startswith("later")])
+        for later in [*q.tasks("scheduled")]:
+            task = self.take(q, id=later.id)
+            delivered.append(task.data.decode())
+            q.done(task)
+        return delivered
 
     @FORK
     def test_sigkill_at_any_system_call_leaves_a_sound_queue(self) -> None:
@@ -6102,24 +6096,15 @@ class Fuzz:
             "sync_after_write": path.startswith("/dev/shm/")
             and self.chance.random() < 0.1,
         }
+        # fmt: off
         self.ops = [
-            *[self.push] * 28
-            + [self.push_many] * 4
-            + [self.pop] * 48
-            + [self.take] * 12,
+            *[self.push] * 28 + [self.push_many] * 4 + [self.pop] * 48 + [self.take] * 12,
             *[self.settle] * 48 + [self.wait] * 16 + [self.retry] * 8,
             *[self.look_at_stats, self.look_at_tasks, self.look_at_one] * 4,
-            *[
-                self.close,
-                self.reopen,
-                self.kill,
-                self.set_date,
-                self.by_hand,
-                self.pause,
-            ]
-            * 4,
+            *[self.close, self.reopen, self.kill, self.set_date, self.by_hand, self.pause] * 4,
             *[self.reboot, self.retry_failed, self.purge, self.purge],
         ]
+        # fmt: on
 
     def run(self, steps: int) -> None:
         """Do `steps` random operations. Raise AssertionError, with the seed and the last
@@ -6471,15 +6456,10 @@ class Fuzz:
         if not self.held:
             return
         held = self.held[self.chance.randrange(-min(len(self.held), 8), 0)]
-        ways = (
-            self.done,
-            self.done,
-            self.fail,
-            self.release,
-            self.extend,
-            self.checkpoint,
+        renewals = (self.extend, self.checkpoint)
+        way = self.chance.choice(
+            (self.done, self.done, self.fail, self.release, *renewals)
         )
-        way = self.chance.choice(ways)
         self.say(f"{way.__name__} {held.task.id}")
         task = self.model.task_of_lease(held.task)
         try:
@@ -6676,17 +6656,19 @@ class Fuzz:
             f"{stats.oldest_pending_age_s} != {age_s}",
         )
         for node in stats.nodes:
-            leases = [
-                task for task in model.in_states("inflight") if task.node == node.node
-            ]
-            late = sum(task.at_ns <= model.now_ns() for task in leases)
-            ours = any(task.boot == model.boot for task in leases)
-            liveness = "dead" if ours else "unknown"
-            liveness = "alive" if model.living[node.node] else liveness
-            expected = NodeStats(node.node, len(leases), late, liveness)
+            expected = self.expected_stats(node.node)
             demand(node == expected, f"{node}, not {expected}")
         ended = sum(node.expired for node in stats.nodes)
         demand(stats.expired == ended, f"{stats.expired} have ended, not {ended}")
+
+    def expected_stats(self, node: str) -> NodeStats:
+        model = self.model
+        leases = [it for it in model.in_states("inflight") if it.node == node]
+        late = sum(task.at_ns <= model.now_ns() for task in leases)
+        ours = any(task.boot == model.boot for task in leases)
+        liveness = "dead" if ours else "unknown"
+        liveness = "alive" if model.living[node] else liveness
+        return NodeStats(node, len(leases), late, liveness)
 
     def look_at_tasks(self, w: Worker) -> None:
         for state in femtoqueue.STATES:
@@ -7101,26 +7083,7 @@ class ForeignFiles(QueueCase):
         q.push(b"1")
         q.close()
         self.queue("n2").pop()
-        foreign: set[str] = set()
-        os.mkdir(self.file("keys"))
-        states = "pending", "scheduled", "done", "failed", "inflight-n2"
-        for directory in (".", "keys", "creating", *states):
-            foreign |= self.litter(directory)
-        # Two directories: one has the name of a link of a key, and one has almost the name of a
-        # lease directory.
-        for name in ("keys/8000000000000000", "inflight-bad name"):
-            os.mkdir(self.file(name))
-            foreign.add(self.file(name))
-        task = f"{1:020d}-0000aaaa00000000"
-        for name in (
-            "keys/0000aaaa",
-            f"keys/{task}",
-            f"done/{task}.error",
-            "inflight-file",
-        ):
-            foreign.add(os.path.normpath(self.put(name, b"", "")))
-        os.symlink(self.file("pending"), self.file("inflight-link"))
-        foreign.add(self.file("inflight-link"))
+        foreign = self.foreign_files()
         q = self.queue("n3")
         q.push(b"2")
         clock.advance(3700)
@@ -7132,6 +7095,26 @@ class ForeignFiles(QueueCase):
         q.retry_failed()
         q.close()
         self.assertEqual([path for path in foreign if not os.path.lexists(path)], [])
+
+    def foreign_files(self) -> set[str]:
+        """Put foreign files into each directory. Return their paths."""
+        foreign: set[str] = set()
+        os.mkdir(self.file("keys"))
+        states = "pending", "scheduled", "done", "failed", "inflight-n2"
+        for directory in (".", "keys", "creating", *states):
+            foreign |= self.litter(directory)
+        # Two directories: one has the name of a link of a key, and one has almost the name of a
+        # lease directory.
+        for name in ("keys/8000000000000000", "inflight-bad name"):
+            os.mkdir(self.file(name))
+            foreign.add(self.file(name))
+        task = f"{1:020d}-0000aaaa00000000"
+        files = ("keys/0000aaaa", f"keys/{task}", f"done/{task}.error", "inflight-file")
+        for name in files:
+            foreign.add(os.path.normpath(self.put(name, b"", "")))
+        os.symlink(self.file("pending"), self.file("inflight-link"))
+        foreign.add(self.file("inflight-link"))
+        return foreign
 
     def test_links_directories_and_fifos_named_like_tasks_are_quarantined_unread(
         self,
@@ -8321,8 +8304,14 @@ class Shrinking(QueueCase):
         # task. Then the new directory replaces pending/, and the time of change is the same as when
         # join() began.
         q = self.queue()
-        task = FemtoTask("", b"")
+        task = leased(q)
         fresh, pending = self.file("creating", "fresh"), self.file("pending")
+        os.mkdir(fresh)
+        changed_ns = os.stat(pending).st_mtime_ns
+        os.utime(fresh, ns=(changed_ns, changed_ns))
+
+        def release() -> None:
+            q.release(task)
 
         def pop() -> None:
             nonlocal task
@@ -8332,33 +8321,33 @@ class Shrinking(QueueCase):
             pop()
             os.rename(fresh, pending)
 
-        q.push(b"x")
-        pop()
-        os.mkdir(fresh)
-        changed_ns = os.stat(pending).st_mtime_ns
-        os.utime(fresh, ns=(changed_ns, changed_ns))
-        steps = iter(
-            (
-                ("list", "inflight-n1", lambda: q.release(task)),
-                ("list", "pending", pop),
-                ("list", "inflight-n1", lambda: q.release(task)),
-                ("lstat", "pending", replace),
-            )
-        )
-        step: Any = next(steps)
+        steps: Any = deque()
+        steps.append(("list", "inflight-n1", release))
+        steps.append(("list", "pending", pop))
+        steps.append(("list", "inflight-n1", release))
+        steps.append(("lstat", "pending", replace))
+        with hooked(self.in_turn(steps)):
+            is_empty = self.queue("observer").join(timeout=0)
+        self.assertEqual((is_empty, self.states()), (False, {"inflight-n1": 1}))
+        self.assertEqual(len(steps), 0)
+
+    def in_turn(self, steps: deque[tuple[str, str, Callable[[], object]]]) -> Hook:
+        """Return a hook that does each step before a call of the event for the directory, and takes
+        it from `steps`. The calls of a step itself don't count."""
+        is_step = False
 
         def hook(name: str, args: tuple[Any, ...]) -> None:
-            nonlocal step
-            if step and name == step[0] and str(args[0]).endswith(step[1]):
-                (_, _, happen), step = step, None  # the calls of happen() are no steps
+            nonlocal is_step
+            if is_step or not steps:
+                return
+            event, directory, happen = steps[0]
+            if name == event and str(args[0]).endswith(directory):
+                is_step = True
                 happen()
-                step = next(steps, None)
+                steps.popleft()
+                is_step = False
 
-        with hooked(hook):
-            is_empty = self.queue("observer").join(timeout=0)
-        self.assertEqual(
-            (is_empty, step, self.states()), (False, None, {"inflight-n1": 1})
-        )
+        return hook
 
     def test_directory_that_can_not_be_replaced_stays_in_use(self) -> None:
         """If pending/ can't be replaced, pop() of an empty queue returns None, and no file is left
@@ -8487,14 +8476,18 @@ class MissingFunctions(QueueCase):
         self.assertEqual(reason_of(q, ident), "second\n")
 
 
-def make_queue_like_the_old_one(path: str) -> None:
-    """Do the operations that made AN_OLD_QUEUE: they leave tasks in every state, of every kind."""
-    dead = FemtoQueue(path, "dead")
+def leave_leases(dead: FemtoQueue) -> None:
     dead.push(b"of a dead worker")
     dead.checkpoint(popped(dead), b"half way")
     for key in ("b", "d", "e"):
         dead.push(b"of a key in flight", key=key)
         popped(dead)
+
+
+def make_queue_like_the_old_one(path: str) -> None:
+    """Do the operations that made AN_OLD_QUEUE: they leave tasks in every state, of every kind."""
+    dead = FemtoQueue(path, "dead")
+    leave_leases(dead)
     with FemtoQueue(path, "n1", detached=True) as q:
         q.push(b"newer", key="b")
         q.schedule(b"newer, and later", 4e15, key="d")
@@ -8591,22 +8584,10 @@ class Compatibility(QueueCase):
     understood."""
 
     def test_queue_of_an_earlier_version_is_understood_and_delivered(self) -> None:
-        for path, content in AN_OLD_QUEUE.items():
-            os.makedirs(os.path.dirname(self.file(path)), exist_ok=True)
-            if isinstance(content, str):
-                os.symlink(content, self.file(path))
-            else:
-                self.put(path, content, "")
+        self.put_old_queue()
         q = self.queue("n2")
         clock = self.clock()
-        stats = q.stats()
-        live = stats.pending, stats.scheduled, stats.inflight, stats.buffered
-        self.assertEqual((*live, stats.done, stats.failed), (5, 2, 5, 3, 1, 1))
-        self.assertLessEqual({finding.kind for finding in q.check()}, {"expired"})
-        (failed,), (done,) = q.tasks("failed"), q.tasks("done")
-        self.assertEqual(
-            (failed.data, failed.error, done.data), (b"failed", "why\nso", b"done")
-        )
+        self.check_old_queue(q)
         # The leases are of another boot: the death of their worker does not end them. When the
         # deadlines have passed, such a lease runs for 30 s after the last change of the file, and
         # this test has just made the files.
@@ -8636,6 +8617,25 @@ class Compatibility(QueueCase):
         # the buffered payload, "newer, and later", which is in keys/. tasks() shows this payload.
         self.assertEqual(
             self.states(), {"done": 10, "failed": 1, "scheduled": 3, "keys": 1}
+        )
+
+    def put_old_queue(self) -> None:
+        for path, content in AN_OLD_QUEUE.items():
+            os.makedirs(os.path.dirname(self.file(path)), exist_ok=True)
+            if isinstance(content, str):
+                os.symlink(content, self.file(path))
+            else:
+                self.put(path, content, "")
+
+    def check_old_queue(self, q: FemtoQueue) -> None:
+        """Fail unless the counts, the findings and the settled tasks are those of AN_OLD_QUEUE."""
+        stats = q.stats()
+        live = stats.pending, stats.scheduled, stats.inflight, stats.buffered
+        self.assertEqual((*live, stats.done, stats.failed), (5, 2, 5, 3, 1, 1))
+        self.assertLessEqual({finding.kind for finding in q.check()}, {"expired"})
+        (failed,), (done,) = q.tasks("failed"), q.tasks("done")
+        self.assertEqual(
+            (failed.data, failed.error, done.data), (b"failed", "why\nso", b"done")
         )
 
     def test_files_have_the_form_that_earlier_versions_read(self) -> None:
@@ -9010,42 +9010,39 @@ class WaitingWithInotify(QueueCase):
 
     def test_push_between_the_last_look_and_the_sleep_ends_the_sleep(self) -> None:
         # This also holds if a new directory has just replaced the watched one.
-
-        def push(other: FemtoQueue) -> None:
-            other.push(b"x")
-
-        def push_and_replace(other: FemtoQueue) -> None:
-            # One read() returns the events of the push and of the replacement. After this read(),
-            # pop() must watch the new directory: the watch of the old one would not report the push
-            # of the next step.
-            other.push(b"old")
-            self.replace("pending")
-
-        def flood_and_replace(other: FemtoQueue) -> None:
-            names = self.put("a", b"foreign"), self.file("pending", "b")
-            for _ in range(self.max_queued_events() // 2 + 1):
-                # the kernel drops events
-                os.rename(names[0], names[1])
-                os.rename(names[1], names[0])
-            self.replace("pending")
+        def replace_scheduled(other: FemtoQueue) -> None:
+            self.replace("scheduled")
 
         befores: list[tuple[Callable[[FemtoQueue], object], ...]] = [
             (),
-            (push_and_replace,),
+            (self.push_and_replace,),
             (lambda other: self.replace("pending", "creating/fresh", None),),
             # The schedule() into the new directory must end the sleep. But pop() may list
             # scheduled/ later, to limit the cost of the wait. Then pop() sleeps again, and the next
             # step pushes b"x".
-            (
-                lambda other: self.replace("scheduled"),
-                lambda other: other.schedule(b"due", 0),
-            ),
+            (replace_scheduled, lambda other: other.schedule(b"due", 0)),
         ]
         if self.max_queued_events() <= 50_000:
-            befores.append((flood_and_replace,))
+            befores.append((self.flood_and_replace,))
         for before in befores:
             self.path = self.new_dir(self.memory)
-            self.assertIn(self.popped_after(*before, push), (b"x", b"due"))
+            data = self.popped_after(*before, lambda other: other.push(b"x"))
+            self.assertIn(data, (b"x", b"due"))
+
+    def push_and_replace(self, other: FemtoQueue) -> None:
+        # One read() returns the events of the push and of the replacement. After this read(),
+        # pop() must watch the new directory: the watch of the old one would not report the push
+        # of the next step.
+        other.push(b"old")
+        self.replace("pending")
+
+    def flood_and_replace(self, other: FemtoQueue) -> None:
+        """Cause so many events that the kernel drops some, then replace pending/."""
+        names = self.put("a", b"foreign"), self.file("pending", "b")
+        for _ in range(self.max_queued_events() // 2 + 1):
+            os.rename(names[0], names[1])
+            os.rename(names[1], names[0])
+        self.replace("pending")
 
     def test_push_into_a_new_directory_before_it_is_watched_ends_the_wait(self) -> None:
         # RACE: a person replaces pending/, which ends a sleep, and pop() looks again. Another
@@ -9459,17 +9456,9 @@ class Processing(QueueCase):
             (asyncio.CancelledError(), 1, "pending"),
         ):
             q = self.queue(max_attempts=max_attempts)
-            raised = None
             task = leased(q)
             q.push(b"next")
-            try:
-                with q.processing(task) as given:
-                    self.assertIs(given, task)
-                    if error is not None:
-                        raise error
-            except BaseException as it:
-                raised = it
-            self.assertIs(raised, error)
+            self.run_block(q, task, error)
             self.assertEqual(self.check_invariants()[task.id], state)
             if state == "pending":
                 again = self.pop(q)
@@ -9480,6 +9469,20 @@ class Processing(QueueCase):
                     reason_of(q, task.id), r"(?s)Traceback.*ValueError: no such image"
                 )
             q.done(self.pop(q))
+
+    def run_block(
+        self, q: FemtoQueue, task: FemtoTask, error: BaseException | None
+    ) -> None:
+        """Raise an error in the block of processing(). Fail unless the block raises it."""
+        raised = None
+        try:
+            with q.processing(task) as given:
+                self.assertIs(given, task)
+                if error is not None:
+                    raise error
+        except BaseException as it:
+            raised = it
+        self.assertIs(raised, error)
 
     def test_task_is_tried_again_after_a_random_delay_that_doubles(self) -> None:
         # The longest delay doubles with each attempt, up to an hour. A random part of up to half of
@@ -9736,6 +9739,15 @@ class Processing(QueueCase):
         self.assertEqual((task.checkpoint, task.attempts), (None, 2))
 
 
+class End(NamedTuple):
+    """What ends work()."""
+
+    handle: Callable[[], object]  # what each handler does
+    patch: Callable[[], Any]  # in effect while work() runs
+    error: Any  # what work() raises
+    is_done: bool  # whether the handled tasks are done
+
+
 class Work(QueueCase):
     """work() calls a handler for each task, until something ends it, and returns the counts."""
 
@@ -9764,16 +9776,21 @@ class Work(QueueCase):
         self.assertEqual(
             counts, femtoqueue.WorkCounts(done=3, retried=1, failed=1, lost=1)
         )
-        # A retry is a warning, a dead letter an error. The traceback begins with the handler.
+        # A retry is a warning, a dead letter an error.
         levels = [it.levelname for it in logs.records if " failed, " in it.getMessage()]
         self.assertEqual(levels, ["WARNING", "ERROR"])
-        text = next(it for it in logs.output if "dead letter" in it)
-        self.assertRegex(text, r"(?s)dead letter.*Traceback.*in handle\n.*Unspeakable")
+        self.check_tracebacks(next(it for it in logs.output if "dead letter" in it))
+        self.assertEqual(self.states(), {"done": 3, "failed": 1})
+
+    def check_tracebacks(self, message: str) -> None:
+        """Fail unless the tracebacks of the dead letter, in the logged message and in failed/,
+        begin with the handler."""
+        wanted = r"(?s)dead letter.*Traceback.*in handle\n.*Unspeakable"
+        self.assertRegex(message, wanted)
         (reason,) = [name for name in self.names("failed") if name.endswith(".error")]
         with open(self.file("failed", reason), encoding="utf-8") as file:
-            for traceback in text, file.read():
+            for traceback in message, file.read():
                 self.assertNotIn(f'File "{femtoqueue.__file__}"', traceback)
-        self.assertEqual(self.states(), {"done": 3, "failed": 1})
 
     def test_work_with_drain_waits_for_scheduled_tasks_and_for_leases_of_others(
         self,
@@ -9798,65 +9815,44 @@ class Work(QueueCase):
         clock = self.clock()
         stop = threading.Event()
         unpatched = contextlib.nullcontext
-        # A row: what each handler does; a patch while work() runs; the error that work() raises;
-        # whether the handled tasks are done.
-        rows: tuple[tuple[Callable[[], object], Callable[[], Any], Any, bool], ...] = (
-            (stop.set, unpatched, None, True),
-            (lambda: clock.advance(61), unpatched, None, True),
-            (sys.exit, unpatched, SystemExit, False),
-            (
-                int,
-                lambda: hooked(at_call("open", "inflight-n1/", stop.set)),
-                None,
-                False,
-            ),
-            (
-                int,
-                lambda: hooked(at_call("move", "/done/", errno_raiser(errno.EIO))),
-                OSError,
-                False,
-            ),
-            (
-                int,
-                lambda: hooked(at_call("move", "/done/", interrupt)),
-                KeyboardInterrupt,
-                False,
-            ),
-            (int, no_more_threads, RuntimeError, False),
+        at_done = functools.partial(at_call, "move", "/done/")
+        # fmt: off
+        ends = (
+            End(stop.set, unpatched, None, True),
+            End(lambda: clock.advance(61), unpatched, None, True),
+            End(sys.exit, unpatched, SystemExit, False),
+            End(int, lambda: hooked(at_call("open", "inflight-n1/", stop.set)), None, False),
+            End(int, lambda: hooked(at_done(errno_raiser(errno.EIO))), OSError, False),
+            End(int, lambda: hooked(at_done(interrupt)), KeyboardInterrupt, False),
+            End(int, no_more_threads, RuntimeError, False),
         )
-        for concurrency, (work, patch, error, is_done) in itertools.product(
-            (1, 2), rows
-        ):
-            q = self.new_queue(max_attempts=2)
-            handled = list[object]()
-            q.push_many([b"x"] * 9)
-            stop.clear()
+        # fmt: on
+        for concurrency, end in itertools.product((1, 2), ends):
+            with self.subTest(end.error, concurrency=concurrency, is_done=end.is_done):
+                stop.clear()
+                self.check_end(end, stop, concurrency)
 
-            def handle(
-                task: FemtoTask, handled: Any = handled, work: Any = work
-            ) -> None:
-                handled.append(task)
-                work()
+    def check_end(self, end: End, stop: threading.Event, concurrency: int) -> None:
+        q = self.new_queue(max_attempts=2)
+        handled = list[FemtoTask]()
+        q.push_many([b"x"] * 9)
 
-            raises = self.assertRaises(error) if error else contextlib.nullcontext()
-            with (
-                self.subTest(error, concurrency=concurrency, is_done=is_done),
-                raises,
-                patch(),
-            ):
-                q.work(
-                    handle,
-                    concurrency=concurrency,
-                    drain=True,
-                    stop=stop,
-                    time_limit_s=60,
-                )
-            self.assertLessEqual(len(handled), concurrency)
-            done = self.states()["done"]
-            self.assertEqual(done, len(handled) if is_done else 0)
-            again = Counter(task.attempts for task in iter(q.pop, None))
-            failed = len(handled) if error in (OSError, KeyboardInterrupt) else 0
-            self.assertEqual(again, Counter({1: 9 - done - failed, 2: failed}))
+        def handle(task: FemtoTask) -> None:
+            handled.append(task)
+            end.handle()
+
+        error = end.error
+        raises = self.assertRaises(error) if error else contextlib.nullcontext()
+        with raises, end.patch():
+            q.work(
+                handle, concurrency=concurrency, drain=True, stop=stop, time_limit_s=60
+            )
+        self.assertLessEqual(len(handled), concurrency)
+        done = self.states()["done"]
+        self.assertEqual(done, len(handled) if end.is_done else 0)
+        again = Counter(task.attempts for task in iter(q.pop, None))
+        failed = len(handled) if error in (OSError, KeyboardInterrupt) else 0
+        self.assertEqual(again, Counter({1: 9 - done - failed, 2: failed}))
 
     def test_work_goes_on_if_the_end_of_a_task_fails_because_of_its_file(self) -> None:
         """If the file of one task may not be moved to done/, work() logs it, and handles the other
@@ -10021,6 +10017,33 @@ class Checking(QueueCase):
         # The next check() no longer reports a finding that was mended.
         q = self.queue()
         clock = self.clock()
+        order, ident = self.damage(q)
+        clock.advance(3700)
+        wanted = (
+            ("foreign", "notes.txt", False),
+            ("foreign", "failed/x.tmp", False),
+            ("corrupt", f"pending/{order}-0000bbbb00000000", True),
+            ("twice", f"done/{ident}", False),
+            ("corrupt", f"done/{ident}", False),
+            ("dead worker", "inflight-dead", True),
+            ("key without a task", f"keys/{self.names('keys')[0]}", True),
+            ("leftover", f"creating/{order}-0000aaaa00000000", True),
+        )
+        self.assertEqual(
+            self.found(q), [(kind, path, False) for kind, path, _ in wanted]
+        )
+        # What the maintenance mends before the check is no finding.
+        by_maintenance = "dead worker", "key without a task", "leftover"
+        left = [it for it in wanted if it[0] not in by_maintenance]
+        self.assertEqual(self.found(q, repair=True), left)
+        for repair in (False, True):
+            self.assertEqual(self.found(q, repair), [it for it in wanted if not it[2]])
+        os.unlink(self.file("done", ident))
+        self.assertEqual(self.states(), {"pending": 2, "failed": 1})
+
+    def damage(self, q: FemtoQueue) -> tuple[str, str]:
+        """Leave what check() reports. Return the order of a dead worker's task, and the id of a
+        task that is in two directories."""
         dead = self.queue("dead")
         self.foreign = ("notes.txt", "x.tmp")
         order = q.push(b"x")[:20]
@@ -10038,30 +10061,7 @@ class Checking(QueueCase):
         }
         for path, content in rubbish.items():
             self.put(path, content, "")
-        clock.advance(3700)
-        wanted = (
-            ("foreign", "notes.txt", False),
-            ("foreign", "failed/x.tmp", False),
-            ("corrupt", f"pending/{order}-0000bbbb00000000", True),
-            ("twice", f"done/{ident}", False),
-            ("corrupt", f"done/{ident}", False),
-            ("dead worker", "inflight-dead", True),
-            ("key without a task", f"keys/{self.names('keys')[0]}", True),
-            ("leftover", f"creating/{order}-0000aaaa00000000", True),
-        )
-        self.assertEqual(
-            self.found(q), [(kind, path, False) for kind, path, _ in wanted]
-        )
-        # What the maintenance mends before the check is no finding.
-        by_maintenance = "dead worker", "key without a task", "leftover"
-        self.assertEqual(
-            self.found(q, repair=True),
-            [it for it in wanted if it[0] not in by_maintenance],
-        )
-        for repair in (False, True):
-            self.assertEqual(self.found(q, repair), [it for it in wanted if not it[2]])
-        os.unlink(self.file("done", ident))
-        self.assertEqual(self.states(), {"pending": 2, "failed": 1})
+        return order, ident
 
     def test_lease_directories_made_or_removed_during_a_check_are_no_findings(
         self,
@@ -12884,6 +12884,16 @@ def run_here(words: list[str]) -> int:
     )
 
 
+def classes_with_tests() -> list[str]:
+    cases = {name: it for name, it in globals().items() if isinstance(it, type)}
+    tests_of = unittest.defaultTestLoader.getTestCaseNames
+    return [
+        name
+        for name, it in cases.items()
+        if issubclass(it, unittest.TestCase) and tests_of(it)
+    ]
+
+
 def main() -> int:
     """Run the classes of tests side by side. A single class, or a run with other switches of
     unittest than -v and -f, runs in this process. Return the exit status."""
@@ -12891,18 +12901,9 @@ def main() -> int:
     words = [it for it in sys.argv[1:] if it != "--all"]
     switches = [it for it in words if it in ("-v", "-f")]
     names = [it for it in words if it not in switches]
-    tests_of = unittest.defaultTestLoader.getTestCaseNames
-    cases = {name: it for name, it in globals().items() if isinstance(it, type)}
-    classes = names or [
-        name
-        for name, it in cases.items()
-        if issubclass(it, unittest.TestCase) and tests_of(it)
-    ]
-    if (
-        len(classes) < 2
-        or any(it.startswith("-") for it in names)
-        or not hasattr(os, "fork")
-    ):
+    classes = names or classes_with_tests()
+    has_other_switches = any(it.startswith("-") for it in names)
+    if len(classes) < 2 or has_other_switches or not hasattr(os, "fork"):
         return run_here(words)
     affinity = getattr(os, "sched_getaffinity", None)
     processes = 1 + (len(affinity(0)) if affinity else os.cpu_count() or 1)
