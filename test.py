@@ -67,7 +67,7 @@ import unittest
 import warnings
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, ClassVar, NamedTuple, NoReturn
 from unittest import mock
 
 import femtoqueue
@@ -3450,6 +3450,28 @@ class Keyed(QueueCase):
 
     # Buffered payloads
 
+    def pop_undone(
+        self, q: FemtoQueue, error: BaseException, times: int
+    ) -> FemtoTask | None:
+        """Call pop(). A newer payload is pushed when the file of the claimed task is opened; this
+        open, and the next ones up to `times`, raise the error."""
+        newer = list[str]()
+
+        def undo() -> None:
+            if not newer:
+                # "" until the newer payload is pushed: no error is raised
+                newer.append("")
+                newer[0] = self.queue("n2").push(b"new", key=repr(error))
+            if newer[0]:
+                raise error
+
+        ended = contextlib.suppress(OSError, KeyboardInterrupt)
+        slept = mock.patch("time.sleep")
+        hook = at_call("open", "/inflight-n1/", undo, times=times)
+        with ended, slept, hooked(hook):
+            return q.pop()
+        return None
+
     def test_undone_claim_does_not_lead_to_the_delivery_of_an_outdated_payload(
         self,
     ) -> None:
@@ -3475,28 +3497,6 @@ class Keyed(QueueCase):
                 )
                 (q if task.node == "n1" else other).done(task)
                 self.assertEqual((self.drain(q), q.stats().buffered), ([], 0))
-
-    def pop_undone(
-        self, q: FemtoQueue, error: BaseException, times: int
-    ) -> FemtoTask | None:
-        """Call pop(). A newer payload is pushed when the file of the claimed task is opened; this
-        open, and the next ones up to `times`, raise the error."""
-        newer = list[str]()
-
-        def undo() -> None:
-            if not newer:
-                # "" until the newer payload is pushed: no error is raised
-                newer.append("")
-                newer[0] = self.queue("n2").push(b"new", key=repr(error))
-            if newer[0]:
-                raise error
-
-        ended = contextlib.suppress(OSError, KeyboardInterrupt)
-        slept = mock.patch("time.sleep")
-        hook = at_call("open", "/inflight-n1/", undo, times=times)
-        with ended, slept, hooked(hook):
-            return q.pop()
-        return None
 
     def test_buffered_payload_whose_state_file_was_lost_is_promoted(self) -> None:
         """A buffered payload becomes a task even if the state file of its key was lost."""
@@ -5426,12 +5426,12 @@ class Faults(PlainInterrupted):
         clock = self.clock()
         task = leased(q, b"1")
         q.push(b"2", key="waits")
-        calls: tuple[tuple[str, Callable[[], object]], ...] = (
-            ("done", lambda: q.done(task)),
-            ("pending", lambda: q.push(b"3")),
-            ("scheduled", lambda: q.schedule(b"3", (clock.time() + 99) * 1e6)),
-        )
-        for directory, call in calls:
+        calls: dict[str, Callable[[], object]] = {
+            "done": lambda: q.done(task),
+            "pending": lambda: q.push(b"3"),
+            "scheduled": lambda: q.schedule(b"3", (clock.time() + 99) * 1e6),
+        }
+        for directory, call in calls.items():
             path = os.path.normpath(self.file(directory))
             away = f"{self.path}.away"
             os.rename(path, away)
@@ -5439,15 +5439,18 @@ class Faults(PlainInterrupted):
             q.resume() if directory == "done" else None  # looks at the directories
             with self.subTest(directory):
                 for _ in range(10):
-                    with self.assertRaises(FileNotFoundError) as caught:
-                        call()
-                    self.assertIn(path, caught.exception.filename)
+                    self.check_is_missing(path, call)
                     clock.advance(0.5)
                 self.assertFalse(os.path.exists(path))
             os.rename(away, path)
         q.extend(task)
         q.done(task)
         self.assertEqual((self.drain(q), self.names("creating")), ([b"2"], []))
+
+    def check_is_missing(self, path: str, call: Callable[[], object]) -> None:
+        with self.assertRaises(FileNotFoundError) as caught:
+            call()
+        self.assertIn(path, caught.exception.filename)
 
     def test_data_dir_that_was_moved_stays_the_queue_of_its_objects(self) -> None:
         """A queue object goes on with a data_dir that was moved, even if another is at its path."""
@@ -5561,10 +5564,13 @@ class KeyedInterrupted(Interrupted):
             q.done(popped(q))
         self.assertIn(delivered[-1] if delivered else "nothing", allowed, said)
         if os.path.exists(self.file("keys")):
-            # until the repair of keys removes files that an error has left
-            self.now.advance(601)
-            self.assertIsNone(q.pop())
-            self.assertEqual(self.names("keys"), [])
+            self.check_keys_are_repaired(q)
+
+    def check_keys_are_repaired(self, q: FemtoQueue) -> None:
+        """Fail unless the repair of keys removes the files that an error has left."""
+        self.now.advance(601)
+        self.assertIsNone(q.pop())
+        self.assertEqual(self.names("keys"), [])
 
     def delivered_by(self, q: FemtoQueue) -> list[str]:
         """Pop all tasks, then take those that are due later. Return the payloads."""
@@ -6090,14 +6096,18 @@ class Fuzz:
         self.shared_fd: int | None = None
         self.while_running = contextlib.ExitStack()
         self.numbers = itertools.count(1)
+        in_memory = path.startswith("/dev/shm/")
         self.settings: dict[str, Any] = {
             "timeout_stale_ms": self.chance.choice((30_000, 30_000, 700, None)),
             "max_attempts": self.chance.choice((None, None, 1, 3)),
-            "sync_after_write": path.startswith("/dev/shm/")
-            and self.chance.random() < 0.1,
+            "sync_after_write": in_memory and self.chance.random() < 0.1,
         }
+        self.ops = self.weighted_operations()
+
+    def weighted_operations(self) -> list[Callable[[Worker], None]]:
+        """Return each operation as often as it is to come up."""
         # fmt: off
-        self.ops = [
+        return [
             *[self.push] * 28 + [self.push_many] * 4 + [self.pop] * 48 + [self.take] * 12,
             *[self.settle] * 48 + [self.wait] * 16 + [self.retry] * 8,
             *[self.look_at_stats, self.look_at_tasks, self.look_at_one] * 4,
@@ -6639,27 +6649,23 @@ class Fuzz:
         states = ("pending", "scheduled", "inflight", "keys", "done", "failed")
         counts = [len(model.in_states(state)) for state in states]
         said = [stats.pending, stats.scheduled, stats.inflight, stats.buffered]
-        demand(
-            [*said, stats.done, stats.failed] == counts,
-            f"{stats} where there are {counts}",
-        )
-        ages_ns = [
-            max(0, model.now_ns() - task.at_ns) for task in model.in_states("pending")
-        ]
-        late_ns = [
-            self.clock.wall_ns() - task.at_ns for task in model.in_states("scheduled")
-        ]
-        ages_ns += [it for it in late_ns if it >= 0]
-        age_s = max(ages_ns) / 1e9 if ages_ns else None
-        demand(
-            stats.oldest_pending_age_s == age_s,
-            f"{stats.oldest_pending_age_s} != {age_s}",
-        )
+        said += [stats.done, stats.failed]
+        demand(said == counts, f"{stats} where there are {counts}")
+        age_s = self.oldest_age_s()
+        demand(stats.oldest_pending_age_s == age_s, f"{stats}, not {age_s} s")
         for node in stats.nodes:
             expected = self.expected_stats(node.node)
             demand(node == expected, f"{node}, not {expected}")
         ended = sum(node.expired for node in stats.nodes)
         demand(stats.expired == ended, f"{stats.expired} have ended, not {ended}")
+
+    def oldest_age_s(self) -> float | None:
+        now_ns = self.model.now_ns()
+        wall_ns = self.clock.wall_ns()
+        ages_ns = [max(0, now_ns - it.at_ns) for it in self.model.in_states("pending")]
+        late_ns = [wall_ns - it.at_ns for it in self.model.in_states("scheduled")]
+        ages_ns += [it for it in late_ns if it >= 0]
+        return max(ages_ns) / 1e9 if ages_ns else None
 
     def expected_stats(self, node: str) -> NodeStats:
         model = self.model
@@ -7782,38 +7788,40 @@ class Tickets(TicketCase):
     def test_register_that_fails_or_is_interrupted_leaves_no_ticket(self) -> None:
         """If register() raises, it leaves no ticket in line, for which all others would wait."""
         # At each system call of register() the network is cut, or Ctrl-C comes before or after the
-        # call. If register() returns, the ticket is in line. An error at the closing of a lock is
-        # ignored. But on NFS, register() makes the file last~<number>, and an error of close() may
-        # make register() fail. So may an error at the closing of a directory that was listed.
+        # call. If register() returns, the ticket is in line.
         cut = errno_raiser(errno.ENOTCONN)
         ways = (Step, cut), (Step, interrupt), (Meanwhile, interrupt)
         for fs_type, (kind, action) in itertools.product((EXT4, NFS), ways):
             for step in kind.each(action):
                 line = self.line()
-                members = list[str]()
-                closed = list[bool]()
-
-                def hook(
-                    name: str, args: tuple[Any, ...], on: Any = (kind, step, closed)
-                ) -> None:
-                    kind, step, closed = on
-                    if kind is Step and name == "close" and not step.reached:
-                        closed.append(stat.S_ISREG(os.fstat(args[0]).st_mode))
-                    step(name, args)
-
                 with on_file_system(fs_type), self.subTest(fs_type, number=step.number):
-                    ended = contextlib.suppress(OSError, KeyboardInterrupt)
-                    with ended, hooked(hook, after=kind is Meanwhile):
-                        members.append(line.register()[1])
+                    members, closed_file = self.try_to_register(line, step)
                     self.assertEqual(self.line().is_empty(), not members)
                     if action is cut:
                         self.assertEqual(self.members(), members)
-                        is_ignored = (
-                            step.at == "close" and closed[-1] and fs_type != NFS
-                        )
+                        # An error at the closing of a lock is ignored. But on NFS, register()
+                        # also makes the file last~<number>, whose close() may make it fail.
+                        is_ignored = closed_file and fs_type != NFS
                         self.assertTrue(members or not is_ignored)
                     for member in members:
                         self.assertTrue(line.remove(member))
+
+    def try_to_register(self, line: TicketQueue, step: Step) -> tuple[list[str], bool]:
+        """Return the member, if register() returns, and whether the step was reached when a file,
+        not a directory, was about to be closed."""
+        members = list[str]()
+        closed = [False]
+        after = isinstance(step, Meanwhile)
+
+        def hook(name: str, args: tuple[Any, ...]) -> None:
+            if name == "close" and not after and not step.reached:
+                closed.append(stat.S_ISREG(os.fstat(args[0]).st_mode))
+            step(name, args)
+
+        ended = contextlib.suppress(OSError, KeyboardInterrupt)
+        with ended, hooked(hook, after=after):
+            members.append(line.register()[1])
+        return members, step.at == "close" and closed[-1]
 
     def test_ticket_of_another_host_lives_until_it_is_stale(self) -> None:
         """A ticket of another host, or of an earlier boot, is passed over after stale_timeout
@@ -8583,6 +8591,20 @@ class Compatibility(QueueCase):
     """Calls that worked with femtoqueue 0.4.2 still work. Files of earlier versions are still
     understood."""
 
+    # Payload, key, attempts and checkpoint of the tasks of AN_OLD_QUEUE, in their order. The first
+    # four were in flight; two of them had a newer payload behind them.
+    DELIVERED: ClassVar[list[tuple[object, ...]]] = [
+        (b"of a dead worker", None, 2, b"half way"),
+        (b"newer", "b", 1, None),
+        (b"update", "e", 2, None),
+        (b"detached", None, 2, None),
+        (b"front", None, 2, b"far"),
+        (b"back", None, 2, None),
+        (b"waiting", None, 1, None),
+        (b"keyed", "a", 1, None),
+        (b"keyed, in UTF-8", "\u00e4", 1, None),
+    ]
+
     def test_queue_of_an_earlier_version_is_understood_and_delivered(self) -> None:
         self.put_old_queue()
         q = self.queue("n2")
@@ -8596,19 +8618,7 @@ class Compatibility(QueueCase):
         while task := q.pop():
             got.append((task.data, task.key, task.attempts, task.checkpoint))
             q.done(task)
-        wanted: list[tuple[object, ...]] = [
-            # The first four tasks were in flight; two of them had a newer payload behind them.
-            (b"of a dead worker", None, 2, b"half way"),
-            (b"newer", "b", 1, None),
-            (b"update", "e", 2, None),
-            (b"detached", None, 2, None),
-            (b"front", None, 2, b"far"),
-            (b"back", None, 2, None),
-            (b"waiting", None, 1, None),
-            (b"keyed", "a", 1, None),
-            (b"keyed, in UTF-8", "\u00e4", 1, None),
-        ]
-        self.assertEqual(got, wanted)
+        self.assertEqual(got, self.DELIVERED)
         later = {task.data: task.key for task in q.tasks("scheduled")}
         self.assertEqual(
             later, {b"later": None, b"keyed, later": "c", b"newer, and later": "d"}
@@ -8932,8 +8942,7 @@ class Waiting(QueueCase):
         q, namesake = self.queue(), self.queue()
         got = list[str]()
         self.assertIsNone(namesake.pop())
-        q.push(b"held", key="k")
-        held = self.pop(self.queue("n2"))
+        held = leased(self.queue("n2"), b"held", "k")
         wanted: dict[Callable[[], object], object] = {
             lambda: q.pop(None): None,
             lambda: q.take("k", None): None,
@@ -8942,9 +8951,8 @@ class Waiting(QueueCase):
             q.join: False,
             lambda: q.work(self.fail): femtoqueue.WorkCounts(),
         }
-        threads = self.start_waiting(
-            *(lambda it=it: got.append(str(it())) for it in wanted)
-        )
+        waits = (lambda it=it: got.append(str(it())) for it in wanted)
+        threads = self.start_waiting(*waits)
         q.close()
         for thread in threads:
             thread.join(60)
@@ -9234,39 +9242,41 @@ class Coroutines(QueueCase, unittest.IsolatedAsyncioTestCase):
         """A task that was found for a wait that was cancelled goes back to the place where the task
         waited, and the delivery is not counted."""
         # A task of scheduled/ must not be delivered before its time, and a task of pending/ must
-        # not overtake others. The wait is cancelled while the thread that found the task is still
-        # reading the file. The event loop runs on meanwhile.
+        # not overtake others.
         q = self.queue()
         retried = q.push(b"old")
         later = q.schedule(b"later", time.time() * 1e6 + 3.6e9)
         q.fail(self.pop(q))
         q.push(b"1")
         q.retry(retried)
-        looks: list[Any] = [
-            functools.partial(q.take_async, id=it) for it in (retried, later)
-        ]
-
-        def waiting() -> list[list[str]]:
-            return [self.names(state) for state in ("pending", "scheduled")]
-
-        before = waiting()
-        for look in (q.pop_async, *looks):
-            got, go = threading.Event(), threading.Event()
-
-            def read_slowly(got: Any = got, go: Any = go) -> None:
-                got.set()
-                go.wait(2 * PATIENCE_S)
-
-            reading = hooked(at_call("open", "inflight-n1/", read_slowly))
-            with self.subTest(look), reading:
-                waiter = asyncio.ensure_future(look())
-                await asyncio.to_thread(got.wait, PATIENCE_S)
-                waiter.cancel()
-                go.set()
-                await asyncio.wait([waiter])
-                self.assertTrue(waiter.cancelled())
-                await asyncio.to_thread(until, lambda: waiting() == before)
+        take_retried = functools.partial(q.take_async, id=retried)
+        take_later = functools.partial(q.take_async, id=later)
+        for look in (q.pop_async, take_retried, take_later):
+            with self.subTest(look):
+                await self.cancel_while_reading(look)
         self.assertEqual(self.pop(q).attempts, 1)
+
+    async def cancel_while_reading(self, look: Any) -> None:
+        """Cancel a wait while the thread that found the task is still reading the file. The event
+        loop runs on meanwhile. Fail unless the task goes back."""
+        before = self.names("pending"), self.names("scheduled")
+        got, go = threading.Event(), threading.Event()
+
+        def read_slowly() -> None:
+            got.set()
+            go.wait(2 * PATIENCE_S)
+
+        def is_back() -> bool:
+            return (self.names("pending"), self.names("scheduled")) == before
+
+        with hooked(at_call("open", "inflight-n1/", read_slowly)):
+            waiter = asyncio.ensure_future(look())
+            await asyncio.to_thread(got.wait, PATIENCE_S)
+            waiter.cancel()
+            go.set()
+            await asyncio.wait([waiter])
+            self.assertTrue(waiter.cancelled())
+            await asyncio.to_thread(until, is_back)
 
     async def test_waits_are_served_in_their_order_and_each_key_has_its_own_line(
         self,
@@ -12341,10 +12351,8 @@ class Races(QueueCase):
             q.push(b"x", key=key)
 
             def close(q: FemtoQueue = q, key: str | None = key) -> None:
-                with (
-                    self.locked(key) if key else contextlib.nullcontext(),
-                    in_threads(q.close),
-                ):
+                lock: Any = self.locked(key) if key else contextlib.nullcontext()
+                with lock, in_threads(q.close):
                     pass
                 if key is None:
                     raise_errno(errno.EIO)
@@ -12744,12 +12752,8 @@ class Reported(QueueCase):
             q.push(b"A2", key="A")
             q.release(task)
             q.push(b"B1", key="B")
-        for directory, _, names in os.walk(live):
-            to = os.path.join(snapshot, os.path.relpath(directory, live))
-            os.makedirs(to, exist_ok=True)
-            for name in names:
-                place = os.path.join(directory, name), os.path.join(to, name)
-                os.link(*place, follow_symlinks=False)
+        link = functools.partial(os.link, follow_symlinks=False)
+        shutil.copytree(live, snapshot, copy_function=link, dirs_exist_ok=True)
         q = self.queue()
         self.assertEqual(self.drain(q), [b"plain", b"A2", b"B1"])
         q.push(b"A9", key="A")
@@ -12908,8 +12912,7 @@ def main() -> int:
     affinity = getattr(os, "sched_getaffinity", None)
     processes = 1 + (len(affinity(0)) if affinity else os.cpu_count() or 1)
     began_s = time.monotonic()
-    # A killed test leaves directories behind. They are all inside the two directories that are made
-    # here, and removed at the end.
+    # A killed test leaves directories behind, all of them inside these two.
     made = functools.partial(
         tempfile.TemporaryDirectory,
         prefix="femtoqueue-tests-",
