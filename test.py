@@ -746,9 +746,9 @@ class QueueCase(unittest.TestCase):
     def clock(self) -> Clock:
         """Replace femtoqueue's clock by a Clock, which the test advances, and return the Clock.
 
-        Usually a housekeeping job makes a longer pause after a run that took long. On a busy
-        machine, this pause could be longer than the time by which a test advances the Clock, and
-        the job would not run. So after a call of clock(), jobs make no such longer pause."""
+        After a call of clock(), a part of the maintenance that took long makes no longer pause. On
+        a busy machine, such a pause could be longer than the time by which a test advances the
+        Clock."""
         clock = Clock()
         self.patched(mock.patch.object(femtoqueue, "time", clock))
         self.set_constant("longest pause", 0)
@@ -2068,8 +2068,8 @@ class Liveness(QueueCase):
             self.assertEqual(os.path.exists(self.file("inflight-other")), there)
 
     def test_end_of_a_lease_wakes_a_waiting_pop(self) -> None:
-        """A pop() that waits gets a task whose lease ends, without waiting for the next round of
-        housekeeping."""
+        """A pop() that waits gets a task whose lease ends, without waiting for the next
+        maintenance."""
         self.set_constant("base interval", 10)
         task = leased(self.queue(timeout_stale_ms=100))
         other = self.queue("n2")
@@ -5330,9 +5330,9 @@ class Faults(PlainInterrupted):
             self.assertEqual(self.states(), {"inflight-n1": 1})
         self.assertEqual(self.pop(q).attempts, 1)
 
-    def test_housekeeping_job_that_hung_once_runs_again_soon(self) -> None:
-        """A housekeeping job that hung for an hour runs again after 20 seconds."""
-        # The pause is 20 times the duration of the job, but at most 20 seconds.
+    def test_maintenance_that_hung_once_runs_again_soon(self) -> None:
+        """A part of the maintenance that hung for an hour runs again after 20 seconds."""
+        # The pause is 20 times the duration of the run, but at most 20 seconds.
         longest_s = constant("longest pause")
         q = self.queue()
         clock = self.clock()
@@ -5738,9 +5738,9 @@ Place = tuple[str, int, int, bool]
 class QueueModel:
     """A queue in memory: the model, which says what the directory must hold after each operation.
 
-    Housekeeping of pop() (due tasks, ended leases, tasks delivered too often) may be late by 0.4 s.
-    So the model reads from the directory whether housekeeping has moved a task, and checks that
-    the move was allowed.
+    The maintenance by pop() (due tasks, ended leases, tasks delivered too often) may be late by
+    0.4 s. So the model reads from the directory whether it has moved a task, and checks that the
+    move was allowed.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -5951,7 +5951,7 @@ class QueueModel:
             if task.node == node and not self.living[node]:
                 self.move_back(task, "pending", task.order_ns)
 
-    # Housekeeping
+    # Maintenance
 
     def is_over(self, task: ModelTask) -> bool:
         """Return whether any worker may end the lease of a task: the worker of the lease is dead,
@@ -5960,7 +5960,7 @@ class QueueModel:
         return dead or task.at_ns <= self.now_ns()
 
     def note_ready_times(self) -> None:
-        """Note for each due task and each ended lease since when housekeeping could move it."""
+        """Note for each due task and each ended lease since when maintenance could move it."""
         now_ns = self.now_ns()
         before_ns = self.looked_ns
         for task in self.tasks.values():
@@ -5975,8 +5975,8 @@ class QueueModel:
                 task.ready_ns = max(before_ns, now_ns - late_ns)
         self.looked_ns = now_ns
 
-    def do_housekeeping(self, task: ModelTask, max_attempts: int | None) -> bool:
-        """Do one step of housekeeping with a task, as any pop() may. Return False if there was
+    def do_maintenance(self, task: ModelTask, max_attempts: int | None) -> bool:
+        """Do one step of maintenance with a task, as any pop() may. Return False if there was
         nothing to do."""
         if task.state == "scheduled" and task.at_ns <= self.clock.wall_ns():
             self.move_back(task, "pending", self.now_ns())
@@ -5996,7 +5996,7 @@ class QueueModel:
         return True
 
     def catch_up(self, found: dict[str, Place], max_attempts: int | None) -> None:
-        """Repeat in the model the housekeeping by which the queue has moved tasks to their places
+        """Repeat in the model the maintenance by which the queue has moved tasks to their places
         in `found`."""
         woken: list[tuple[int, str]] = []
         for task in self.in_states("inflight", "pending", "scheduled"):
@@ -6004,7 +6004,7 @@ class QueueModel:
             if due and found.get(task.id, ("",))[0] == "pending":
                 woken.append((found[task.id][1], task.id))
             while found.get(task.id, ("gone",))[0] != task.directory:
-                if not self.do_housekeeping(task, max_attempts):
+                if not self.do_maintenance(task, max_attempts):
                     break
         demand(
             woken == sorted(woken),
@@ -6235,7 +6235,7 @@ class Fuzz:
             # made.
             for task in self.model.in_states("inflight"):
                 if self.model.is_over(task) and found[task.id][0] != task.directory:
-                    self.model.do_housekeeping(task, None)
+                    self.model.do_maintenance(task, None)
         w.lock_fd = self.shared_fd
         self.shared_fd = None
 
@@ -6389,7 +6389,7 @@ class Fuzz:
         self.note_lease_dir_taken(w)
         was = None if lease is None else self.model_lease(w, lease, lease_ms)
         self.compare(w)
-        self.check_housekeeping(w)
+        self.check_maintenance(w)
         return was
 
     def model_lease(
@@ -6398,7 +6398,7 @@ class Fuzz:
         task = self.model.tasks.get(lease.id)
         if task is None or task.state not in ("pending", "scheduled", "inflight"):
             raise AssertionError(f"{task} was delivered")
-        while task.state != "pending" and self.model.do_housekeeping(
+        while task.state != "pending" and self.model.do_maintenance(
             task, w.q.max_attempts
         ):
             pass
@@ -6413,7 +6413,7 @@ class Fuzz:
         self.held.append(Held(lease, task.at_ns, lasts_ns))
         return was
 
-    def check_housekeeping(self, w: Worker) -> None:
+    def check_maintenance(self, w: Worker) -> None:
         """Fail if a task is overdue: each object looks for due tasks, ended leases and leases of
         dead workers 2.5 times a second."""
         for task in self.model.in_states("scheduled", "inflight"):
@@ -6534,7 +6534,7 @@ class Fuzz:
             task.at_ns = held.end_ns
             task.ready_ns = None
 
-    # Dead letters and housekeeping
+    # Dead letters and maintenance
 
     def retry(self, w: Worker) -> None:
         failed = self.model.in_states("failed")
@@ -6603,7 +6603,7 @@ class Fuzz:
 
     def set_date(self, w: Worker) -> None:
         """Set the wall clock forward or back. Only the due times in scheduled/ depend on the wall
-        clock. Each object notices the change at its next housekeeping."""
+        clock. Each object notices the change at its next maintenance."""
         self.clock.wall_shift_s += self.chance.choice((-4000, -0.5, 0.5, 4000))
         self.date_set_ns = self.model.now_ns()
 
@@ -8831,8 +8831,8 @@ class Waiting(QueueCase):
         self.assertEqual(count(), before)
 
     def two_workers(self) -> tuple[FemtoQueue, FemtoQueue]:
-        """Return two queue objects on a new queue. Their housekeeping is frequent. The leases of
-        the second object have no deadline."""
+        """Return two queue objects on a new queue, with frequent maintenance. The leases of the
+        second object have no deadline."""
         self.set_constant("base interval", 0.05)
         return self.new_queue(), self.queue("n2", timeout_stale_ms=None)
 
@@ -10625,7 +10625,7 @@ class Command(subprocess.Popen[bytes]):
         super().__exit__(*error)
 
     def first_lines(self, count: int) -> list[str]:
-        """Read the first `count` lines of output. Usually each comes from a different command."""
+        """Read the first `count` lines of output."""
         return [self.stdout.readline().decode().strip() for _ in range(count)]
 
     def send_signals(self, number: int, second: int | None = None) -> None:

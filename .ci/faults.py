@@ -21,8 +21,8 @@ injections (--sample 9999) take ten minutes.
 Proved for each injection:
   - An injected error is raised, or it has no effect. If it is raised, the step in which the system
     call failed raises the OSError with that errno. The same step is repeated, unless it is a push.
-    The repeated step succeeds, or finds its work done. An error in a housekeeping job is raised by
-    the pop() that ran the job, or by a later pop().
+    The repeated step succeeds, or finds its work done. An error in the maintenance is raised by
+    the pop() that ran it, or by a later pop().
   - If the error has no effect, each step returns what it may return without a fault. Only the order
     may differ: a pop() may return another task first.
   - No other exception is raised, nothing is written to standard error, and no call hangs.
@@ -427,7 +427,7 @@ class Slot:
     states: set[str] = dataclasses.field(default_factory=lambda: {"gone", "live"})
     key: str | None = None
     leased: str = ""  # while the task is leased to the life: the payload's name
-    # pop() may not find it yet: it is due later, or needs a housekeeping job
+    # pop() may not find it yet: it is due later, or needs maintenance
     later: bool = False
     behind: Slot | None = None  # the payload that is buffered behind this task
     # The names of payloads that end with the task in front of them.
@@ -939,7 +939,7 @@ def how_it_surfaced(job: Job, notes: list[Note]) -> str:
     """Return "surfaced" if a step raised the injected error, "harmless" if no step raised an error.
 
     Raises Violation if there was another error, or if another step raised the error. There is one
-    exception: if a housekeeping job failed in an earlier step, a later pop() may raise its error.
+    exception: if the maintenance failed in an earlier step, a later pop() may raise its error.
     """
     errors = [note for note in notes if note[0] == "err"]
     given = getattr(errno, job.fault)

@@ -584,7 +584,7 @@ def episodes(stage: Stage) -> dict[str, Episode]:
 
 def without_creating(files: set[str]) -> set[str]:
     """Return the files that are not in creating/. A push that raised an error may leave a file
-    there. This file is no task, and housekeeping removes it after an hour."""
+    there. This file is no task, and the maintenance removes it after an hour."""
     return {path for path in files if not path.startswith("creating/")}
 
 

@@ -573,7 +573,7 @@ class Storm(Noter):
             self.signal(process, signal.SIGTERM)
         self.wait_for_all(15)
         with FemtoQueue(self.queue_path) as q:
-            # the first pop() does all housekeeping jobs
+            # the first pop() does all the maintenance
             if q.pop() is not None:
                 self.note(
                     "crashed", "pop() returned a task after the queue was drained"
