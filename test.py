@@ -353,7 +353,6 @@ def lease_dir(q: FemtoQueue) -> str:
 
 
 def descriptors_of(path: str) -> list[int]:
-    """Return the descriptors that this process has of a file or directory."""
     wanted = os.stat(path)
     found = []
     for fd in map(int, os.listdir("/dev/fd")):
@@ -794,11 +793,9 @@ class QueueCase(unittest.TestCase):
         self.assertLess(max(orders) - min(orders), 3600 * 10**9)
 
     def names(self, directory: str) -> list[str]:
-        """Return the sorted names in a directory of the queue."""
         return sorted(os.listdir(os.path.join(self.path, directory)))
 
     def file(self, *parts: str) -> str:
-        """Return a path in the queue directory."""
         return os.path.join(self.path, *parts)
 
     def locked(self, key: str, wait: bool = True) -> io.FileIO:
@@ -814,7 +811,6 @@ class QueueCase(unittest.TestCase):
         return file
 
     def is_free(self, key: str) -> bool:
-        """Return whether the lock of a key is free."""
         with contextlib.suppress(FileNotFoundError):
             try:
                 self.locked(key, wait=False).close()
@@ -823,7 +819,6 @@ class QueueCase(unittest.TestCase):
         return True
 
     def check_unlocked(self, path: str) -> None:
-        """Fail if a file or directory is locked."""
         fd = os.open(path, os.O_RDONLY)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -831,7 +826,6 @@ class QueueCase(unittest.TestCase):
             os.close(fd)
 
     def put(self, name: str, content: bytes, directory: str = "pending") -> str:
-        """Write a file in a directory of the queue, and return its path."""
         path = self.file(directory, name)
         with open(path, "wb") as file:
             file.write(content)
@@ -855,7 +849,6 @@ class QueueCase(unittest.TestCase):
         return pid
 
     def check_exit(self, pid: int) -> None:
-        """Wait for the end of a process, and fail unless its exit status is 0."""
         self.assertEqual(os.waitpid(pid, 0)[1], 0)
 
     def check_invariants(self, *, leftovers: bool = False) -> dict[str, str]:
@@ -907,12 +900,10 @@ def at_call(
 
 
 def raise_errno(code: int) -> NoReturn:
-    """Raise the OSError of an errno."""
     raise OSError(code, os.strerror(code))
 
 
 def errno_raiser(code: int) -> Callable[[], NoReturn]:
-    """Return a function that raises the OSError of an errno."""
     return functools.partial(raise_errno, code)
 
 
@@ -942,7 +933,6 @@ def in_threads(*works: Callable[[], object]) -> Iterator[None]:
 
 
 def reason_of(q: FemtoQueue, ident: str) -> str:
-    """Return the reason that is stored beside a dead letter."""
     with open(
         os.path.join(q.data_dir, "failed", f"{ident}.error"), encoding="utf-8"
     ) as file:
@@ -1215,7 +1205,6 @@ class Lifecycle(QueueCase):
 
     def test_done_on_a_full_disk_removes_the_task(self) -> None:
         """done() on a full disk removes the task, and on another error leaves the task leased."""
-        # If done() raised ENOSPC, the task would run again and again until somebody purges done/.
         for code, key in ((errno.ENOSPC, None), (errno.EDQUOT, "k")):
             q = self.new_queue()
             task = leased(q, key=key)
@@ -1304,7 +1293,6 @@ class Lifecycle(QueueCase):
             q.done(task)
 
     def test_wrong_arguments_are_refused_and_change_nothing(self) -> None:
-        """A call with a wrong argument raises an error that says why, and changes nothing."""
         q = self.queue()
         task = leased(q)
         new = self.file("new")
@@ -1380,8 +1368,6 @@ class Lifecycle(QueueCase):
         )
 
     def test_attach_to_an_ended_lease_says_whether_it_expired(self) -> None:
-        """attach() of a lease that has ended raises LeaseLost, whose attribute `expired` says
-        whether the deadline of the lease has passed."""
         q = self.queue()
         clock = self.clock()
         path = leased(q).path
@@ -1397,7 +1383,6 @@ class Lifecycle(QueueCase):
             self.assertRaises(LeaseLost, q.attach, no_lease)
 
     def test_changed_id_of_a_task_object_is_not_used_in_file_names(self) -> None:
-        """If a program assigns another text to a task's `id`, file names still have the true id."""
         q = self.queue(keep_done=False, retry_delay_s=0)
         ident = q.push(b"x")
 
@@ -1421,12 +1406,9 @@ class Lifecycle(QueueCase):
     def test_tasks_released_to_the_front_are_delivered_in_the_order_of_push(
         self,
     ) -> None:
-        """Tasks released to the front are delivered in the order of their pushes."""
         q = self.queue()
         payloads = [b"%d" % number for number in range(8)]
         q.push_many(payloads)
-        # In the worker's list of names, the first released task goes to the front. Each of the
-        # other two goes behind the task that was released before it.
         for task in [self.pop(q) for _ in range(3)]:
             q.release(task, front=True)
         self.assertEqual(self.drain(q), payloads)
@@ -1502,7 +1484,6 @@ class Lifecycle(QueueCase):
     def test_due_task_scheduled_by_another_process_is_seen_at_once_if_none_waits(
         self,
     ) -> None:
-        """If no task waits, pop() sees at once a due task that another process has scheduled."""
         self.clock().stand_still()  # no job comes due
         q, other = self.queue(), self.queue("n2")
         self.assertIsNone(q.pop())
@@ -1512,7 +1493,6 @@ class Lifecycle(QueueCase):
     def test_due_task_that_a_person_removes_while_take_moves_it_is_not_taken(
         self,
     ) -> None:
-        """If a person removes the file of a due task while take() moves it, take() returns None."""
         self.clock().stand_still()  # no job comes due
         q = self.queue()
         self.assertIsNone(q.pop())
@@ -1522,7 +1502,6 @@ class Lifecycle(QueueCase):
             self.assertIsNone(q.take("k"))
 
     def test_scheduled_task_whose_early_take_fails_keeps_its_due_time(self) -> None:
-        """If take() by id can't read a task that is not due, the task stays scheduled."""
         q = self.queue()
         ident = q.schedule(b"later", (time.time() + 1000) * 1e6)
         with hooked(at_call("read", None, errno_raiser(errno.EIO))):
@@ -1532,17 +1511,13 @@ class Lifecycle(QueueCase):
     # Finished tasks, and operating a queue
 
     def test_join_does_not_miss_a_task_that_moves_while_it_looks(self) -> None:
-        """join() sees that work is left even if a task moves before each listing of a directory."""
         self.check_join_sees_a_task_that_moves()
 
     def test_join_does_not_miss_a_moving_task_where_times_have_whole_seconds(
         self,
     ) -> None:
-        """join() sees a task that moves even if the times of directories are in whole seconds."""
         # On ext4 with inodes of 128 bytes, times are in whole seconds. So a move does not change
-        # the time of a directory if the last move was in the same second. The replaced stat()
-        # returns whole seconds for pending/ and scheduled/, from a clock that only sleep()
-        # advances.
+        # the time of a directory if the last move was in the same second.
         now_s = [1e9]
         seen = dict[str, tuple[int, int]]()
         real_stat = os.stat
@@ -1578,7 +1553,6 @@ class Lifecycle(QueueCase):
             self.assertFalse(other.join(0))
 
     def test_finished_tasks_are_deleted_after_keep_done_seconds(self) -> None:
-        """pop() deletes finished tasks that are older than `keep_done` seconds."""
         # Each pop() lists only a slice of done/, so that no single pop() lists all of it.
         q = self.queue(keep_done=60)
         clock = self.clock()
@@ -1603,8 +1577,6 @@ class Lifecycle(QueueCase):
         )
 
     def test_slices_of_done_follow_quickly_while_old_tasks_are_found(self) -> None:
-        """While pop() finds finished tasks to delete, it soon purges the next slice of done/."""
-        # Otherwise the done/ of a fast worker would grow for ever.
         q = self.queue(keep_done=1)
         clock = self.clock()
         clock.stand_still()  # the pause depends on the time that a slice takes
@@ -1688,7 +1660,6 @@ class Lifecycle(QueueCase):
             check(state, begin_s)
 
     def test_search_for_an_unknown_id_does_not_list_ended_tasks(self) -> None:
-        """peek() of an unknown id lists neither done/ nor failed/, which may be huge."""
         q = self.queue(keep_done=True)
         for end in (q.done, q.fail):
             end(leased(q))
@@ -1716,7 +1687,6 @@ class Lifecycle(QueueCase):
         self.assertEqual(end_and_count(1), end_and_count(49))
 
     def test_tasks_without_data_reads_headers_only(self) -> None:
-        """tasks(data=False) reads headers, and no payload."""
         # tasks(data=False) also yields a file without a valid header; tasks() leaves such a file
         # out. For such a file, peek() raises CorruptTask, and the error says what is wrong.
         q = self.queue()
@@ -1751,7 +1721,6 @@ class Ordering(QueueCase):
     in_memory = False
 
     def test_order_survives_restarts_and_set_clocks(self) -> None:
-        """Tasks of several processes keep the order of their pushes when clocks change."""
         # A reboot sets the monotonic clock back, and with a dead battery the wall clock, too.
         # Without a boot id, as on Windows and macOS, each process computes an anchor of its own.
         year_s = 365 * 86400.0
@@ -1787,7 +1756,6 @@ class Ordering(QueueCase):
                 )
 
     def clocks(self) -> list[str]:
-        """Return the sorted names of the clock files."""
         return sorted(
             name for name in os.listdir(self.path) if name.startswith("clock-")
         )
@@ -1858,7 +1826,6 @@ class Ordering(QueueCase):
         self.assertLess(abs(int(q.push(b"x")[:20]) - clock.wall_ns()), 10**9)
 
     def test_invalid_clock_file_is_made_again_and_the_order_is_kept(self) -> None:
-        """An invalid clock-<boot> does not change the order of tasks."""
         # The file may hold rubbish, or a number that no clock can have. A FIFO of that name is
         # replaced; a directory stays.
         q = self.queue()
@@ -1884,7 +1851,6 @@ class Ordering(QueueCase):
         )
 
     def test_anchor_set_by_a_faster_process_is_not_overwritten(self) -> None:
-        """If two processes create clock-<boot> at once, both use the anchor of the faster one."""
         # A different date in the slower process, or in a later process, does not change the anchor.
         clock = self.clock()
         others = list[FemtoQueue]()
@@ -1901,8 +1867,6 @@ class Ordering(QueueCase):
         self.boot()  # fails unless there is exactly one clock-<boot>
 
     def test_wall_clock_of_the_far_future_is_not_used_for_the_anchor(self) -> None:
-        """If the date is in the far future, the queue clock does not start at that date."""
-        # Otherwise a second queue clock would be started when the date is corrected.
         clock = self.clock()
         # It starts at the date of the release, and not a decade after it.
         clock.wall_shift_s = 80 * 365 * 86400.0
@@ -1914,8 +1878,6 @@ class Ordering(QueueCase):
     def test_huge_backlog_is_delivered_in_order_though_only_part_is_in_memory(
         self,
     ) -> None:
-        """A huge backlog is delivered in order, although the worker keeps only a part of the names
-        in memory."""
         # A listing drops foreign names, and the names of the youngest tasks. It keeps 20 names
         # here, or a sixteenth of the backlog if that is more.
         q = self.queue()
@@ -1961,7 +1923,6 @@ class ReplacedClock(QueueCase):
         self.assertEqual((ended.returncode, ended.stderr), (0, ""))
 
     def test_lease_ends_by_the_replaced_clock(self) -> None:
-        """A lease ends when the replaced monotonic clock passes its deadline."""
         with self.both_clocks(0):
             holder = self.queue("n1", timeout_stale_ms=100)
             holder.push(b"x")
@@ -1985,7 +1946,6 @@ class ReplacedClock(QueueCase):
 
     def test_task_is_due_when_the_clock_shows_the_float_of_its_due_time(self) -> None:
         """A task scheduled for t * 1e6, where t is a float, is due when time.time() returns t."""
-        # Both the due time and the time that it is compared with are rounded products of a float.
         q = self.queue()
         for number in range(200):
             now_s = 1_800_000_000 + number * 0.01234567
@@ -2022,7 +1982,6 @@ class ReplacedClock(QueueCase):
             self.assertEqual(self.pop(q).data, b"second")
 
     def test_order_holds_while_the_clock_stands_still(self) -> None:
-        """Tasks are delivered in the order of their pushes even if all have the same time."""
         with self.both_clocks(time.time()):
             q = self.queue()
             wanted = [q.push(b"%d" % number) for number in range(100)]
@@ -2053,7 +2012,6 @@ class Liveness(QueueCase):
     """Leases of dead workers end at once, and those of living workers at their deadlines."""
 
     def test_empty_lease_directory_of_unknown_boot_is_kept_for_a_minute(self) -> None:
-        """An empty lease directory of unknown boot is removed only after a minute."""
         # The directory may belong to an idle worker on another host: with FUSE, a lock is not seen
         # on other hosts. If rmdir() fails, pop() raises no error, and the directory stays. rmdir()
         # fails for a lease directory of another user if data_dir is sticky.
@@ -2156,8 +2114,6 @@ class Liveness(QueueCase):
     def test_lease_of_another_boot_is_not_of_this_boot_where_the_boot_id_is_not_seen(
         self,
     ) -> None:
-        """A service that can't see the boot id does not treat a lease of another boot as a lease of
-        this boot."""
         for fs_type in (EXT4, NFS):
             self.path = self.new_dir()
             with on_boot("1"), on_file_system(fs_type):
@@ -2171,8 +2127,6 @@ class Liveness(QueueCase):
     def test_living_worker_keeps_its_lease_beside_tasks_that_are_ahead_of_the_queue_clock(
         self,
     ) -> None:
-        """A living worker keeps its lease although the id of another host's task is an hour ahead
-        of the queue clock."""
         self.patched(on_file_system(NFS))
         clock = self.clock()
         clock.wall_shift_s = -3600.0
@@ -2247,8 +2201,8 @@ class Liveness(QueueCase):
     def test_lease_directory_removed_by_an_observer_is_made_again(self) -> None:
         """If an observer removes the lease directory of a starting worker, the worker makes a new
         directory."""
-        # The observer sees an empty directory without a lock. The removal comes before the worker
-        # opens the directory, or after that and before the worker locks it.
+        # The removal comes before the worker opens the directory, or after that and before the
+        # worker locks it.
         place = self.file("inflight-n1")
 
         def is_there(name: str, args: tuple[Any, ...]) -> bool:
@@ -2264,7 +2218,6 @@ class Liveness(QueueCase):
     def test_starting_worker_leaves_the_lease_of_a_quicker_worker_of_its_node_id(
         self,
     ) -> None:
-        """A starting worker does not take back the lease of a quicker worker of its node_id."""
         # The starting worker opens the lease directory, which is removed before the worker locks
         # it. Then the quicker worker makes the directory again, and claims a task there.
         starting, quicker = self.queue("same"), self.queue("same")
@@ -2317,8 +2270,6 @@ class Liveness(QueueCase):
     ) -> None:
         """A restarted worker waits until an observer unlocks the worker's lease directory, and then
         takes back its leases."""
-        # Without the wait, the worker would not take its leases back. No other worker would
-        # end leases of an earlier boot before their deadlines.
         q, again = self.queue(), self.queue()
         leased(q)
         simulate_death(q)
@@ -2401,7 +2352,6 @@ class Liveness(QueueCase):
     def test_forked_child_that_outlives_its_parent_keeps_none_of_its_leases(
         self,
     ) -> None:
-        """The leases of a killed worker end although a forked child of the worker still lives."""
         # At "lock", the worker forks while it locks its lease directory, as another thread may do.
         for call in ("read", "lock"):
             with self.subTest(call):
@@ -2478,7 +2428,6 @@ class Liveness(QueueCase):
 
     @FORK
     def test_child_of_an_unseen_fork_takes_tasks_under_a_name_of_its_own(self) -> None:
-        """A child that Python did not see leases a task in a directory of its own."""
         calls: tuple[Callable[[FemtoQueue], object], ...] = (
             popped,
             lambda q: self.take(q, "k"),
@@ -2494,7 +2443,6 @@ class Liveness(QueueCase):
 
     @FORK
     def test_close_in_a_child_of_an_unseen_fork_leaves_the_parents_leases(self) -> None:
-        """close() in a child that Python did not see gives back no task of the parent."""
         q = self.queue()
         task = leased(q)
         self.check_exit(self.forked_unseen(q.close))
@@ -2563,10 +2511,8 @@ class LeaseDirectoryLost(QueueCase):
     def test_claim_goes_only_into_a_locked_lease_directory(self) -> None:
         """A worker claims only into a directory that the worker has locked and that has the right
         path."""
-        # The worker does not claim into a new directory of the same name: that directory has no
-        # lock, so another worker would treat the leases as those of a dead worker. Nor does the
-        # worker claim into its own directory after a move to another path. The claimed task was
-        # listed before the loss of the directory ("next"), or was pushed after the loss.
+        # The claimed task was listed before the loss of the directory ("next"), or was pushed after
+        # the loss.
         self.clock().stand_still()  # no job comes due
         losses: dict[str, Callable[[str], object]] = {
             "removed": os.rmdir,
@@ -2613,7 +2559,6 @@ class LeaseDirectoryLost(QueueCase):
         self.assertEqual((replaced, len(os.listdir(place))), ([place], 1))
 
     def test_lease_directory_that_is_removed_during_its_listing_is_empty(self) -> None:
-        """A lease directory that another host removes while it is listed has no tasks."""
         q, other = self.queue("n1"), self.queue("n2")
         other.release(leased(other))
 
@@ -2626,7 +2571,6 @@ class LeaseDirectoryLost(QueueCase):
         self.assertNotIn("inflight-n2", os.listdir(self.path))
 
     def test_lease_directory_removed_by_another_host_is_made_again(self) -> None:
-        """A worker whose lease directory was removed by another host makes a new directory."""
         # After that removal, calls with the worker's descriptor of the directory raise ESTALE.
         q = self.worker_that_listed(5)
         os.rmdir(lease_dir(q))
@@ -2643,8 +2587,7 @@ class LeaseDirectoryLost(QueueCase):
         self,
     ) -> None:
         """While a lease directory can't be opened, pop() raises the error and claims nothing."""
-        # Tasks that were listed before must not go into an unlocked directory. If open() raises
-        # ESTALE each time, pop() raises it, and does not try again for ever.
+        # If open() raises ESTALE each time, pop() raises it, and does not try again for ever.
         clock = self.clock()
         for code in (errno.EMFILE, errno.ESTALE):
             q = self.worker_that_listed(3)
@@ -2672,7 +2615,6 @@ class LeaseDirectoryLost(QueueCase):
             )
 
     def test_lease_whose_directory_is_gone_is_lost(self) -> None:
-        """To renew or settle a lease whose directory is gone raises LeaseLost."""
         q = self.queue(sync_after_write=True, keep_done=False)
         for call in (q.extend, q.done, q.release, q.fail):
             for lose in (functools.partial(shutil.rmtree, lease_dir(q)), q.close):
@@ -2689,9 +2631,8 @@ class Row(NamedTuple):
     settings: dict[str, Any] = {}  # noqa: RUF012
 
 
-# The system calls of each step: no more than the promise of the step needs. The steps are in words
-# of Life; the words before a bar prepare the step, in a new queue. After an intended change of the
-# system calls, edit these tables.
+# The system calls of each step: no more than the promise of the step needs. After an intended
+# change of the system calls, edit these tables.
 # at the directories and PAUSED, every 0.1 s
 LOOK = "stat" + " stat fstat" * 7 + " stat"
 STEPS = {
@@ -2814,18 +2755,16 @@ class StepCase(QueueCase):
 
 
 class Cost(StepCase):
-    """The system calls that each step makes. The benchmark measures their time."""
+    """The system calls that each step makes."""
 
     def setUp(self) -> None:
         super().setUp()
         self.clock().stand_still()  # no job comes due
 
     def test_step_makes_the_calls_of_its_row_and_no_others(self) -> None:
-        """Each step makes the system calls of its row in the table, and no others."""
         self.check_steps(self.calls, "calls")
 
     def test_unkeyed_tasks_need_no_more_calls_on_a_shared_file_system(self) -> None:
-        """On NFS, a step of a task without a key makes the same calls as on a local file system."""
         # Calls of stat() are not counted: the NFS client answers most of these calls itself.
         self.patched(on_file_system(NFS))
         for words in ("push x", "push x, push y, take | take", "push x, take | done"):
@@ -2941,7 +2880,6 @@ class LostReply(QueueCase):
         self.assertEqual(len(seen), 1)
 
     def test_delivery_that_was_given_up_or_settled_is_lost(self) -> None:
-        """A lease that was given up, or that was settled before, is lost."""
         # The task is already where fail() or done() would move it, and the deadline has not passed.
         # But it was an earlier call that moved the task.
         q, other = self.queue(), self.queue("n2")
@@ -2979,7 +2917,6 @@ class LostReply(QueueCase):
     def test_host_whose_queue_clock_is_ahead_leaves_files_that_are_being_written(
         self,
     ) -> None:
-        """A host whose queue clock is hours ahead does not remove a file that is being written."""
         # The queue clock of the writer is behind because its host was suspended. The wall clocks of
         # both hosts agree, and only the wall clocks count.
         for fs_type in (EXT4, NFS):
@@ -3003,7 +2940,6 @@ class LostReply(QueueCase):
             self.assertNotIn("leftover", looks[0])
 
     def test_missing_file_is_an_error_on_glusterfs(self) -> None:
-        """On GlusterFS, a rename that reports a missing file has failed."""
         # GlusterFS never sends a request twice, so the error is true: another host was faster.
         # The files on the disk do not count: after a network failure, a replica may show the
         # failed rename as carried out.
@@ -3039,8 +2975,6 @@ class Sharing(QueueCase):
 
     def test_thread_copes_with_a_batch_that_another_thread_uses_up(self) -> None:
         """A thread whose claims fail goes on even if another thread empties the batch of names."""
-        # After a failed claim, a thread looks for the file of the next name. This look releases the
-        # interpreter's lock, and the other thread can run.
         q, thief = self.queue(), self.queue("n2")
         q.push_many([b"0", b"1", b"2"])
         self.pop(q)
@@ -3083,7 +3017,6 @@ class Sharing(QueueCase):
         self.assertGreater(until.timestamp(), clock.time())
 
     def test_checkpoint_saved_by_another_process_is_kept(self) -> None:
-        """A checkpoint that another process saves after attach() is in the next delivery."""
         # A checkpoint belongs to one payload. attach() does not read the payload: checkpoint()
         # does.
         q, other = self.queue(), self.queue("n2")
@@ -3112,7 +3045,6 @@ class Sharing(QueueCase):
         self.pop(self.queue("other"))
 
     def test_errors_survive_pickling(self) -> None:
-        """A pickled error keeps its message and its attributes."""
         for error in (
             LeaseLost("i", True, "why"),
             CorruptTask("i", "why"),
@@ -3134,8 +3066,6 @@ class InterruptedDelivery(QueueCase):
     def test_queue_object_in_a_reference_cycle_gives_its_task_back_silently(
         self,
     ) -> None:
-        """If a queue object is freed by the garbage collector, nothing is printed, and the next
-        worker takes its task back."""
         # The finalizer of the object's lock may run before that of the object itself.
         with mock.patch.object(sys, "unraisablehook") as complaint:
             q: Any = FemtoQueue(self.path, "n1")
@@ -3343,8 +3273,7 @@ class Keyed(QueueCase):
             self.assertEqual((task.key, task.data), (key, key.encode()))
             q.done(task)
         self.assertEqual(self.names("keys"), [])
-        # Lock files are never removed. Otherwise a process that waits for a lock could get the lock
-        # of a removed file. On a network file system, a host may still see such a file.
+        # Lock files are never removed.
         self.assertEqual(self.names("locks"), sorted({it[-2:] for it in ids}))
         with open(self.file("pending", q.push(b"x", key="user:42 ü")), "rb") as file:
             self.assertTrue(file.read().endswith(b" 1 user:42%20%C3%BC\nx"))
@@ -3375,9 +3304,6 @@ class Keyed(QueueCase):
     def test_replaced_payload_keeps_its_place_for_workers_that_have_listed_the_task(
         self,
     ) -> None:
-        """A task whose payload is replaced keeps its place, also for workers that have listed the
-        old name of the task."""
-        # The replacement changes the name, because the attempts begin anew.
         q = self.queue(max_attempts=3)
         for attempts in (1, 3):
             q.push_many([b"first"] * 3)
@@ -3424,7 +3350,6 @@ class Keyed(QueueCase):
         ]
 
     def test_keyed_push_that_raises_changes_nothing(self) -> None:
-        """If a system call of a keyed push fails and the push raises, nothing has changed."""
         # This includes a failed sync, except the sync after a payload has replaced another one.
         self.in_memory = True  # syncs to a disk would take too long
         clock, _ = self.clock(), self.queue()
@@ -3475,11 +3400,7 @@ class Keyed(QueueCase):
     def test_undone_claim_does_not_lead_to_the_delivery_of_an_outdated_payload(
         self,
     ) -> None:
-        """If a claim is undone after a newer payload was buffered, that payload is delivered."""
-        # The newer payload is buffered after the claim, before the task is read. Then the claim is
-        # undone for one of four reasons: the file is missing, no descriptor is left, the read
-        # fails, or Ctrl-C. On a shared file system, the worker looks for a missing file several
-        # times.
+        # On a shared file system, the worker looks for a missing file several times.
         for error, times in (
             (FileNotFoundError(errno.ENOENT, "gone"), 99),
             (OSError(errno.EMFILE, "too many"), 1),
@@ -3499,7 +3420,6 @@ class Keyed(QueueCase):
                 self.assertEqual((self.drain(q), q.stats().buffered), ([], 0))
 
     def test_buffered_payload_whose_state_file_was_lost_is_promoted(self) -> None:
-        """A buffered payload becomes a task even if the state file of its key was lost."""
         # If a newer payload is pushed after the loss, only the newer payload is delivered.
         q = self.queue()
         clock = self.clock()
@@ -3519,8 +3439,6 @@ class Keyed(QueueCase):
     ) -> None:
         """If a worker dies between finishing a task and promoting the payload behind the task,
         another worker promotes the payload at once."""
-        # The other worker does not wait for the next periodic repair of keys: when it finds a dead
-        # worker, it starts a repair.
         q, victim = self.queue(), self.queue("victim")
         clock = self.clock()
         self.assertIsNone(q.pop())
@@ -3533,7 +3451,6 @@ class Keyed(QueueCase):
         self.assertEqual(self.drain(q), [b"2"])
 
     def test_corrupt_buffered_payload_is_quarantined(self) -> None:
-        """A corrupt payload in keys/ ends in failed/."""
         # If a person removes the file before its rename, nothing is renamed.
         q = self.queue()
         name = f"{1:020d}-8000000000000000"
@@ -3590,7 +3507,6 @@ class Keyed(QueueCase):
     ) -> None:
         """A keyed task that a person moved to pending/ is not delivered while the state file of its
         key can't be written."""
-        # Otherwise a push would not know of the task, and would make a second task of the key.
         q, other = self.queue(), self.queue("n2")
         task = leased(q, b"1", "k")
         q.fail(task)
@@ -3680,8 +3596,6 @@ class Keyed(QueueCase):
     def test_payload_scheduled_behind_an_undone_claim_is_not_delivered_early(
         self,
     ) -> None:
-        """If a payload is scheduled behind a claim that is then undone, the next pop() does not
-        deliver it before its time."""
         q, other = self.queue(), self.queue("n2")
         ident = q.push(b"1", key="k")
 
@@ -3735,7 +3649,6 @@ class Keyed(QueueCase):
     def test_thread_that_waits_for_a_key_does_not_block_other_threads(self) -> None:
         """While threads wait for the lock of a key, another thread of the queue object can deliver
         and finish tasks."""
-        # The lock may be held for long, for example by a process that is stopped.
         q = self.queue()
         waits = threading.Semaphore(0)
         task = leased(q, b"1", "k")
@@ -3758,7 +3671,6 @@ class Keyed(QueueCase):
         self.assertEqual(self.drain(q), [b"3"])
 
     def test_task_of_a_locked_key_is_reclaimed_or_enqueued_later(self) -> None:
-        """A due task or an ended lease of a locked key stays where it is until the unlock."""
         # Meanwhile, other tasks are delivered.
         q = self.queue()
         clock = self.clock()
@@ -3793,8 +3705,6 @@ class Keyed(QueueCase):
     def test_take_without_a_timeout_waits_a_little_for_the_lock_of_the_key(
         self,
     ) -> None:
-        """take() without a timeout gets the task though another process has the lock of the key
-        for a moment."""
         self.clock().stand_still()  # no job comes due: only take() locks something
         q = self.queue()
         tries = itertools.count()
@@ -3822,8 +3732,6 @@ class Keyed(QueueCase):
     def test_newer_payload_with_equal_bytes_begins_without_attempts_and_checkpoint(
         self,
     ) -> None:
-        """A newer payload starts with attempt 1 and without a checkpoint, even if its bytes equal
-        those of the older payload."""
         q = self.queue()
         task = leased(q, b"", "k")
         q.checkpoint(task, b"half")  # belongs to the older payload
@@ -3898,7 +3806,6 @@ class Healed(QueueCase):
     def test_buffered_payload_that_comes_back_does_not_replace_a_younger_task(
         self,
     ) -> None:
-        """An old buffered payload that comes back in keys/ is not renamed over a younger task."""
         q = self.queue()
         first = leased(q, b"1", "k")
         ident = q.push(b"2", key="k")
@@ -3915,7 +3822,6 @@ class Healed(QueueCase):
             os.unlink(ghost)
 
     def test_retried_task_whose_dead_letter_comes_back_is_delivered(self) -> None:
-        """A retried task is delivered even if its old name in failed/ comes back."""
         # Nothing shows which of the two names is the older name.
         q = self.queue()
         for key in (None, "k"):
@@ -3950,8 +3856,7 @@ class Healed(QueueCase):
         self,
     ) -> None:
         """If statfs() fails, a waiting pop() and register() raise the error."""
-        # On a file system that is wrongly taken for a local one, the locks of other hosts would not
-        # be seen. The calls that raised leave no descriptor and no ticket.
+        # The calls that raised leave no descriptor and no ticket.
         q = self.queue()
         line = self.new_dir()
         self.assertIsNone(q.pop())  # opens the lease directory, which stays open
@@ -3968,7 +3873,6 @@ class Healed(QueueCase):
         self.assertEqual({*os.listdir(line)} - {"last"}, set())
 
     def test_lease_of_another_host_that_was_just_renewed_is_not_reclaimed(self) -> None:
-        """A worker leaves a lease of another host alone if the lease was renewed just now."""
         # By this host's queue clock, the deadline has passed, because the clocks of hosts drift
         # apart. But the st_ctime of the file shows the renewal.
         with on_boot("another host's"):
@@ -4009,7 +3913,6 @@ class Healed(QueueCase):
         q.retry(ident)
 
     def test_large_empty_pending_is_not_replaced_on_a_shared_file_system(self) -> None:
-        """On a shared file system, pop() does not replace a pending/ that has grown."""
         # Other hosts may look into the old directory for a long time.
         q = self.queue()
         before = os.stat(self.file("pending")).st_ino
@@ -4018,7 +3921,6 @@ class Healed(QueueCase):
         self.assertEqual(os.stat(self.file("pending")).st_ino, before)
 
     def test_checkpoints_are_listed_before_one_is_read(self) -> None:
-        """On a shared file system, pop() lists checkpoints/ before it reads a checkpoint."""
         # Without the listing, pop() might read an old file that another host has replaced.
         q = self.queue()
         seen = list[str]()
@@ -4035,7 +3937,6 @@ class Healed(QueueCase):
     def test_claim_that_can_be_neither_used_nor_undone_is_given_back_later(
         self,
     ) -> None:
-        """A claim that the worker can neither use nor undo is given back later."""
         # First, the claim is carried out, but reported as failed. Second (is_answered), the claim
         # is reported as carried out, but the worker can't read the file of the lease. In both
         # cases the undoing fails, too, and no caller has the lease. The lease has no deadline, but
@@ -4112,8 +4013,6 @@ class KeyedOnSharedFileSystem(Keyed):
     def test_payload_pushed_behind_a_task_from_a_host_whose_clock_is_fast_is_delivered(
         self,
     ) -> None:
-        """A payload that is pushed behind a leased task is delivered, even if the task's id has a
-        time in the future."""
         q = self.queue()
         self.put(
             f"{time.time_ns() + 60 * 10**9:020d}-{key_tag('k')}", record(b"1", b"k")
@@ -4124,7 +4023,6 @@ class KeyedOnSharedFileSystem(Keyed):
         self.assertEqual(self.drain(q), [b"2"])
 
     def test_older_of_two_buffered_payloads_is_never_delivered(self) -> None:
-        """If two payloads are buffered behind a task, only the newer payload is delivered."""
         # This happens if a host was cut off from the network, lost the lock of the key without
         # knowing, and pushed a payload at the same time as another host.
         q = self.queue()
@@ -4166,13 +4064,11 @@ class KeyedOnSharedFileSystem(Keyed):
 
 
 class Durability(StepCase):
-    """Each step syncs the right files in the right order. The programs in .ci/ show that synced
-    steps survive power loss."""
+    """Each step syncs the right files in the right order."""
 
     in_memory = False
 
     def test_step_is_on_disk_when_it_returns(self) -> None:
-        """When a step returns, its record and the record's new directory have been synced."""
         # Before the unlink of a lease, its file and directory are synced, because the claim was not
         # synced. Otherwise, after power loss, the disk may show the record where it waited. The
         # reason of a failure is synced before the record. The link of a new key is synced before
@@ -4183,15 +4079,12 @@ class Durability(StepCase):
     def test_step_is_on_disk_when_it_returns_on_other_file_systems(self) -> None:
         """On NFS, a record is synced before the rename."""
         # Otherwise another host could read a torn record before the sync, and quarantine the task.
-        # The push() would return all the same, as if the task were waiting.
         self.patched(on_file_system(NFS))
         for words in ("push x", "schedule x 4e15"):
             step = self.prepare_step(words, Row("", ""), sync_after_write=True)
             self.assertEqual(self.moves_and_syncs(step), ["file", "move", "directory"])
 
     def test_no_renewal_comes_between_the_sync_of_a_lease_and_its_removal(self) -> None:
-        """In done(), no other thread can renew the lease between the sync and the removal of its
-        file."""
         # A renewal would give the file a new name, which would not have been synced.
         q = self.queue(sync_after_write=True, keep_done=False)
         task = leased(q)
@@ -4225,8 +4118,6 @@ class Durability(StepCase):
                 self.assertEqual(q.stats().done, 1)
 
     def test_directory_of_the_queue_that_is_a_link_is_refused_and_named(self) -> None:
-        """No call follows a link in the place of a directory of the queue: the error names it."""
-        # A member of a group's queue could put such a link there, to a directory of another user.
         outside = self.new_dir()
         for name in ("pending", "done", "creating"):
             q = self.new_queue()
@@ -4319,7 +4210,6 @@ class Durability(StepCase):
 
     @unittest.skipUnless(sys.platform == "linux", "syncfs is Linux's")
     def test_syncfs_is_found_and_called(self) -> None:
-        """The real syncfs() is called, with the open directory pending/."""
         q = self.queue(sync_after_write=True)
         seen = list[bool]()
 
@@ -4469,8 +4359,7 @@ class StaleLook(Step):
 
 
 def sees_or_changes_names(name: str, args: tuple[Any, ...]) -> bool:
-    """Return whether a call sees or changes names. Only for such a call it matters whether another
-    process moves a task before the call or after it."""
+    """Return whether a call sees or changes names."""
     return name in ("open", "list", "lstat", "stat", "move", "unlink", "mkdir", "rmdir")
 
 
@@ -4506,7 +4395,6 @@ class Life:
         self.failed: FemtoTask | None = None  # the task that failed last
 
     def do(self, words: str) -> None:
-        """Do the operations, which are separated by commas."""
         try:
             for operation in words.split(", "):
                 word, *arguments = operation.split()
@@ -4517,7 +4405,6 @@ class Life:
             raise
 
     def say_and_call(self, what: str, call: Callable[..., object], *args: Any) -> None:
-        """Make a call, and say so before it and after it."""
         self.say(f"try {what}")
         call(*args)
         self.say(what)
@@ -4611,25 +4498,21 @@ class Life:
             file.write(b"FQ1 00000000 9\ntorn")
 
     def mv(self) -> None:
-        """Move a leased task back to pending/, as a person may do."""
         task = self.held.pop(0)
         source = os.path.join(self.q.data_dir, task.path)
         name = f"{task.id[:20]}~1~{task.id}"
         os.rename(source, os.path.join(self.q.data_dir, "pending", name))
 
     def turn(self) -> None:
-        """Let the other worker do the next operations."""
         other = self.other or FemtoQueue(self.q.data_dir, "other")
         self.q, self.other = other, self.q
 
     def leave(self) -> None:
-        """Close the other worker."""
         assert self.other is not None
         self.other.close()
         self.held.clear()
 
     def die(self) -> None:
-        """Make the other worker look dead."""
         assert self.other is not None
         simulate_death(self.other)
         # freed together with q: no hook sees its finalizer
@@ -4641,8 +4524,7 @@ class Life:
 class Scenario:
     """A sequence of operations, in words of Life.
 
-    The words before a bar prepare the queue. The words after the bar are interrupted, at each of
-    their system calls in turn. Without a bar, all words are interrupted."""
+    Without a bar, all words are interrupted."""
 
     def __init__(self, words: str, key: str | None = None) -> None:
         self.__name__ = words
@@ -4756,7 +4638,6 @@ class Interrupted(QueueCase):
         return itertools.count(self.chance.randrange(every * SAMPLED), every * SAMPLED)
 
     def new_path(self, number: int) -> None:
-        """Set `path` to that of a new queue."""
         self.path = os.path.join(self.base, f"{next(self.serial)}-{number}")
 
     def new_life(
@@ -4787,10 +4668,9 @@ class Interrupted(QueueCase):
         """Yield the endings by death, before each system call.
 
         First, a real process is killed by SIGKILL at every fifth call that changes something. The
-        seed chooses the first of these calls. (The program .ci/faults.py kills a process at each
-        call.) Then the directory is copied before each call of another run. The
-        copy has the files that a process leaves if it dies before that call, and no locks.
-        Successive calls that change nothing share a copy."""
+        seed chooses the first of these calls. Then the directory is copied before each call of
+        another run. The copy has the files that a process leaves if it dies before that call, and
+        no locks. Successive calls that change nothing share a copy."""
 
         def run(hook: Hook, say: Say) -> None:
             # If the scenario has no bar, the calls of the constructor are interrupted, too.
@@ -4948,8 +4828,7 @@ class Interrupted(QueueCase):
         """Yield the endings where another worker takes and finishes the next task, after each call.
 
         In turn, the other worker comes half a second later, or so late that the leases have ended.
-        It does not come while the key is locked: the worker runs in this thread, and would wait for
-        the lock for ever."""
+        It does not come while the key is locked."""
 
         def counts(name: str, args: tuple[Any, ...]) -> bool:
             return sees_or_changes_names(name, args) and self.is_free("k")
@@ -4973,8 +4852,6 @@ class Interrupted(QueueCase):
     def finish_one(
         self, q: FemtoQueue, said: list[str], finished: list[str], late_s: float
     ) -> None:
-        """Let another worker take a task and finish it. Add the line "took" to `said`, and the line
-        "done" to `finished`."""
         # now pop() enqueues due tasks and reclaims ended leases
         self.now.advance(late_s)
         if (task := q.pop()) is not None:
@@ -5067,7 +4944,6 @@ class PlainInterrupted(Interrupted):
     is_full = False
 
     def payloads(self, q: FemtoQueue, *states: Any) -> list[str]:
-        """Return the sorted payloads of the tasks in these states."""
         return sorted(task.data.decode() for state in states for task in q.tasks(state))
 
     def check(self, q: FemtoQueue, said: list[str]) -> None:
@@ -5109,7 +4985,6 @@ class Crash(PlainInterrupted):
         self.check_all(self.deaths)
 
     def test_leftovers_of_a_killed_push_are_removed_after_an_hour(self) -> None:
-        """A file that a killed push has left in creating/ is removed after an hour."""
         # A younger file stays, because its push may be under way. Foreign files stay.
         q = self.queue()
         clock = self.clock()
@@ -5153,7 +5028,6 @@ class Faults(PlainInterrupted):
     def test_another_worker_after_any_system_call_loses_and_duplicates_no_task(
         self,
     ) -> None:
-        """If another worker takes a task after any system call, no task is lost or done twice."""
         self.check_all(self.intruders)
 
     def test_push_that_raises_leaves_no_task(self) -> None:
@@ -5172,7 +5046,6 @@ class Faults(PlainInterrupted):
     def test_constructor_works_after_another_one_failed_at_any_system_call(
         self,
     ) -> None:
-        """After a constructor has failed at any system call, the next constructor succeeds."""
         # A constructor whose statfs() fails raises an error: it does not assume a local file
         # system.
         for turn in range(self.ERRORS):
@@ -5219,7 +5092,6 @@ class Faults(PlainInterrupted):
         self.assertIsNone(q.pop())
 
     def test_task_that_can_not_be_read_waits_again_at_once(self) -> None:
-        """If a task can't be read, pop() raises the error, and the task waits again."""
         # After a lack of descriptors, or an exception of a signal handler, the task is the next
         # task again, and the delivery is not counted. If the task itself is the reason of the error
         # (its file is not readable, or its payload does not fit into memory), the task goes to the
@@ -5286,8 +5158,6 @@ class Faults(PlainInterrupted):
     ) -> None:
         """pop() raises a signal handler's TimeoutError at once, even if the interrupted part of the
         maintenance has met an error of the disk before."""
-        # The TimeoutError is an OSError, too. pop() tells it from an error of the disk by the
-        # errno, which only an OSError of the system has.
         ident = self.queue().push(b"x")
         for name in ("inflight-n2", "inflight-n3"):
             os.mkdir(self.file(name))
@@ -5310,7 +5180,6 @@ class Faults(PlainInterrupted):
             q.release(task, counted=False)
 
     def test_claim_that_can_be_neither_read_nor_undone_is_put_back_later(self) -> None:
-        """If a claimed task can be neither read nor put back, it is put back later, uncounted."""
         # Here no descriptor is left, for the task or for the lock of its key, and the disk is full.
         q = self.queue(timeout_stale_ms=None, max_attempts=1)
         clock = self.clock()
@@ -5331,7 +5200,6 @@ class Faults(PlainInterrupted):
         self.assertEqual(self.pop(q).attempts, 1)
 
     def test_maintenance_that_hung_once_runs_again_soon(self) -> None:
-        """A part of the maintenance that hung for an hour runs again after 20 seconds."""
         # The pause is 20 times the duration of the run, but at most 20 seconds.
         longest_s = constant("longest pause")
         q = self.queue()
@@ -5392,8 +5260,7 @@ class Faults(PlainInterrupted):
     ) -> None:
         """After a reboot, a queue object works even if it can't write a clock file, or can't read
         the lease directory of another user."""
-        # On a full or read-only disk, where no clock file can be written, the object can look at
-        # tasks and purge them. A new queue clock can start even if a lease directory can't be read.
+        # Meanwhile the object can look at tasks and purge them.
         q = self.queue()
         q.done(leased(q))
         ident = q.push(b"x")
@@ -5407,7 +5274,6 @@ class Faults(PlainInterrupted):
                 self.assertGreater(self.queue("n3").push(b"y"), ident)
 
     def test_new_queue_is_private_except_its_clock_file(self) -> None:
-        """A new data_dir has mode 0700, and its clock file has mode 0644, with any umask."""
         for umask in (0o022, 0o077):
             self.addCleanup(os.umask, os.umask(umask))
             self.path = os.path.join(self.base, f"{umask}")
@@ -5417,8 +5283,6 @@ class Faults(PlainInterrupted):
             self.assertEqual(modes, [0o700, 0o644])
 
     def test_missing_directory_raises_until_it_is_back(self) -> None:
-        """While a directory of the queue is missing, each call raises FileNotFoundError with the
-        path."""
         # The directory is not made again, and no lease is lost. When the directory is back, the
         # same queue object and its lease work again. A directory that was moved is noticed at the
         # next look, a tenth of a second later.
@@ -5453,7 +5317,6 @@ class Faults(PlainInterrupted):
         self.assertIn(path, caught.exception.filename)
 
     def test_data_dir_that_was_moved_stays_the_queue_of_its_objects(self) -> None:
-        """A queue object goes on with a data_dir that was moved, even if another is at its path."""
         q = self.queue()
         task = leased(q, b"1")
         moved = f"{self.path}.moved"
@@ -5492,7 +5355,6 @@ class Faults(PlainInterrupted):
         self.assertFalse(os.path.exists(place))
 
     def test_data_dir_that_was_removed_raises_until_it_is_made_again(self) -> None:
-        """While data_dir is removed, each call raises FileNotFoundError; then all work again."""
         q = self.queue()
         clock = self.clock()
         self.assertIsNone(q.pop())
@@ -5511,9 +5373,6 @@ class Faults(PlainInterrupted):
         self.assertEqual(self.pop(q).id, ident)
 
     def test_constructor_raises_if_data_dir_is_a_file_or_a_dangling_link(self) -> None:
-        """If data_dir is a file, is below a file, or is a dangling link, the constructor raises an
-        error."""
-        # The class Durability tests links to directories.
         occupied = self.put("occupied", b"", "")
         dangling = self.file("none")
         os.symlink("nowhere", dangling)
@@ -5567,7 +5426,7 @@ class KeyedInterrupted(Interrupted):
             self.check_keys_are_repaired(q)
 
     def check_keys_are_repaired(self, q: FemtoQueue) -> None:
-        """Fail unless the repair of keys removes the files that an error has left."""
+        """Fail unless a repair removes what an error has left."""
         self.now.advance(601)
         self.assertIsNone(q.pop())
         self.assertEqual(self.names("keys"), [])
@@ -5607,8 +5466,6 @@ class KeyedInterrupted(Interrupted):
     def test_person_who_moves_files_after_any_system_call_makes_no_second_task(
         self,
     ) -> None:
-        """If a person moves leased tasks to pending/ after any system call, the key has no second
-        task."""
         self.check_all(self.moved_by_hand)
 
 
@@ -5785,11 +5642,6 @@ class QueueModel:
         )
 
     def in_states(self, *states: str) -> list[ModelTask]:
-        """Return the tasks in these states, sorted by the names of their files.
-
-        The names of the directories are not compared: a node_id may be random, and the same seed
-        must give the same operations in every run.
-        """
         known = [task for task in self.tasks.values() if task.state in states]
         # An id sorts before every other name that begins with the same number.
         return sorted(
@@ -5857,7 +5709,6 @@ class QueueModel:
         return min(steps, default=0)
 
     def drop_behind(self, task: ModelTask) -> ModelTask | None:
-        """Remove the payload behind a task, and return it."""
         newer = task.behind
         task.behind = None
         if newer is not None:
@@ -5954,8 +5805,6 @@ class QueueModel:
     # Maintenance
 
     def is_over(self, task: ModelTask) -> bool:
-        """Return whether any worker may end the lease of a task: the worker of the lease is dead,
-        or the deadline has passed."""
         dead = task.boot == self.boot and not self.living[task.node]
         return dead or task.at_ns <= self.now_ns()
 
@@ -6188,8 +6037,6 @@ class Fuzz:
     # The directory
 
     def on_disk(self) -> tuple[dict[str, Place], set[str]]:
-        """Return the place of each task on disk, by id; and the ids that have a reason beside
-        their dead letter."""
         found: dict[str, Place] = {}
         reasons = set()
         for directory in os.listdir(self.path):
@@ -6253,8 +6100,6 @@ class Fuzz:
         self.note_lease_dir_left(w)
 
     def reopen(self, w: Worker) -> None:
-        """Replace a queue object by a new one, or by a copy that was pickled while the old object
-        was open."""
         new = self.open(self.chance.choice((w.q.node_id, w.given_node)))
         if self.chance.random() < 0.5:
             self.say("pickled")
@@ -6272,7 +6117,6 @@ class Fuzz:
         w.q = new.q  # drops the last reference to the old object, which closes it
 
     def kill(self, w: Worker) -> None:
-        """Do what SIGKILL does to a worker: its lock is dropped, and it does nothing more."""
         if w.lock_fd is not None:
             nowhere = os.open(os.devnull, os.O_RDONLY)
             os.dup2(nowhere, w.lock_fd, inheritable=False)
@@ -6426,10 +6270,8 @@ class Fuzz:
         """Fail if the delivered task (`was`) overtook an older one.
 
         An older task may still wait only if it came to pending/ after the listing from which the
-        batch of the worker was made. The listing was made at most a second ago, so an older task
-        must not have waited in pending/ for longer. The listing contains the delivered task, unless
-        the worker put the delivered task into pending/ itself. So the listing also contains each
-        older task that came to pending/ before the delivered task.
+        batch of the worker was made. The listing was made at most a second ago, and contains the
+        delivered task, unless the worker put that task into pending/ itself.
         """
         model = self.model
         if self.paused_ns is not None:
@@ -6748,10 +6590,9 @@ class Fuzz:
 
 class Model(QueueCase):
     def test_random_operations_of_several_objects_agree_with_a_model(self) -> None:
-        """After each random operation, the directory and the result are those of a model."""
         # The model covers order, attempts, keys, leases, due times and dead letters. Meanwhile the
         # clock is set, objects die and are opened again, and people move files. Afterwards no
-        # descriptor is left open. .ci/fuzz.py runs the same with more seeds.
+        # descriptor is left open.
         before = os.listdir("/dev/fd")
         for seed in range(16):
             Fuzz(self.new_dir(self.memory), seed).run(300)
@@ -6787,9 +6628,6 @@ class Corruption(QueueCase):
     )
 
     def test_task_whose_key_is_invalid_or_of_another_id_is_a_dead_letter(self) -> None:
-        """A task becomes a dead letter if its key is invalid or does not match its id."""
-        # No push() writes such a file. The file must not make every later pop() raise, and must not
-        # make a worker take the locks of two keys.
         q = self.queue()
         for number, key in enumerate(("a" * 201, "%61", "a,b", "%")):
             self.put(f"{number:020d}-{key_tag(key)}", record(b"x", key.encode()))
@@ -6799,7 +6637,6 @@ class Corruption(QueueCase):
         self.assertEqual(self.states(), {"failed": 5, "done": 1})
 
     def test_payload_is_whole_when_reads_and_writes_are_partial(self) -> None:
-        """The queue repeats read() and write() until the record is whole."""
         # With FUSE, each call may transfer only a part of the bytes.
         q = self.queue()
         read = os.read
@@ -6954,7 +6791,7 @@ class TroubleOfOneTask(QueueCase):
             q.work(lambda task: None, drain=True)
 
     def test_work_pauses_after_a_task_that_it_passes_over(self) -> None:
-        """The task may be the only one. Without a pause, its errors would fill the log."""
+        """Without a pause, the errors of an only task would fill the log."""
         self.set_constant("base interval", 0.0625)
         q = self.queue(max_attempts=3)
         clock = self.clock()
@@ -6964,7 +6801,6 @@ class TroubleOfOneTask(QueueCase):
         self.assertEqual(sleep.mock_calls.count(mock.call(0.0625)), 3)
 
     def test_locked_task_goes_to_the_back_uncounted(self) -> None:
-        """If a lock keeps a pop() from delivering a task, the task goes to the back uncounted."""
         # The lock is of the key, or another program has a lease of the kernel on the file.
         self.set_constant("base interval", 0.02)
         for key in ("k", None):
@@ -7048,7 +6884,6 @@ class ForeignFiles(QueueCase):
     )
 
     def test_lease_directory_that_is_a_link_is_left_alone(self) -> None:
-        """A link with the name of a lease directory is not a worker, and is not followed."""
         outside = self.new_dir(self.memory)
         name = f"{1:020d}~1~00000000~{1:020d}-{'0' * 16}"
         with open(os.path.join(outside, name), "wb") as file:
@@ -7073,8 +6908,6 @@ class ForeignFiles(QueueCase):
         return {os.path.normpath(self.file(directory, name)) for name in names}
 
     def test_foreign_files_are_never_delivered_moved_or_removed(self) -> None:
-        """Foreign files, directories, links and names of any bytes stay where they are, and no
-        operation raises because of them."""
         # This holds in every directory of the queue, for names that resemble a lease directory, and
         # on shared file systems. A pop() that finds no task lists pending/ only once, however many
         # foreign files there are.
@@ -7103,7 +6936,6 @@ class ForeignFiles(QueueCase):
         self.assertEqual([path for path in foreign if not os.path.lexists(path)], [])
 
     def foreign_files(self) -> set[str]:
-        """Put foreign files into each directory. Return their paths."""
         foreign: set[str] = set()
         os.mkdir(self.file("keys"))
         states = "pending", "scheduled", "done", "failed", "inflight-n2"
@@ -7125,10 +6957,8 @@ class ForeignFiles(QueueCase):
     def test_links_directories_and_fifos_named_like_tasks_are_quarantined_unread(
         self,
     ) -> None:
-        """A link, directory or FIFO with the name of a task moves to failed/, and is not read."""
-        # Because of O_NOFOLLOW a link is not followed; because of O_NONBLOCK a FIFO does not block
-        # pop(). On a file system that hosts share, such an entry is not mistaken for a file that
-        # another host has replaced or claimed.
+        # On a file system that hosts share, such an entry is not mistaken for a file that another
+        # host has replaced or claimed.
         secret = self.put("secret", record(b"abc"), "")
         make: tuple[Callable[[str], object], ...] = (
             lambda path: os.symlink(secret, path),
@@ -7176,7 +7006,6 @@ class ManyUsers(QueueCase):
     def test_files_for_all_users_follow_the_rights_of_data_dir(self) -> None:
         """Files and directories for all users have the permissions of data_dir, whatever the
         umask."""
-        # The first user of a key or a TicketQueue may be root, or have another umask.
         os.chmod(self.path, 0o770)
         before = os.umask(0o077)
         try:
@@ -7403,7 +7232,6 @@ class ByHand(QueueCase):
 
     def test_mv_rm_and_touch_change_what_is_delivered(self) -> None:
         """A command has the same effect on a worker that has listed the tasks as on another one."""
-        # Worker n1 holds a lease without a deadline, and has listed the tasks. Worker n2 has not.
         clock = self.clock()
         for (command, is_lost, wanted), node in itertools.product(
             self.COMMANDS, ("n1", "n2")
@@ -7426,8 +7254,6 @@ class ByHand(QueueCase):
                 self.check_invariants()
 
     def test_task_moved_by_hand_under_any_of_its_names_is_found_by_its_id(self) -> None:
-        """A task whose file was moved by hand to pending/ or failed/ is found by its id, even if
-        the name of the file still shows the former state."""
         # A file in pending/ may have the name of a lease. A file in failed/ or done/ may have the
         # name of a waiting task. stats(), retry() and tasks() understand such names. peek() does
         # not find them in done/ and failed/, because it lists neither. retry_failed() lists failed/
@@ -7458,8 +7284,6 @@ class ByHand(QueueCase):
         )
 
     def test_shell_tools_can_read_a_queue_and_a_copy_of_it_is_a_queue(self) -> None:
-        """The tools ls, cat, tail, grep, wc and du show the tasks, and a copy of the directory is a
-        queue."""
         # The copy delivers the task in flight again, because no worker holds the lease in the copy.
         q = self.queue(timeout_stale_ms=None)
         ids = q.push_many([b"one\n", b"two\n"])
@@ -7515,7 +7339,6 @@ class Concurrency(QueueCase):
         q.close()
 
     def test_eight_workers_deliver_twenty_thousand_tasks_exactly_once(self) -> None:
-        """No task is delivered twice or lost, because no worker dies."""
         workers = [
             self.child(functools.partial(self.push_and_drain, first=n))
             for n in range(8)
@@ -7652,7 +7475,6 @@ class TicketCase(QueueCase):
         return TicketQueue(self.file("line"), stale_timeout)
 
     def members(self) -> list[str]:
-        """Return the files of the tickets in line, in order."""
         return [name for name in self.names("line") if name[0].isdigit()]
 
 
@@ -7737,8 +7559,6 @@ class Tickets(TicketCase):
         self.assertRaises(FileNotFoundError, line.register)
 
     def test_ticket_of_a_dead_process_is_passed_over_at_once(self) -> None:
-        """The ticket of a dead process, at the head or further back, is passed over at once, even
-        without a stale_timeout."""
         lines = [self.line() for _ in range(4)]
         members = [line.register()[1] for line in lines]
         self.assertFalse(lines[1].is_head(2))
@@ -7883,8 +7703,6 @@ class Tickets(TicketCase):
         )
 
     def test_maybe_cleanup_at_a_mount_point_removes_nothing(self) -> None:
-        """If the directory is a mount point, maybe_cleanup() returns False, and the line goes
-        on."""
         line = self.line()
         line.remove(line.register()[1])
         with hooked(at_call("rmdir", None, errno_raiser(errno.EBUSY))):
@@ -7893,7 +7711,6 @@ class Tickets(TicketCase):
             self.assertFalse(line.maybe_cleanup())
 
     def test_line_that_was_removed_and_made_anew_is_seen_by_others(self) -> None:
-        """An object that holds no ticket looks at the line that is now at its path."""
         idle, line, other = (self.line() for _ in range(3))
         line.remove(line.register()[1])
         self.assertTrue(idle.is_empty() and other.maybe_cleanup() and idle.is_empty())
@@ -7934,8 +7751,6 @@ class Tickets(TicketCase):
                 break
 
     def test_ticket_whose_removal_fails_is_no_longer_locked(self) -> None:
-        """If the network is cut during remove(), the ticket's lock is dropped all the same."""
-        # So other members pass over that ticket once the directory can be reached again.
         line = self.line()
         _, member = line.register()
         with hooked(at_call("unlink", member, errno_raiser(errno.ENOTCONN))):
@@ -7962,7 +7777,6 @@ class Tickets(TicketCase):
 
     @FORK
     def test_eight_processes_take_a_hundred_turns_each(self) -> None:
-        """The processes have turns one at a time, in the order of the tickets."""
         # Meanwhile maybe_cleanup() removes the directory whenever the line is empty. Tickets then
         # begin at 1 again.
         self.put("inside", b"0", "")
@@ -8003,10 +7817,8 @@ class SharedTickets(TicketCase):
             self.assertTrue(thread.is_alive())
 
     def test_last_number_is_kept_in_a_file_name_and_the_directory_stays(self) -> None:
-        """On NFS the last number is in the name of a file, and maybe_cleanup() removes nothing."""
         # A host may read the old content of "last" from its cache after another host has written to
-        # the file. If the directory were removed, one host might lock the removed "last" while
-        # another host locks the new "last".
+        # the file.
         for number in (1, 2, 3):
             line = self.line()
             ticket, member = line.register()
@@ -8136,7 +7948,6 @@ class SharedTickets(TicketCase):
         self.assertTrue(other.is_head(waiting))
 
     def test_touch_counts_from_the_beginning_of_a_call_that_hangs(self) -> None:
-        """The age of a ticket counts from the beginning of the call that touched the ticket."""
         # The call may hang after the server has carried it out. If another host may have passed the
         # ticket over meanwhile, turn() raises an error.
         line, clock = self.line_and_clock()
@@ -8171,7 +7982,6 @@ class Shrinking(QueueCase):
             return q.pop()
 
     def opened(self, *directories: str) -> list[int]:
-        """Open directories, and return the descriptors, which keep the inodes from being reused."""
         fds = [os.open(self.file(it), os.O_RDONLY) for it in directories]
         for fd in fds:
             self.addCleanup(os.close, fd)
@@ -8208,8 +8018,7 @@ class Shrinking(QueueCase):
         self,
     ) -> None:
         # A directory of another user can't be made again with the same owner, so an attempt would
-        # fail. Workers would repeat it ten times a second while the queue is empty, and would write
-        # to the disk each time.
+        # fail.
         q = self.queue()
         clock = self.clock()
         place = self.file("pending")
@@ -8269,12 +8078,10 @@ class Shrinking(QueueCase):
         self.assertEqual((self.are_replaced(before), self.drain(q)), ([True], [b"x"]))
 
     def moved_aside(self, directory: str) -> None:
-        """Put a new directory in place of one of the queue's, which stays under another name."""
         os.rename(self.file(directory), self.new_dir(self.path))
         os.mkdir(self.file(directory))
 
     def test_process_that_only_pushes_notices_a_replaced_directory(self) -> None:
-        """A process that only pushes uses the directory that is at the name, within seconds."""
         q = self.queue()
         clock = self.clock()
         q.push(b"1")
@@ -8284,7 +8091,6 @@ class Shrinking(QueueCase):
         self.assertEqual(self.names("pending"), [ident])
 
     def test_worker_notices_a_replaced_directory(self) -> None:
-        """A worker takes tasks from the directory that is at the name, within seconds."""
         q = self.queue()
         clock = self.clock()
         self.assertIsNone(q.pop())
@@ -8294,7 +8100,6 @@ class Shrinking(QueueCase):
         self.assertEqual(popped(q).data, b"x")
 
     def test_push_succeeds_though_creating_was_just_replaced(self) -> None:
-        """A push whose open creating/ was removed writes into the new one."""
         self.clock().stand_still()
         q = self.queue()
         q.push(b"1")
@@ -8358,8 +8163,6 @@ class Shrinking(QueueCase):
         return hook
 
     def test_directory_that_can_not_be_replaced_stays_in_use(self) -> None:
-        """If pending/ can't be replaced, pop() of an empty queue returns None, and no file is left
-        over."""
         # The replacement fails on a full disk, or if the directory is a mount point.
         clock = self.clock()
         clock.stand_still()
@@ -8638,7 +8441,6 @@ class Compatibility(QueueCase):
                 self.put(path, content, "")
 
     def check_old_queue(self, q: FemtoQueue) -> None:
-        """Fail unless the counts, the findings and the settled tasks are those of AN_OLD_QUEUE."""
         stats = q.stats()
         live = stats.pending, stats.scheduled, stats.inflight, stats.buffered
         self.assertEqual((*live, stats.done, stats.failed), (5, 2, 5, 3, 1, 1))
@@ -8766,7 +8568,7 @@ def sleepers(polling: bool = False) -> Iterator[set[int]]:
 
 
 class Waiting(QueueCase):
-    """A wait ends when its event happens. The benchmark shows how soon."""
+    """A wait ends when its event happens."""
 
     polling = False  # True in class Polling: there is no inotify
 
@@ -8776,7 +8578,6 @@ class Waiting(QueueCase):
             self.patched(without_libc())
 
     def start_waiting(self, *works: Callable[[], object]) -> list[threading.Thread]:
-        """Start a thread for each function, and return the threads when all of them wait."""
         threads = [threading.Thread(target=it, daemon=True) for it in works]
         with sleepers(self.polling) as asleep:
             for thread in threads:
@@ -8804,8 +8605,8 @@ class Waiting(QueueCase):
     def test_closed_queue_holds_no_descriptor_of_its_waits(self) -> None:
         """After close(), every descriptor of a wait is closed, even if another thread wakes a wait
         during close()."""
-        # By default, a user has only 128 instances of inotify. A look that close() meets may open
-        # directories of the queue again, so they are not counted.
+        # A look that close() meets may open directories of the queue again, so they are not
+        # counted.
 
         def count() -> int:
             paths = [f"/proc/self/fd/{it}" for it in os.listdir("/proc/self/fd")]
@@ -9038,9 +8839,8 @@ class WaitingWithInotify(QueueCase):
             self.assertIn(data, (b"x", b"due"))
 
     def push_and_replace(self, other: FemtoQueue) -> None:
-        # One read() returns the events of the push and of the replacement. After this read(),
-        # pop() must watch the new directory: the watch of the old one would not report the push
-        # of the next step.
+        # One read() returns the events of the push and of the replacement. After this read(), pop()
+        # must watch the new directory.
         other.push(b"old")
         self.replace("pending")
 
@@ -9103,8 +8903,7 @@ class Coroutines(QueueCase, unittest.IsolatedAsyncioTestCase):
 
     async def test_close_just_before_a_wait_is_in_line_ends_it(self) -> None:
         # RACE: another thread closes the queue after pop_async() has begun, but before its request
-        # is in line. The wait must end: otherwise it would lease a task and give the task back,
-        # again and again.
+        # is in line. The wait must end.
         q, loop = self.queue(), asyncio.get_running_loop()
         q.push(b"x")
         call_later = loop.call_later
@@ -9123,8 +8922,7 @@ class Coroutines(QueueCase, unittest.IsolatedAsyncioTestCase):
         self,
     ) -> None:
         # RACE: the thread that serves coroutines is ending because no coroutine waits, and a new
-        # wait begins. Exactly one thread must serve the new wait: two threads would end each
-        # other's service.
+        # wait begins. Exactly one thread must serve the new wait.
         q = self.queue()
         clock = self.clock()
         monotonic = clock.monotonic
@@ -9239,8 +9037,6 @@ class Coroutines(QueueCase, unittest.IsolatedAsyncioTestCase):
     async def test_task_found_for_a_wait_that_was_cancelled_goes_back_to_its_place(
         self,
     ) -> None:
-        """A task that was found for a wait that was cancelled goes back to the place where the task
-        waited, and the delivery is not counted."""
         # A task of scheduled/ must not be delivered before its time, and a task of pending/ must
         # not overtake others.
         q = self.queue()
@@ -9424,7 +9220,6 @@ class PollingCoroutines(Coroutines):
 
 
 def no_more_threads() -> Any:
-    """Let every start of a thread fail, while the block runs."""
     return mock.patch.object(
         threading.Thread, "start", side_effect=RuntimeError("no more")
     )
@@ -9528,12 +9323,10 @@ class Processing(QueueCase):
     # Renewal
 
     def renewing_queue(self) -> FemtoQueue:
-        """Return a queue that renews its leases of 2 s every 20 ms."""
         self.set_constant("renewal", 0.01)
         return self.queue(timeout_stale_ms=2000)
 
     def until_renewed(self, *tasks: FemtoTask) -> None:
-        """Wait until the leases of these tasks have been renewed: each has another name."""
         before = [task.path for task in tasks]
         until(lambda: all(a != b.path for a, b in zip(before, tasks, strict=True)))
 
@@ -9553,8 +9346,7 @@ class Processing(QueueCase):
         self.assertEqual(self.states(), {"done": 1})
 
     def test_one_thread_renews_all_leases_and_ends_with_the_last_block(self) -> None:
-        # A lease without a deadline needs no thread. (Class Model shows that no renewal shortens a
-        # lease.)
+        # A lease without a deadline needs no thread.
         q = self.renewing_queue()
         endless = self.queue("n2", timeout_stale_ms=None)
         with endless.processing(leased(endless)):
@@ -9568,7 +9360,6 @@ class Processing(QueueCase):
             self.until_renewed(task)
 
     def test_task_is_finished_while_another_thread_renews_its_lease(self) -> None:
-        """done() ends a delivery whose lease is renewed, and so has another path, just before."""
         for key in (None, "k"):
             q = self.new_queue()
             task = leased(q, b"x", key)
@@ -9677,7 +9468,6 @@ class Processing(QueueCase):
     def test_lost_lease_raises_at_either_end_of_the_block_and_changes_nothing(
         self,
     ) -> None:
-        """LeaseLost is raised when a block begins or ends without a valid lease."""
         # An exception of the block is the cause of LeaseLost; but SystemExit is raised as it is. A
         # block with a task that was never leased raises LeaseLost as well.
         for cause in (None, ValueError("the cause"), SystemExit("told")):
@@ -9711,7 +9501,7 @@ class Processing(QueueCase):
             self.assertEqual(child.finish()[1], 0)
             self.assertEqual(self.states(), {"inflight-n1": 1})
 
-    # Checkpoints. Class Model shows how a checkpoint follows the task, and renews the lease.
+    # Checkpoints
 
     def test_failed_checkpoint_leaves_the_former_one_and_a_torn_one_is_ignored(
         self,
@@ -9880,8 +9670,7 @@ class Work(QueueCase):
         self,
     ) -> None:
         # But if a signal comes while work() waits for the running tasks, work() only logs the
-        # error, and returns. If the error were raised, a caller that calls work() again after an
-        # OSError would never learn of the signal.
+        # error, and returns.
         for number, is_signal in enumerate((False, True), 1):
             q, broken, counts = self.queue(), threading.Event(), None
             q.push(b"x")
@@ -9986,9 +9775,8 @@ class Work(QueueCase):
         """After a signal, work() takes no more tasks, and after a second one it gives back the
         running tasks to their places, uncounted."""
         # Two signals within the time "one signal" count as one, because timeout(1) sends one to the
-        # process and one to its process group. If this time is 0, they count as two. The handlers
-        # wait for each other at a barrier: this shows that `concurrency` handlers run at a time.
-        # (Class CommandLine tests signals from another process.)
+        # process and one to its process group. If this time is 0, they count as two. The barrier
+        # shows that `concurrency` handlers run at a time.
         for concurrency, end, one_signal_s in (
             (1, "done", PATIENCE_S),
             (1, "released", 0),
@@ -10019,11 +9807,9 @@ class Checking(QueueCase):
     """check() reports what is wrong in the directory, and repairs only what is safe to repair."""
 
     def found(self, q: FemtoQueue, repair: bool = False) -> list[tuple[str, str, bool]]:
-        """Return the findings of check(), without their texts."""
         return [(it.kind, it.path, it.repaired) for it in q.check(repair)]
 
     def test_repair_mends_safe_findings_and_only_reports_the_rest(self) -> None:
-        """check(repair=True) mends each finding that is safe to mend, and only reports the rest."""
         # The next check() no longer reports a finding that was mended.
         q = self.queue()
         clock = self.clock()
@@ -10114,8 +9900,6 @@ class Checking(QueueCase):
         q.pop()
 
     def test_queue_that_others_than_root_may_write_to_is_reported_to_root(self) -> None:
-        """If root opens a queue that others may write to, one warning is logged, and check()
-        reports it."""
         os.chmod(self.path, 0o770)
         said = self.assertLogs("femtoqueue", "WARNING")
         as_root = mock.patch("os.geteuid", return_value=0)
@@ -10625,7 +10409,6 @@ class Command(subprocess.Popen[bytes]):
         super().__exit__(*error)
 
     def first_lines(self, count: int) -> list[str]:
-        """Read the first `count` lines of output."""
         return [self.stdout.readline().decode().strip() for _ in range(count)]
 
     def send_signals(self, number: int, second: int | None = None) -> None:
@@ -10780,7 +10563,6 @@ class CommandCase(QueueCase):
         return status, out, err
 
     def output_of(self, *words: str) -> str:
-        """Run a command, which must succeed without a message, and return its output."""
         status, out, err = self.run_command(*words)
         self.assertEqual((status, err), (0, ""), words)
         return out
@@ -10814,7 +10596,6 @@ class Transcripts(CommandCase):
         self.assertEqual(len({*names.values()}), len(names), names)
 
     def pattern(self, text: str, names: dict[str, str]) -> str:
-        """Return the regular expression of an expected output."""
 
         def named(name: re.Match[str]) -> str:
             form = LEASE if name[1].startswith("lease") else ID
@@ -11109,7 +10890,7 @@ class CommandLine(CommandCase):
     # work
 
     def test_work_reports_its_progress_now_and_then_and_at_the_end(self) -> None:
-        # Without a terminal, the progress is a plain line. (TRANSCRIPTS shows -q: no progress.)
+        # Without a terminal, the progress is a plain line.
         self.queue(None).push_many([b"x"] * 3)
         program = self.program_with({"report": 0.05})
         words = "work", "jobs", "--drain", "--", "sleep", "0.3"
@@ -11168,7 +10949,6 @@ class CommandLine(CommandCase):
         self.assertEqual(self.states(), {"done": 2})
 
     def test_error_of_the_worker_is_no_failed_try_of_its_task(self) -> None:
-        """If the worker itself meets an error, the attempt of its task is not counted."""
         # In the first worker, TemporaryFile() raises an error, as it may if the worker's Python is
         # removed. The second worker is started in a directory with
         # a user's random.py, which raises an error when it is imported. The worker must import
@@ -11714,7 +11494,6 @@ class CommandLine(CommandCase):
         self.check_and_finish({"failed": 2, "pending": 1})
 
     def launcher_of(self, process: Command) -> int:
-        """Return the pid of the launcher, which is the only child of its worker."""
         children: list[str] = []
         while not children:
             with open(
@@ -11840,7 +11619,6 @@ class CommandLine(CommandCase):
             self.assertEqual(len(self.drain(q)), 30)
 
     def processes_of(self, word: str) -> list[str]:
-        """Return the pids of the processes that have a word in their command line."""
         found = []
         for pid in filter(str.isdigit, os.listdir("/proc")):
             with (
@@ -11857,7 +11635,7 @@ class CommandLine(CommandCase):
 
 class Documents(QueueCase):
     """The programs and commands of the README and of the module's docstring run as they are
-    printed, in a directory that holds nothing but femtoqueue.py. (.ci/lint.py checks the text.)"""
+    printed, in a directory that holds nothing but femtoqueue.py."""
 
     def setUp(self) -> None:
         super().setUp()
@@ -11865,7 +11643,6 @@ class Documents(QueueCase):
         self.go_to(self.path)
 
     def go_to(self, path: str) -> None:
-        """Make a directory the current one, and copy femtoqueue.py into it."""
         os.chdir(path)
         shutil.copy(os.path.join(HERE, "femtoqueue.py"), ".")
 
@@ -11886,7 +11663,6 @@ class Documents(QueueCase):
         return [it for it in found if language in ("", it[0])]
 
     def block(self, text: str, language: str = "python") -> str:
-        """Return the only block that contains this text."""
         (found,) = (code for _, code in self.blocks(language) if text in code)
         return found
 
@@ -12070,7 +11846,6 @@ class Documents(QueueCase):
         self.assertEqual(task and (task.data, task.attempts), (b"x", 1))
 
     def test_idea_of_the_queue_works_with_bare_system_calls(self) -> None:
-        """The program of at most 25 lines handles a task in each of two processes."""
         code = self.block("import os, time")
         self.assertLessEqual(len(code.splitlines()), 25)
         for state in ("creating", "pending", "inflight", "done"):
@@ -12134,10 +11909,9 @@ class Races(QueueCase):
     system call do not reach."""
 
     def test_tasks_pushed_during_a_listing_are_delivered_in_order(self) -> None:
-        # RACE: another worker pushes tasks while pop() lists pending/. The listing has already
-        # passed the place of the oldest new task, and returns only the younger ones. The oldest new
-        # task is still delivered before them. This also holds if most of the listed names are
-        # foreign.
+        # RACE: another worker pushes tasks while pop() lists pending/. The listing returns only the
+        # younger ones of these tasks. The oldest one is still delivered before them. This also
+        # holds if most of the listed names are foreign.
         for before, foreign, meanwhile in ((0, 0, 300), (300, 0, 300), (0, 300, 2)):
             q = self.new_queue()
             pushed = list[str]()
@@ -12236,8 +12010,8 @@ class Races(QueueCase):
     def test_fork_while_another_thread_opens_a_lock_gives_the_child_no_copy(
         self,
     ) -> None:
-        # RACE: a thread forks just after another thread has opened its lease directory. If the
-        # child had a copy of that descriptor, it would hold the lock when the worker is dead.
+        # RACE: a thread forks just after another thread has opened its lease directory. The child
+        # must have no copy of that descriptor, which holds the lock.
         q = self.queue()
         children = list[Child]()
 
@@ -12333,7 +12107,6 @@ class Races(QueueCase):
     def test_close_in_another_thread_while_pop_reads_a_task_leaves_no_lease(
         self,
     ) -> None:
-        """If another thread closes the queue while pop() reads a task, the lease ends."""
         # RACE: the other thread calls close() after pop() has claimed the task. If the key of the
         # task is locked, close() can't end the lease. Then pop() returns the task, any worker takes
         # it back, and the next call for the task says so.
@@ -12372,7 +12145,6 @@ class Trust(QueueCase):
     the queue, and no file of theirs ends another user's worker."""
 
     def test_state_directory_that_is_a_link_is_refused(self) -> None:
-        """If a directory of the queue is a link, no call follows it, and the error names it."""
         outside = self.new_dir(self.memory)
         directories = (
             "creating",
@@ -12422,8 +12194,6 @@ class Trust(QueueCase):
         self.assertEqual(self.states(), {})
 
     def test_lease_directory_that_may_not_be_read_ends_no_other_worker(self) -> None:
-        """If a user makes a lease directory that others may not read, the calls of the others pass
-        it over, and warn once."""
         q = self.queue()
         clock = self.clock()
         os.mkdir(self.file("inflight-x"))
@@ -12443,7 +12213,7 @@ class Trust(QueueCase):
 
     def test_task_whose_place_in_done_is_a_directory_is_removed(self) -> None:
         """If a directory has the name of a finished task in done/, the task is removed, and the log
-        says so. A task that stayed leased would run again and again."""
+        says so."""
         for key in (None, "k"):
             q = self.new_queue()
             task = leased(q, key=key)
@@ -12470,8 +12240,6 @@ class Trust(QueueCase):
     def test_forged_id_of_the_year_2096_moves_no_clock(self) -> None:
         """An id that no honest clock can have made moves no queue clock, and its task is
         delivered."""
-        # With the clock of the forged id, the leases of living workers would be past their
-        # deadlines.
         q = self.queue()
         task = leased(q)
         os.unlink(self.file(f"clock-{self.boot()}"))
@@ -12483,7 +12251,7 @@ class Trust(QueueCase):
 
     def test_what_others_may_not_write_they_can_not_change_or_lock(self) -> None:
         """Nothing in the queue may be written by those who may not write to data_dir. They may not
-        read the locks, either: flock() needs no more."""
+        read the locks, either."""
         before = os.umask(0)
         self.addCleanup(os.umask, before)
         for mode, of_lock in (
@@ -12565,7 +12333,6 @@ class LockWaits(TicketCase):
             self.assertEqual(self.take(q, "k").id, ident)
 
     def test_pauses_between_two_attempts_at_a_lock_stay_short(self) -> None:
-        """A lock that was freed is taken within some hundredths of a second."""
         q = self.queue()
         clock = self.clock()
         q.push(b"x", key="k")
@@ -12663,8 +12430,8 @@ class Reported(QueueCase):
     def test_lease_of_the_kernel_on_a_file_only_delays_its_task(self) -> None:
         """If another process has a lease of the kernel on the file of a task (F_SETLEASE), pop()
         waits until it lets go, and then delivers the task at its first attempt."""
-        # Samba and virus scanners take such leases. open() tells the holder by a signal. With
-        # O_NONBLOCK, open() fails with EAGAIN meanwhile.
+        # Samba and virus scanners take such leases. With O_NONBLOCK, open() fails with EAGAIN
+        # meanwhile.
         q = self.queue(max_attempts=1)
         path = self.file("pending", q.push(b"x"))
 
@@ -12770,8 +12537,6 @@ class Reported(QueueCase):
     def test_payload_that_was_pushed_last_is_delivered_last_after_the_loss_of_a_link(
         self,
     ) -> None:
-        """If power loss undoes the last change of keys/<hash>, the payload that was pushed last is
-        still delivered last."""
         q = self.queue()
         task = leased(q, b"A1", "A")
         link = self.file("keys", key_tag("A"))
