@@ -2,8 +2,8 @@
 
 The classes run side by side, in one process for each processor. `python -m unittest test` runs all
 of them in one process. The seed of the random numbers is printed; set FEMTOQUEUE_SEED to that
-number to repeat a run. The tests that interrupt an operation at each of its system calls try a part
-of the calls, which the seed chooses. With --all, they try every call. Tests whose promise does not
+number to repeat a run. The tests that interrupt an operation at each system call try only a part of
+the calls. The seed chooses this part. With --all, they try every call. Tests whose promise does not
 depend on the disk use /dev/shm. If TMPDIR is set, all tests use that directory: `TMPDIR=/var/tmp
 python test.py` tests the file system of /var/tmp.
 
@@ -1761,8 +1761,8 @@ class Ordering(QueueCase):
         )
 
     def test_clock_files_of_other_boots_stay(self) -> None:
-        """A clock file stays when another boot begins, and its worker, which may be in a container,
-        goes on with its clock."""
+        """A clock file stays when another boot begins. Its worker may be in a container, and goes
+        on with this clock."""
         clock = self.clock()
         with on_boot("container"):
             q = self.queue("container")
@@ -2061,8 +2061,8 @@ class Liveness(QueueCase):
     def test_leases_of_a_dead_worker_that_can_not_see_the_boot_id_end_at_their_deadlines(
         self,
     ) -> None:
-        """If the dead worker or the other worker can't see the boot id, the death does not show,
-        and the lease of the dead worker ends at its deadline."""
+        """If one of the two workers can't see the boot id, the lease of the dead worker ends at its
+        deadline."""
         # A service of systemd with ProcSubset=pid can't see the boot id. It has a random boot of
         # its own. A worker that starts under the same node_id takes the lease back at once.
         clock = self.clock()
@@ -2086,8 +2086,8 @@ class Liveness(QueueCase):
     def test_lease_of_an_earlier_boot_is_not_of_this_boot_where_the_boot_id_is_not_seen(
         self,
     ) -> None:
-        """If a dead worker or the other worker can't see the boot id, a lease ends at its deadline,
-        or at once when a worker starts under the same node_id."""
+        """If one of the two workers can't see the boot id, a lease ends at its deadline. It ends at
+        once when a worker starts under the same node_id."""
         # A service of systemd with ProcSubset=pid can't see the boot id.
         for first, second in ((None, "1"), ("1", None), (None, None)):
             with self.subTest(first=first, second=second):
@@ -2453,8 +2453,8 @@ class Liveness(QueueCase):
     def test_keyed_push_in_a_child_of_an_unseen_fork_waits_for_the_parents_lock(
         self,
     ) -> None:
-        """A child that Python did not see, forked while its parent has the lock of a key, waits for
-        the lock, and then pushes its payload."""
+        """The child was forked while its parent has the lock of a key. It waits for the lock, and
+        then pushes its payload."""
         q = self.queue()
         pids = list[int]()
 
@@ -2470,8 +2470,7 @@ class Liveness(QueueCase):
     def test_end_of_a_call_in_a_child_of_an_unseen_fork_leaves_the_parents_lock(
         self,
     ) -> None:
-        """If an exception ends a call in a child that Python did not see, the lock that the parent
-        has in this call stays."""
+        """If an exception ends the call in the child, the parent keeps the lock."""
         import ctypes
 
         q = self.queue()
@@ -3106,8 +3105,9 @@ class InterruptedDelivery(QueueCase):
             self.assertEqual(self.drain(self.queue("n2")), [b"x"])
 
     def test_close_at_any_line_of_a_delivery_loses_no_task(self) -> None:
-        """If close() comes at any line of a delivery, the caller has a task that it can finish, or
-        whose next call says LeaseLost, or no task. If it has none, the task is delivered later."""
+        """If close() comes at any line of a delivery, the caller gets a task or None. The caller
+        can finish the task, or its next call raises LeaseLost. After None, the task is delivered
+        later."""
         ways: dict[str, Callable[[FemtoQueue], FemtoTask | None]] = {
             "pop": FemtoQueue.pop,
             "wait": lambda q: q.pop(PATIENCE_S),
@@ -3235,8 +3235,8 @@ class Keyed(QueueCase):
             self.assertTrue(all(map(q.contains, found)))
 
     def test_looking_for_a_key_or_work_in_a_missing_queue_raises(self) -> None:
-        """If the queue's directories are gone, contains(), peek() and join() do not report an empty
-        queue, but raise FileNotFoundError."""
+        """If the queue's directories are gone, contains(), peek() and join() raise
+        FileNotFoundError."""
         q = self.queue()
         shutil.rmtree(self.path)
         os.mkdir(self.path)  # the mount point of a file system that is not mounted
@@ -3581,8 +3581,8 @@ class Keyed(QueueCase):
         self.assertEqual(self.drain(q), [b"2"])
 
     def test_of_two_stray_payloads_the_one_written_last_is_delivered(self) -> None:
-        """Of two payloads in keys/ that no link names, the one that was written last becomes the
-        task, though its id is the lower one."""
+        """If no link names either of two payloads in keys/, the payload that was written last
+        becomes the task, even if its id is lower."""
         # On a shared file system, the times of files are not reliable, and the ids decide.
         q = self.queue()
         last_s = time.time()
@@ -4003,8 +4003,8 @@ class KeyedOnSharedFileSystem(Keyed):
     def test_push_replaces_the_payload_of_a_task_from_a_host_whose_clock_is_fast(
         self,
     ) -> None:
-        """A pushed payload replaces the payload of a waiting task, even if the clock of the task's
-        host is fast, so that the task's id has a time in the future."""
+        """A push replaces the payload of a waiting task, even if the task's id has a time in the
+        future."""
         q = self.queue()
         self.put(f"{time.time_ns() + 10**9:020d}-{key_tag('k')}", record(b"1", b"k"))
         q.push(b"2", key="k")
@@ -4023,8 +4023,8 @@ class KeyedOnSharedFileSystem(Keyed):
         self.assertEqual(self.drain(q), [b"2"])
 
     def test_older_of_two_buffered_payloads_is_never_delivered(self) -> None:
-        # This happens if a host was cut off from the network, lost the lock of the key without
-        # knowing, and pushed a payload at the same time as another host.
+        # This happens if a host loses the lock of the key, because it is cut off from the network,
+        # and pushes a payload at the same time as another host.
         q = self.queue()
         task = leased(q, b"1", "k")
         q.push(b"2", key="k")
@@ -4198,8 +4198,8 @@ class Durability(StepCase):
         self.assertEqual(self.drain(q), [b"1", b"2", b"3", *[b"4", b"5"] * 2])
 
     def test_push_many_whose_sync_fails_says_which_tasks_are_in_the_queue(self) -> None:
-        """If the sync of a batch fails, push_many() raises the error, whose `pushed_ids` are the
-        tasks: they wait, but power loss may still undo them."""
+        """If the sync of a batch fails, push_many() raises the error. Its `pushed_ids` are the
+        tasks, which wait, but which power loss may still undo."""
         q = self.queue(sync_after_write=True)
         failing = hooked(at_call("syncfs", None, errno_raiser(errno.EIO)))
         with on_file_system(EXT4), failing, self.assertRaises(OSError) as caught:
@@ -4866,8 +4866,8 @@ class Interrupted(QueueCase):
 
         In turn, the person keeps the names of leases (`mv inflight-X/* pending/`), or gives each
         task its first name (`mv */*ID pending/ID`). One case is left out, because there is no
-        defence: a newer payload is about to be renamed to the path of a lease, and the person comes
-        between the last look at the lease (lstat) and this rename."""
+        defence: the person comes after the last look at a lease (lstat), and before a newer payload
+        is renamed to the path of this lease."""
 
         def counts(name: str, args: tuple[Any, ...]) -> bool:
             return sees_or_changes_names(name, args) and (
@@ -4947,9 +4947,9 @@ class PlainInterrupted(Interrupted):
         return sorted(task.data.decode() for state in states for task in q.tasks(state))
 
     def check(self, q: FemtoQueue, said: list[str]) -> None:
-        """Fail unless each operation that returned has its effect, and every other operation has
-        its whole effect or none. Fail unless each task that is not finished is delivered once, and
-        no finished task is delivered."""
+        """Fail unless each operation that returned has its effect. Any other operation may have its
+        whole effect, or none. Fail unless each task that is not finished is delivered once, and no
+        finished task is delivered."""
         self.check_invariants(leftovers=True)
         last = {name: word for word, _, name in (line.rpartition(" ") for line in said)}
         waiting = self.payloads(q, "pending", "scheduled", "inflight")
@@ -5060,7 +5060,7 @@ class Faults(PlainInterrupted):
 
     def test_error_of_statfs_is_raised(self) -> None:
         """If the type of the file system can't be read, a waiting pop() and register() raise the
-        error, and take the file system for no other one."""
+        error."""
         q = self.queue()
         line = self.new_dir()
         for call in (lambda: q.pop(0.1), lambda: TicketQueue(line).register()):
@@ -5093,10 +5093,9 @@ class Faults(PlainInterrupted):
 
     def test_task_that_can_not_be_read_waits_again_at_once(self) -> None:
         # After a lack of descriptors, or an exception of a signal handler, the task is the next
-        # task again, and the delivery is not counted. If the task itself is the reason of the error
-        # (its file is not readable, or its payload does not fit into memory), the task goes to the
-        # back of the queue, and the delivery is counted. Other tasks come first. When no other task
-        # waits, pop() raises the error again.
+        # task again, and the delivery is not counted. A task whose file is not readable, or whose
+        # payload does not fit into memory, goes to the back of the queue, and the delivery is
+        # counted. When no other task waits, pop() raises the error again.
         for event, error, is_next, attempts in (
             ("open", OSError(errno.EMFILE, "no descriptors"), True, 1),
             ("open", OSError(errno.EACCES, "not ours"), False, 3),
@@ -5332,8 +5331,8 @@ class Faults(PlainInterrupted):
     def test_files_are_made_and_removed_only_in_the_directory_that_was_opened(
         self,
     ) -> None:
-        """After data_dir was moved, and another queue came to its path, a queue object makes and
-        removes files only in the directory that it has opened."""
+        """A queue object makes and removes files only in the directory that it has opened, even if
+        another queue is now at the path."""
         q = self.queue(keep_done=False)
         place = self.path
         task = leased(q, key="k")
@@ -7131,8 +7130,8 @@ class ManyUsers(QueueCase):
         self.assertEqual(stat.S_IMODE(os.stat(outside).st_mode), 0o600)
 
     def test_worker_that_may_not_use_its_lease_directory_uses_another(self) -> None:
-        """If another user has made the lease directory of this node_id, and this user may not open
-        it, or not write to it, the worker uses a directory of another name."""
+        """If the lease directory of this node_id belongs to another user, and this user may not
+        open it or write to it, the worker uses a directory of another name."""
         refuse = errno_raiser(errno.EACCES)
         for event, of in (("open", "inflight-n1"), ("access", None)):
             q = self.new_queue()
@@ -7455,8 +7454,8 @@ class KeyedConcurrency(QueueCase):
         self.check_last_values()
 
     def check_last_values(self) -> None:
-        """Fail if a key has a payload that is newer than the payload that was delivered last: the
-        push of the newer payload began after the push of the other payload had returned."""
+        """Fail if a key has a payload whose push began after the push of the last delivered payload
+        had returned."""
         began = {value: t for t, _, value in self.logged("pushing")}
         pushed = self.logged("pushed")
         ended = {value: t for t, _, value in pushed}
@@ -7590,8 +7589,7 @@ class Tickets(TicketCase):
 
     @FORK
     def test_child_of_an_unseen_fork_has_tickets_of_its_own(self) -> None:
-        """A child that Python did not see keeps the ticket that it draws, and takes no ticket of
-        its parent away."""
+        """The child keeps the ticket that it draws, and takes no ticket of its parent away."""
         lines = [self.line()]
         first, _ = lines[0].register()
 
@@ -7659,8 +7657,8 @@ class Tickets(TicketCase):
         # advance. So the ticket is still 40 s old.
         self.assertTrue(other.is_head(theirs))
         stats = calls_of("stat", lambda: self.assertFalse(line.is_head(mine)))
-        # The age must come from fstat() of the open ticket: stat() of the path may return a time of
-        # the last touch that the host has cached for up to a minute.
+        # The age must come from fstat() of the open ticket: for up to a minute, stat() of the path
+        # may return an earlier time from the host's cache.
         self.assertNotIn((self.file("line", member),), stats)
         clock.advance(30)
         self.assertEqual((patient.is_head(mine), line.is_head(mine)), (False, True))
@@ -7837,11 +7835,10 @@ class SharedTickets(TicketCase):
             self.assertTrue(line.remove(member))
 
     def test_register_draws_again_if_another_host_draws_meanwhile(self) -> None:
-        # RACE: this host was cut off and has lost the lock of "last". Another host draws a
-        # number just before this host puts a number into the name of last~<number>, or just before
-        # the ticket of this host is in line. This host must draw again: the number is not
-        # higher than the number of the other host, and could put the ticket in front of the other
-        # host's ticket.
+        # RACE: this host was cut off and has lost the lock of "last". Another host draws a number
+        # just before this host puts a number into the name of last~<number>, or just before the
+        # ticket of this host is in line. This host must draw again: its number is not higher than
+        # that of the other host.
         line = self.line()
 
         def draw(number: int) -> None:
@@ -7881,8 +7878,8 @@ class SharedTickets(TicketCase):
     def test_register_tries_again_until_the_file_of_the_last_number_is_found(
         self,
     ) -> None:
-        # GlusterFS may list a name but not find the file, perhaps for minutes, until it has healed.
-        # register() tries again a few times, and at last raises the error.
+        # Until GlusterFS has healed, perhaps for minutes, it may list a name but not find the file.
+        # register() tries again a few times, then raises the error.
         line = self.line()
         line.remove(line.register()[1])
         for number, code in enumerate((errno.ENOENT, errno.ESTALE), 2):
@@ -7923,8 +7920,8 @@ class SharedTickets(TicketCase):
     def test_member_that_is_late_in_its_turn_is_told_and_keeps_its_ticket_until_it_stops(
         self,
     ) -> None:
-        """If a member touches its ticket too late in its turn, is_head() returns False, but no
-        other member has a turn until the late member calls remove()."""
+        """If a member touches its ticket too late in its turn, is_head() returns False. No other
+        member has a turn until the late member calls remove()."""
         # The ticket stays in line: is_head() has touched it all the same.
         line, clock = self.line_and_clock()
         with on_boot("another host's"):
@@ -8426,8 +8423,8 @@ class Compatibility(QueueCase):
         self.assertEqual(
             later, {b"later": None, b"keyed, later": "c", b"newer, and later": "d"}
         )
-        # The reclaimed task of key "d" is in scheduled/, too. The task waits for the time of
-        # the buffered payload, "newer, and later", which is in keys/. tasks() shows this payload.
+        # The reclaimed task of key "d" is in scheduled/, too. The task waits for the time of the
+        # payload "newer, and later", which is buffered in keys/. The listing shows this payload.
         self.assertEqual(
             self.states(), {"done": 10, "failed": 1, "scheduled": 3, "keys": 1}
         )
@@ -9105,8 +9102,8 @@ class Coroutines(QueueCase, unittest.IsolatedAsyncioTestCase):
     async def test_wait_that_was_never_first_in_line_times_out_after_a_look(
         self,
     ) -> None:
-        """Each wait looks at least once before its timeout, so that even with a timeout of 0 it
-        finds a task that is there."""
+        """Each wait looks at least once, so that even with a timeout of 0 it finds a task that is
+        there."""
         q = self.queue()
         first = asyncio.create_task(q.pop_async())
         await asyncio.sleep(0)
@@ -9669,8 +9666,8 @@ class Work(QueueCase):
     def test_work_raises_a_disk_error_of_pop_when_running_tasks_are_finished(
         self,
     ) -> None:
-        # But if a signal comes while work() waits for the running tasks, work() only logs the
-        # error, and returns.
+        # If a signal comes while work() waits for the running tasks, it only logs the error, and
+        # returns.
         for number, is_signal in enumerate((False, True), 1):
             q, broken, counts = self.queue(), threading.Event(), None
             q.push(b"x")
@@ -9828,7 +9825,7 @@ class Checking(QueueCase):
         self.assertEqual(
             self.found(q), [(kind, path, False) for kind, path, _ in wanted]
         )
-        # What the maintenance mends before the check is no finding.
+        # The maintenance mends these before the check, so they are no findings.
         by_maintenance = "dead worker", "key without a task", "leftover"
         left = [it for it in wanted if it[0] not in by_maintenance]
         self.assertEqual(self.found(q, repair=True), left)
@@ -10534,8 +10531,8 @@ class CommandCase(QueueCase):
         self.env = {**ours, "COLUMNS": "80"}
 
     def program(self) -> list[str]:
-        """Return the words that run femtoqueue.pyc with the durations of this process, which a test
-        may have changed by set_constant()."""
+        """Return the words that run femtoqueue.pyc with the constants of this process, which
+        set_constant() may have changed."""
         return self.program_with({it: constant(it) for it in ("one signal", "grace")})
 
     def run_command(self, *words: str) -> tuple[int, str, str]:
@@ -11687,8 +11684,8 @@ class Documents(QueueCase):
 
     def test_each_program_of_the_readme_prints_what_the_readme_says(self) -> None:
         """Each program prints what stands in the comments behind its print()s."""
-        # Two programs have tests of their own: the one that shows the idea of the queue with bare
-        # system calls, and the one that drains a queue of femtoqueue 0.4.2.
+        # Two programs have tests of their own: the idea of the queue with bare system calls, and
+        # the move from femtoqueue 0.4.2.
         count = 0
         for _, code in self.blocks("python"):
             if re.match(r"import os, time|import hashlib", code):
@@ -12374,8 +12371,8 @@ class LockWaits(TicketCase):
         self.assertEqual(self.drain(q), [b"2"])
 
     def test_call_that_interrupts_the_holder_of_its_lock_raises(self) -> None:
-        """A push with a key raises EDEADLK if it interrupts a call that has the lock, through the
-        same object or another one, as a signal handler or a finalizer may."""
+        """A push with a key, in a signal handler or a finalizer, raises EDEADLK if it interrupts a
+        call that has the lock, even through another object."""
         q, other = self.queue(), self.queue("n2")
         for number, nested in enumerate((q, other)):
             key = f"k{number}"
@@ -12402,8 +12399,8 @@ class Reported(QueueCase):
     def test_child_of_a_fork_that_python_does_not_see_is_a_worker_of_its_own(
         self,
     ) -> None:
-        """After a fork by a C library, which calls no hook of Python, the child makes other ids,
-        and its close() ends no lease of the parent."""
+        """After a fork by a C library, the child makes other ids, and its close() ends no lease of
+        the parent."""
         # uWSGI forks so. Both push while the clock stands still.
         import ctypes
 
@@ -12428,8 +12425,8 @@ class Reported(QueueCase):
 
     @FORK
     def test_lease_of_the_kernel_on_a_file_only_delays_its_task(self) -> None:
-        """If another process has a lease of the kernel on the file of a task (F_SETLEASE), pop()
-        waits until it lets go, and then delivers the task at its first attempt."""
+        """While another process has a lease of the kernel on the file of a task (F_SETLEASE), pop()
+        waits. Then it delivers the task at its first attempt."""
         # Samba and virus scanners take such leases. With O_NONBLOCK, open() fails with EAGAIN
         # meanwhile.
         q = self.queue(max_attempts=1)
