@@ -50,6 +50,7 @@ import py_compile
 import random
 import re
 import select
+import selectors
 import shlex
 import shutil
 import signal
@@ -287,14 +288,12 @@ SEAMS = {
 CONSTANTS = {
     "one signal": "_ONE_SIGNAL_S",
     "grace": "_GRACE_S",
-    "trouble": "_TROUBLE_S",
     "report": "_REPORT_S",
     "base interval": "_BASE_INTERVAL_S",
     "longest pause": "_LONGEST_PAUSE_S",
     "long wait": "_LONG_WAIT_S",
     "old checkpoint": "_OLD_CHECKPOINT_NS",
     "renewal": "_RENEWAL",
-    "stale": "_STALE_S",
     "shrink": "_SHRINK_BYTES",
     "purge slice": "_PURGE_SLICE_S",
     "most in a batch": "_MAX_BATCH",
@@ -994,7 +993,8 @@ NO_TASK: tuple[dict[str, str], ...] = (
 )
 NO_RELEASE = {"front": True, "delay_s": 1}, {"delay_s": -1}, {"delay_s": NAN}
 NO_SETTINGS: tuple[tuple[str, type[Exception], tuple[Any, ...]], ...] = (
-    ("node_id", ValueError, ("", "..", "a/b", "a" * 101, "größe", "a\n", 7)),
+    ("node_id", ValueError, ("", "a/b", "a" * 101, "größe", "a\n")),
+    ("node_id", TypeError, (7,)),
     ("timeout_stale_ms", ValueError, (0, NAN, 10**400)),
     ("timeout_stale_ms", TypeError, ("1",)),
     ("max_attempts", ValueError, (0, True, 10**6)),
@@ -1248,7 +1248,7 @@ class Lifecycle(QueueCase):
         self.assertEqual(
             repr(TicketQueue(self.file("line"))), f"TicketQueue({self.file('line')!r})"
         )
-        with self.assertRaisesRegex(TypeError, "not dict; json.dumps.*encode"):
+        with self.assertRaisesRegex(TypeError, "not dict: encode it, .*json.dumps"):
             q.push({"a": 1})  # type: ignore[arg-type]
 
     def test_message_of_a_lost_lease_says_how_it_ended(self) -> None:
@@ -1429,14 +1429,14 @@ class Lifecycle(QueueCase):
         self,
     ) -> None:
         """A time outside the range of file names becomes the first or last time of the range."""
-        # A lease of less than a nanosecond can still be settled while no other worker reclaims it.
-        q = self.queue(timeout_stale_ms=1e-7)
-        for lease_ms in (None, 1e-7):
+        # A lease of a nanosecond can still be settled while no other worker reclaims it.
+        q = self.queue(timeout_stale_ms=1e-6)
+        for lease_ms in (None, 1e-6):
             q.push(b"x")
             task = q.pop(lease_ms=lease_ms) or self.fail(
                 "a task was there to be popped"
             )
-            q.extend(task, 1e-7)
+            q.extend(task, 1e-6)
             q.extend(task, 1e300)
             q.release(task, delay_s=1e300)
         q.schedule(b"before 1970", -5e15)
@@ -1511,34 +1511,9 @@ class Lifecycle(QueueCase):
     # Finished tasks, and operating a queue
 
     def test_join_does_not_miss_a_task_that_moves_while_it_looks(self) -> None:
-        self.check_join_sees_a_task_that_moves()
-
-    def test_join_does_not_miss_a_moving_task_where_times_have_whole_seconds(
-        self,
-    ) -> None:
-        # On ext4 with inodes of 128 bytes, times are in whole seconds. So a move does not change
-        # the time of a directory if the last move was in the same second.
-        now_s = [1e9]
-        seen = dict[str, tuple[int, int]]()
-        real_stat = os.stat
-
-        def coarse_stat(path: Any, **options: Any) -> Any:
-            found = real_stat(path, **options)
-            if not str(path).endswith(("/pending", "/scheduled")):
-                return found
-            if seen.get(path, (None,))[0] != found.st_mtime_ns:
-                seen[path] = found.st_mtime_ns, int(now_s[0]) * 10**9
-            return types.SimpleNamespace(st_mtime_ns=seen[path][1], st_ino=0)
-
-        def sleep(seconds: float) -> None:
-            now_s[0] += seconds
-
-        with mock.patch("os.stat", coarse_stat), mock.patch("time.sleep", sleep):
-            self.check_join_sees_a_task_that_moves()
-
-    def check_join_sees_a_task_that_moves(self) -> None:
-        """Call join() while another worker releases and takes a task, in turn. The task is always
-        in the directory that join() does not list at that moment. Fail if join() misses it."""
+        """join() sees that work is left even if a task moves before each listing of a directory."""
+        # Another worker releases and takes the task, in turn. The task is always in the directory
+        # that join() does not list at that moment.
         q, other = self.queue(), self.queue("n2")
         lease = self.file(leased(q).path)
         waits = self.file("pending", lease[-37:])
@@ -2011,12 +1986,15 @@ class ReplacedClock(QueueCase):
 class Liveness(QueueCase):
     """Leases of dead workers end at once, and those of living workers at their deadlines."""
 
-    def test_empty_lease_directory_of_unknown_boot_is_kept_for_a_minute(self) -> None:
+    def test_empty_lease_directory_that_other_hosts_may_use_is_kept_for_a_minute(
+        self,
+    ) -> None:
+        """Where other hosts may write, an empty lease directory is removed after a minute."""
         # The directory may belong to an idle worker on another host: with FUSE, a lock is not seen
         # on other hosts. If rmdir() fails, pop() raises no error, and the directory stays. rmdir()
         # fails for a lease directory of another user if data_dir is sticky.
-        q = self.queue()
-        clock = self.clock()
+        self.patched(on_file_system(FUSE))
+        q, clock = self.queue(), self.clock()
         os.mkdir(self.file("inflight-other"))
         sticky = hooked(at_call("rmdir", "-other", errno_raiser(errno.EPERM), times=1))
         for advance_s, there in ((1, True), (61, True), (1, False)):
@@ -2234,7 +2212,11 @@ class Liveness(QueueCase):
         ):
             self.assertIsNone(starting.pop())
         quicker.done(taken[0])
-        self.assertEqual(self.states(), {"done": 1})
+        # The starting worker has locked the new directory, too.
+        task = leased(starting)
+        quicker.close()
+        starting.done(task)
+        self.assertEqual(self.states(), {"done": 2})
 
     def test_ctrl_c_in_a_pop_loses_no_lease_of_a_dead_worker(self) -> None:
         """After Ctrl-C at any system call of pop(), the leases of dead workers come back."""
@@ -2576,7 +2558,8 @@ class LeaseDirectoryLost(QueueCase):
 
         def stale(name: str, args: tuple[Any, ...]) -> None:
             into_it = name == "move" and "(deleted)" in args[1]
-            if into_it or (name == "fstat" and "(deleted)" in path_at(args[0], "x")):
+            by_fd = "stat" in name and type(args[0]) is int
+            if into_it or (by_fd and "(deleted)" in path_at(args[0], "x")):
                 raise_errno(errno.ESTALE)
 
         with hooked(stale):
@@ -2599,19 +2582,16 @@ class LeaseDirectoryLost(QueueCase):
             tasks = self.pop(q), self.pop(self.queue("n2"))
             self.assertEqual([task.data for task in tasks], [b"1", b"2"])
 
-    def test_worker_without_a_lease_directory_does_not_try_a_whole_batch(self) -> None:
-        """A worker whose lease directory is gone makes it again after a few failed claims."""
-        # The worker does not try each task of a long batch: on NFS, each claim would ask the
-        # server.
-        for fs_type, most in ((EXT4, 99), (NFS, 2)):
+    def test_worker_without_a_lease_directory_makes_it_again(self) -> None:
+        """A worker whose lease directory is gone makes it again, at the end of its batch at the
+        latest."""
+        for fs_type in (EXT4, NFS):
             with on_file_system(fs_type):
                 q = self.worker_that_listed(300)
                 shutil.rmtree(lease_dir(q))
                 claims = calls_of("move", functools.partial(popped, q))
             self.assertEqual([task.data for task in q.tasks("inflight")], [b"1"])
-            self.assertLessEqual(
-                len([it for it in claims if "/pending/" in it[0]]), most
-            )
+            self.assertLess(len([it for it in claims if "/pending/" in it[0]]), 600)
 
     def test_lease_whose_directory_is_gone_is_lost(self) -> None:
         q = self.queue(sync_after_write=True, keep_done=False)
@@ -2633,19 +2613,19 @@ class Row(NamedTuple):
 # The system calls of each step: no more than the promise of the step needs. After an intended
 # change of the system calls, edit these tables.
 # at the directories and PAUSED, every 0.1 s
-LOOK = "stat" + " stat fstat" * 7 + " stat"
+LOOK = "stat stat " * 6 + "stat"
 STEPS = {
-    "push x": Row("open write close move", "move file directory"),
-    "schedule x 4e15": Row("open write close move", "move file directory"),
-    "none": Row("open list close stat stat stat", ""),
+    "push x": Row("open write move close", "move file directory"),
+    "schedule x 4e15": Row("open write move close", "move file directory"),
+    "none": Row("open list close stat stat", ""),
     "push x | take": Row("open list close move open read close", "move"),
     "push x, push y, take | take": Row("move open read close", "move"),
     "schedule x | take": Row(
-        f"{LOOK} stat open list close move open list close move open read close open stat",
+        "stat open list close move open list close move open read close open",
         "move file directory move",
     ),
     "push x, take, release | take": Row(
-        "open list close move open read close open stat", "move"
+        "open list close move open read close open", "move"
     ),
     "push x, take | done": Row("move", "move file directory"),
     "push unkept, take | done": Row(
@@ -2661,7 +2641,7 @@ STEPS = {
     "push x, take | extend": Row("move", "move"),
     "litter | none": Row(
         "open list close move open read fstat close stat move open write close unlink move open"
-        f" stat {LOOK} open list close stat stat stat",
+        f" stat {LOOK} open list close stat stat",
         "move move file unlink move file directory",
     ),
     "push x, take | save 1": Row(
@@ -2682,26 +2662,28 @@ KEY_STEPS = {
         "file move directory move directory",
     ),
     "push x | push y": Row(
-        "open lock readlink stat open write close move stat move move readlink lock close",
+        "open lock readlink stat open write close move move move readlink lock close",
         "file move move move file directory",
     ),
     "push x, take, fail | retry": Row(
-        "stat open lock open read fstat close readlink readlink stat symlink move"
+        "stat open lock stat open read close readlink readlink stat symlink move"
         " unlink readlink move readlink lock close",
         "move directory unlink move file directory",
     ),
     "push x, take, release | push y": Row(
-        "open lock readlink stat open write close move stat move open stat move"
+        "open lock readlink stat open write close move move open move"
         " readlink stat symlink move lock close",
         "file move move move move directory file directory",
     ),
     "push x, take | push y": Row(
-        "open lock readlink stat stat open list close stat open list close readlink stat symlink"
+        "open lock readlink stat stat stat open list close stat open list close"
+        " readlink stat symlink"
         " move open write close readlink stat symlink move move lock close",
         "move file move directory move directory",
     ),
     "push x, take | push y update": Row(
-        "open lock readlink stat stat open list close stat open list close readlink stat symlink"
+        "open lock readlink stat stat stat open list close stat open list close"
+        " readlink stat symlink"
         " move open write close readlink stat symlink move move lock close",
         "move file move directory move directory",
     ),
@@ -2769,7 +2751,8 @@ class Cost(StepCase):
         for words in ("push x", "push x, push y, take | take", "push x, take | done"):
             calls = self.calls(self.prepare_step(words, STEPS[words]))
             self.assertEqual(
-                " ".join(it for it in calls if it != "stat"), STEPS[words].calls
+                sorted(it for it in calls if it != "stat"),
+                sorted(STEPS[words].calls.split()),
             )
 
 
@@ -2853,7 +2836,8 @@ class LostReply(QueueCase):
             self.clock(),
         )
         late, seen = leased(q), list[str]()
-        clock.advance(3)
+        # Only the monotonic clock is advanced: the other delivery has ended within this second.
+        clock.monotonic_shift_s += 3
         other.done(self.pop(other))
 
         with self.cache_still_shows(late, seen):
@@ -3043,6 +3027,18 @@ class Sharing(QueueCase):
         clock.advance(31)
         self.pop(self.queue("other"))
 
+    def test_task_is_done_though_the_directory_of_its_lease_is_removed_meanwhile(
+        self,
+    ) -> None:
+        """done() of an attached lease succeeds if another worker then removes its directory."""
+        other = self.queue("n2", sync_after_write=True, keep_done=False)
+        task = other.attach(leased(self.queue(detached=True)).path)
+        place = self.file("inflight-n1")
+        removed = at_call("unlink", "inflight-n1", lambda: os.rmdir(place), times=1)
+        with hooked(removed, after=True):
+            other.done(task)
+        self.assertEqual(self.states(), {})
+
     def test_errors_survive_pickling(self) -> None:
         for error in (
             LeaseLost("i", True, "why"),
@@ -3059,7 +3055,7 @@ class InterruptedDelivery(QueueCase):
 
     DELIVERS = (  # the functions of femtoqueue that take part in a delivery
         *("pop", "take_oldest", "claim", "_deliver"),
-        *("_look_for_all", "_answer", "wait_for_async"),
+        *("_look_for", "_serve", "wait_for_async"),
     )
 
     def test_queue_object_in_a_reference_cycle_gives_its_task_back_silently(
@@ -3127,10 +3123,15 @@ class InterruptedDelivery(QueueCase):
         """After Ctrl-C at any line of pop(), the task waits at its place, and the delivery was not
         counted."""
         # With the key, a newer payload is buffered behind the task. Then the next delivery has the
-        # newer payload, and is attempt 1.
+        # newer payload, and is attempt 1. The interrupted pop() may have left the task in keys/,
+        # from where it comes back a second later.
+        clock = self.clock()
         for key in (None, "k"):
-            numbers = itertools.count()
-            lines = next(it for it in numbers if not self.interrupt_at_line(it, key))
+            lines = next(
+                it
+                for it in itertools.count()
+                if not self.interrupt_at_line(it, key, clock)
+            )
             self.assertGreater(lines, 50)
 
     def test_pop_that_close_meets_returns_none_and_opens_no_lease_directory(
@@ -3147,7 +3148,7 @@ class InterruptedDelivery(QueueCase):
         self.assertFalse(os.path.exists(self.file("inflight-n1")))
         self.assertEqual(self.drain(self.queue("n2")), [b"x"])
 
-    def interrupt_at_line(self, number: int, key: str | None) -> bool:
+    def interrupt_at_line(self, number: int, key: str | None, clock: Clock) -> bool:
         """Raise KeyboardInterrupt at a line of pop(), and check what is left. Return False if pop()
         has fewer lines."""
         q = self.new_queue()
@@ -3161,6 +3162,7 @@ class InterruptedDelivery(QueueCase):
                 q.pop()
         except KeyboardInterrupt:
             self.assertEqual(self.names("inflight-n1"), [], number)
+            clock.advance(2)
             self.assertEqual(
                 self.pop(q), FemtoTask(task.id, b"newer" if key else b"x", 1, key)
             )
@@ -3419,6 +3421,23 @@ class Keyed(QueueCase):
                 (q if task.node == "n1" else other).done(task)
                 self.assertEqual((self.drain(q), q.stats().buffered), ([], 0))
 
+    def test_claim_whose_lease_ends_meanwhile_delivers_no_older_payload(self) -> None:
+        """If the lease of a claim ends, and a push replaces the payload, before pop() has looked
+        for a newer payload, the newer payload is delivered."""
+        q, other = self.queue(), self.queue("n2")
+        self.assertIsNone(q.pop())  # locks the lease directory
+        ident = q.push(b"1", key="k")
+
+        def end() -> None:
+            [name] = self.names("inflight-n1")
+            os.rename(self.file("inflight-n1", name), self.file("pending", ident))
+            other.push(b"2", key="k")
+
+        call = "readlink" if self.has_states else "lock"
+        with hooked(at_call(call, None, end, times=1)):
+            task = q.pop()
+        self.assertEqual((task or popped(q)).data, b"2")
+
     def test_buffered_payload_whose_state_file_was_lost_is_promoted(self) -> None:
         # If a newer payload is pushed after the loss, only the newer payload is delivered.
         q = self.queue()
@@ -3434,20 +3453,19 @@ class Keyed(QueueCase):
             self.assertEqual(self.drain(q), [newest])
             self.assertEqual(self.names("keys"), [])
 
-    def test_payload_buffered_behind_a_dead_workers_finished_task_comes_at_once(
+    def test_payload_buffered_behind_a_dead_workers_finished_task_comes_soon(
         self,
     ) -> None:
         """If a worker dies between finishing a task and promoting the payload behind the task,
-        another worker promotes the payload at once."""
-        q, victim = self.queue(), self.queue("victim")
-        clock = self.clock()
+        another worker promotes the payload soon."""
+        q, victim, clock = self.queue(), self.queue("victim"), self.clock()
         self.assertIsNone(q.pop())
         task = self.leased_with_buffered(victim)
         dead = hooked(at_call("move", "/keys/", errno_raiser(errno.EIO)))
         with dead:
             victim.done(task)
         simulate_death(victim)
-        clock.advance(1)
+        clock.advance(31)
         self.assertEqual(self.drain(q), [b"2"])
 
     def test_corrupt_buffered_payload_is_quarantined(self) -> None:
@@ -3611,26 +3629,41 @@ class Keyed(QueueCase):
         self.assertEqual((other.pop(), q.pop()), (None, None))
         self.assertEqual(self.take(q, id=ident).data, b"2")
 
-    def test_payload_that_another_process_left_in_keys_is_delivered_at_once(
-        self,
-    ) -> None:
-        """A payload that came to keys/, and whose task has ended, is delivered within seconds."""
+    def test_push_also_replaces_a_payload_behind_an_undone_claim(self) -> None:
+        """If a payload is pushed behind a claim that is then undone, the next push replaces both
+        payloads."""
         q, other = self.queue(), self.queue("n2")
-        clock = self.clock()
+        q.push(b"1", key="k")
+
+        def undo() -> None:
+            other.push(b"2", key="k")
+            raise_errno(errno.EMFILE)
+
+        with (
+            self.assertRaises(OSError),
+            hooked(at_call("open", "/inflight-n1/", undo, times=1)),
+        ):
+            q.pop()
+        q.push(b"3", key="k")
+        self.assertEqual((self.drain(q), q.stats().buffered), ([b"3"], 0))
+
+    def test_payload_that_another_process_left_in_keys_is_delivered(self) -> None:
+        """A payload that came to keys/, and whose task has ended, is soon delivered."""
+        q, other, clock = self.queue(), self.queue("n2"), self.clock()
         self.assertIsNone(q.pop())
         task = self.leased_with_buffered(other)
         with hooked(at_call("move", "/keys/", errno_raiser(errno.EIO))):
             other.done(task)
-        clock.advance(2)
+        clock.advance(31)
         self.assertEqual(self.drain(q), [b"2"])
 
-    def test_task_that_a_failed_push_left_in_keys_comes_back_soon(self) -> None:
-        """If a push fails while it has the task in keys/, and can't put it back, the task comes
-        back within seconds, though other tasks wait."""
+    def test_task_that_a_failed_push_left_in_keys_comes_back(self) -> None:
+        """If a push fails while it has the task in keys/, and can't put it back, the next repair of
+        keys does."""
         q, clock = self.queue(), self.clock()
         self.assertIsNone(q.pop())
         q.push(b"1", key="k")
-        q.push_many([b"2", b"3", b"4"])
+        q.push_many([b"2", b"3"])
         moves = itertools.count()
 
         def fail(name: str, args: tuple[Any, ...]) -> None:
@@ -3639,10 +3672,9 @@ class Keyed(QueueCase):
 
         with self.assertRaises(OSError), hooked(fail):
             q.push(b"new", key="k")
-        self.assertEqual(self.states(), {"pending": 3, "keys": 1})
-        self.assertEqual(self.pop(q).data, b"2")
-        clock.advance(2)
-        self.assertEqual(self.pop(q).data, b"1")
+        self.assertEqual(self.states(), {"pending": 2, "keys": 1})
+        clock.advance(31)
+        self.assertEqual(sorted(self.drain(q)), [b"1", b"2", b"3"])
 
     # Locks
 
@@ -3726,7 +3758,7 @@ class Keyed(QueueCase):
         task = leased(q, b"1", "k")
         q.schedule(b"2", (time.time() + 9000) * 1e6, key="k")
         q.release(task)
-        self.assertEqual(self.states(), {"scheduled": 1, "keys": 1})
+        self.assertEqual(self.states(), {"scheduled": 1})
         self.assertEqual(q.take(id=task.id), FemtoTask(task.id, b"2", 1, "k"))
 
     def test_newer_payload_with_equal_bytes_begins_without_attempts_and_checkpoint(
@@ -4055,7 +4087,7 @@ class KeyedOnSharedFileSystem(Keyed):
             (len(self.names("scheduled")), len(self.names("failed"))), (1, 0)
         )
         q.done(task)
-        clock.advance(2 * constant("stale"))
+        clock.advance(24)
         self.assertEqual((task := self.pop(other)).data, b"2")
         self.assertEqual(task.attempts, 1)
 
@@ -4102,10 +4134,20 @@ class Durability(StepCase):
 
         refused: list[FemtoTask] = []
         renewal = threading.Thread(target=extend)
-        with hooked(at_call("stat lstat", "/inflight-", begin_renewal, times=1)):
+        with hooked(at_call("open", "/inflight-", begin_renewal, times=1)):
             q.done(task)
         renewal.join()
         self.assertEqual((self.states(), refused), ({}, [task]))
+
+    def test_task_that_is_moved_on_before_its_sync_is_no_error(self) -> None:
+        """If another process removes a finished task before done() syncs the file, done()
+        returns."""
+        q = self.queue(sync_after_write=True)
+        task = leased(q)
+        path = self.file("done", task.id)
+        with hooked(at_call("open", path, lambda: os.unlink(path), times=1)):
+            q.done(task)
+        self.assertEqual(self.states(), {})
 
     def test_queue_with_a_symbolic_link_in_its_path_can_be_synced(self) -> None:
         """Syncs work if data_dir or its parent is a symbolic link."""
@@ -4992,13 +5034,29 @@ class Crash(PlainInterrupted):
         self.foreign = ("notes.txt", f"{1:020d}-0000bbbb00000000")
         self.put(old, b"torn", "creating")
         self.put(self.foreign[0], b"", "creating")
-        for name in (self.foreign[1], f"{old}.pending"):
-            os.mkdir(self.file("creating", name))
+        os.mkdir(self.file("creating", self.foreign[1]))
         q.pop()
         self.assertIn(old, self.names("creating"))
         clock.advance(3700)
         q.pop()
         self.assertEqual(self.names("creating"), sorted(self.foreign))
+
+    def test_files_that_others_remove_during_check_are_no_findings(self) -> None:
+        """check() reports no file that another process removes meanwhile: an old file in creating/,
+        or a lease of another boot."""
+        q, ident = self.queue(), f"{10**18:020d}-{'0' * 16}"
+        for name in (
+            f"creating/{ident}",
+            f"inflight-n2/{10**18:020d}~1~ffffffff~{ident}",
+        ):
+            path = self.file(name)
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            with open(path, "wb"):
+                pass
+            gone = at_call("lstat", path, functools.partial(os.unlink, path), times=1)
+            with self.subTest(name), hooked(gone):
+                self.assertEqual(q.check(repair=True), [])
+            self.assertFalse(os.path.exists(path))
 
 
 class Faults(PlainInterrupted):
@@ -5158,8 +5216,6 @@ class Faults(PlainInterrupted):
         """pop() raises a signal handler's TimeoutError at once, even if the interrupted part of the
         maintenance has met an error of the disk before."""
         ident = self.queue().push(b"x")
-        for name in ("inflight-n2", "inflight-n3"):
-            os.mkdir(self.file(name))
         for at in (("list", "scheduled"), ("open", "inflight-n3"), ("close", "")):
             rung = set[str]()
 
@@ -5171,6 +5227,8 @@ class Faults(PlainInterrupted):
                     rung.add(name)
                     raise TimeoutError("raised by a signal handler")
 
+            for name in ("inflight-n2", "inflight-n3"):
+                os.makedirs(self.file(name), exist_ok=True)
             q = self.queue(at[0])
             with self.subTest(at), hooked(ring):
                 self.assertRaisesRegex(TimeoutError, "signal handler", q.pop)
@@ -5354,8 +5412,8 @@ class Faults(PlainInterrupted):
         self.assertFalse(os.path.exists(place))
 
     def test_data_dir_that_was_removed_raises_until_it_is_made_again(self) -> None:
-        q = self.queue()
-        clock = self.clock()
+        """While data_dir is removed, each call raises FileNotFoundError; then all work again."""
+        q, clock, watcher = self.queue(), self.clock(), self.queue("watcher")
         self.assertIsNone(q.pop())
         shutil.rmtree(self.path)
         for call in (
@@ -5368,6 +5426,7 @@ class Faults(PlainInterrupted):
                 call()
             self.assertIn(self.path, caught.exception.filename)
         ident = FemtoQueue(self.path).push(b"2")
+        self.assertEqual(watcher.stats().pending, 1)
         clock.advance(1)
         self.assertEqual(self.pop(q).id, ident)
 
@@ -5479,14 +5538,14 @@ class InterruptedOnSharedFileSystem(PlainInterrupted):
     def test_checkpoint_that_another_host_replaces_meanwhile_is_read_again(
         self,
     ) -> None:
-        """If a file that a listing shows is not found, it is looked for again."""
-        q, clock = self.queue(), self.clock()
+        """If a file is not found because another host has replaced it, it is looked for again."""
+        q = self.queue()
         q.checkpoint(task := leased(q), b"half")
         q.release(task)
         replaced = at_call(
-            "open", f"/checkpoints/{task.id}", errno_raiser(errno.ENOENT), times=9
+            "open", f"/checkpoints/{task.id}", errno_raiser(errno.ENOENT), times=3
         )
-        with hooked(replaced), mock.patch.object(clock, "sleep"):
+        with hooked(replaced):
             self.assertEqual(popped(q).checkpoint, b"half")
 
     def test_sigkill_at_any_system_call_leaves_a_sound_queue(self) -> None:
@@ -5569,13 +5628,10 @@ class ModelTask:
 
     @property
     def as_task(self) -> FemtoTask:
-        """Return the task as peek() and tasks() should return it. A waiting task has the newest
-        payload of its key."""
+        """Return the task as peek() and tasks() should return it."""
         ended = self.state in ("done", "failed") and self.is_bare
-        data = self.data
-        if self.behind is not None and self.state in ("pending", "scheduled"):
-            data = self.behind.data
-        return FemtoTask(self.id, data, None if ended else self.attempts, self.key)
+        attempts = None if ended else self.attempts
+        return FemtoTask(self.id, self.data, attempts, self.key)
 
     @property
     def directory(self) -> str:
@@ -5768,31 +5824,18 @@ class QueueModel:
     def move_back(self, task: ModelTask, state: str, at_ns: int) -> None:
         """Move a task to where it waits next, because it is released, reclaimed or due.
 
-        A newer payload stays buffered behind the task. If that payload is due later, the task
-        waits for the payload's time. A payload of "update" leaves the attempts as they are.
+        A newer payload behind the task replaces its payload. If the newer one is due later, the
+        task waits for that time. A payload of "update" leaves the attempts as they are.
         """
-        if task.behind is not None and not task.behind.is_update:
-            task.attempts = 0
-            if self.is_later(task.behind):
-                state, at_ns = "scheduled", task.behind.at_ns
-        self.move(task, state, at_ns)
-
-    def is_later(self, newer: ModelTask) -> bool:
-        return newer.due_ns is not None and newer.due_ns > self.clock.wall_ns()
-
-    def take_along(self, task: ModelTask) -> None:
-        """When a task is claimed, replace its payload with the newer payload behind the task, if
-        there is one. If the newer payload is due later, the task is not delivered but waits for
-        that time."""
         newer = self.drop_behind(task)
-        if newer is None:
-            return
-        self.saved.pop(task.id, None)
-        task.data = newer.data
-        if not newer.is_update:
-            task.attempts = 0
-        if newer.due_ns is not None and self.is_later(newer):
-            self.move(task, "scheduled", newer.due_ns)
+        if newer is not None:
+            self.saved.pop(task.id, None)
+            task.data = newer.data
+            if not newer.is_update:
+                task.attempts = 0
+                if newer.due_ns is not None:
+                    state, at_ns = "scheduled", newer.due_ns
+        self.move(task, state, at_ns)
 
     def end_leases_of_node(self, node: str) -> None:
         """End all leases of a node if no object holds its lease directory: the last object has
@@ -5833,12 +5876,6 @@ class QueueModel:
         elif task.state == "pending" and max_attempts and task.attempts >= max_attempts:
             self.saved.pop(task.id, None)
             self.end(task, "failed", True)
-        elif (
-            task.state == "pending"
-            and task.behind is not None
-            and self.is_later(task.behind)
-        ):
-            self.take_along(task)
         else:
             return False
         return True
@@ -6246,7 +6283,6 @@ class Fuzz:
         ):
             pass
         demand(task.state == "pending", f"{task} was delivered")
-        self.model.take_along(task)
         demand(task.attempts < (w.q.max_attempts or 10**9), "delivered too often")
         # the set `known_to` is shared, but move() makes a new one
         was = dataclasses.replace(task)
@@ -6459,11 +6495,7 @@ class Fuzz:
     def by_hand(self, w: Worker) -> None:
         """Move or remove the file of a task by hand, in a way that the README allows."""
         known = self.model.in_states("pending", "failed", "inflight")
-        movable = [
-            it
-            for it in known
-            if it.key is None or (it.state == "pending" and not it.behind)
-        ]
+        movable = [it for it in known if it.key is None or it.state == "pending"]
         if not movable:
             return
         task = self.chance.choice(movable)
@@ -6626,9 +6658,13 @@ class Corruption(QueueCase):
         (LARGE[:-1] + b"y", "wrong checksum over 100000 bytes"),
     )
 
-    def test_task_whose_key_is_invalid_or_of_another_id_is_a_dead_letter(self) -> None:
+    def test_task_whose_key_is_misquoted_or_of_another_id_is_a_dead_letter(
+        self,
+    ) -> None:
+        """A task becomes a dead letter if its key is not quoted as push() does, or does not match
+        its id."""
         q = self.queue()
-        for number, key in enumerate(("a" * 201, "%61", "a,b", "%")):
+        for number, key in enumerate(("%ff", "%61", "a,b", "%")):
             self.put(f"{number:020d}-{key_tag(key)}", record(b"x", key.encode()))
         self.put(f"{4:020d}-8000000000000000", record(b"x", b"other"))
         q.push(b"good")
@@ -6778,16 +6814,6 @@ class TroubleOfOneTask(QueueCase):
             self.assertEqual((sorted(handled), counts.done), ([b"0", b"1", b"2"], 3))
             (dead,) = q.tasks("failed")
             self.assertEqual(dead.id, bad)
-
-    def test_work_raises_when_every_task_is_unreadable_for_too_long(self) -> None:
-        q = self.queue()
-        idents = q.push_many([b"bad"] * 3)
-        with (
-            with_constant("trouble", -1.0),
-            self.with_unreadable(*idents),
-            self.assertRaises(PermissionError),
-        ):
-            q.work(lambda task: None, drain=True)
 
     def test_work_pauses_after_a_task_that_it_passes_over(self) -> None:
         """Without a pause, the errors of an only task would fill the log."""
@@ -6985,8 +7011,8 @@ class ManyUsers(QueueCase):
     def test_push_raises_the_first_error_when_a_lock_file_can_not_be_opened(
         self,
     ) -> None:
-        """If the first open() of a lock file is refused, push() tries to open the file for reading.
-        If the file is missing, push() raises the error of the first open(), not of the second."""
+        """If the first open() of a lock file is refused, push() raises its error, and adds no
+        task."""
         q = self.queue()
         q.push(b"x", key="other")
         with hooked(at_call("open", "/locks/", errno_raiser(errno.EACCES), times=1)):
@@ -7182,26 +7208,6 @@ class ManyUsers(QueueCase):
         with hooked(refused):
             task = self.pop(q)
         self.assertEqual((task.data, task.checkpoint), (b"x", None))
-
-    def test_lock_file_without_write_permission_can_be_locked(self) -> None:
-        # A lock file may have mode 0644 and belong to root, as an earlier version made it. flock
-        # needs no write permission.
-        q = self.queue()
-        q.push(b"x", key="k")
-        opened = os.open
-
-        def refuse(path: str, flags: int, *rest: Any, **more: Any) -> int:
-            is_lock = "/locks/" in path_at(more.get("dir_fd"), path)
-            if is_lock and flags & (os.O_RDWR | os.O_CREAT):
-                refused.append(path)
-                raise_errno(errno.EACCES)
-            return opened(path, flags, *rest, **more)
-
-        refused = list[str]()
-        with mock.patch.object(femtoqueue, "os", fake_os(open=refuse)):
-            q.done(self.pop(q))
-        self.assertTrue(refused)
-        self.assertEqual(len(self.names("done")), 1)
 
 
 @FORK
@@ -7496,14 +7502,9 @@ class Tickets(TicketCase):
         )
         line.remove(tickets[2][1])
         self.assertEqual((line.is_head(0), line.is_empty()), (False, True))
-        self.assertEqual((other.register()[0], line.is_empty()), (4, False))
+        self.assertEqual((other.register()[0], line.is_empty()), (1, False))
         del other  # dropping the object removes its tickets
         self.assertEqual(self.names("line"), ["last"])
-        for content in (b"", bytes(20), b"hello"):
-            # left by power loss, or written by a person
-            self.put("last", content, "line")
-            number, member = line.register()
-            self.assertEqual((number, line.remove(member)), (1, True))
 
     def test_new_ticket_is_locked_before_others_can_see_it(self) -> None:
         # RACE: another process looks at the line as soon as the ticket appears. An unlocked ticket
@@ -7617,10 +7618,8 @@ class Tickets(TicketCase):
                     self.assertEqual(self.line().is_empty(), not members)
                     if action is cut:
                         self.assertEqual(self.members(), members)
-                        # An error at the closing of a lock is ignored. But on NFS, register()
-                        # also makes the file last~<number>, whose close() may make it fail.
-                        is_ignored = closed_file and fs_type != NFS
-                        self.assertTrue(members or not is_ignored)
+                        # An error at the closing of a lock is ignored.
+                        self.assertTrue(members or not closed_file)
                     for member in members:
                         self.assertTrue(line.remove(member))
 
@@ -7748,6 +7747,25 @@ class Tickets(TicketCase):
             if next(calls) < number:
                 break
 
+    def test_lock_of_a_removed_file_does_not_count(self) -> None:
+        """A ticket is taken under the lock of the file that is now at the path of "last"."""
+        line, last, is_free = self.line(), self.file("line", "last"), list[bool]()
+        line.remove(line.register()[1])
+
+        def hook(name: str, args: tuple[Any, ...]) -> None:
+            if name == "lock" and not is_free:
+                os.unlink(last)
+                self.put("last", b"", "line")
+                is_free.append(False)
+            if name == "move":
+                with open(last, "rb") as file, contextlib.suppress(BlockingIOError):
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    is_free.append(True)
+
+        with hooked(hook):
+            line.register()
+        self.assertEqual(is_free, [False])
+
     def test_ticket_whose_removal_fails_is_no_longer_locked(self) -> None:
         line = self.line()
         _, member = line.register()
@@ -7814,16 +7832,14 @@ class SharedTickets(TicketCase):
             wait_until_blocked(thread)
             self.assertTrue(thread.is_alive())
 
-    def test_last_number_is_kept_in_a_file_name_and_the_directory_stays(self) -> None:
-        # A host may read the old content of "last" from its cache after another host has written to
-        # the file.
-        for number in (1, 2, 3):
-            line = self.line()
-            ticket, member = line.register()
-            line.remove(member)
-            self.assertEqual((ticket, line.maybe_cleanup()), (number, False))
-        self.assertEqual(self.names("line"), ["last", f"last~{3:020d}"])
-        self.assertEqual(os.stat(self.file("line", "last")).st_size, 0)
+    def test_directory_that_other_hosts_use_stays(self) -> None:
+        """On NFS maybe_cleanup() removes nothing."""
+        # If the directory were removed, one host might lock the removed "last" while another host
+        # locks the new "last".
+        line = self.line()
+        line.remove(line.register()[1])
+        self.assertFalse(line.maybe_cleanup())
+        self.assertEqual(self.names("line"), ["last"])
 
     def check_registered(self, line: TicketQueue, hook: Hook, number: int) -> None:
         """Fail unless register() takes the ticket of this number, while the hook interferes, and
@@ -7835,25 +7851,22 @@ class SharedTickets(TicketCase):
             self.assertTrue(line.remove(member))
 
     def test_register_draws_again_if_another_host_draws_meanwhile(self) -> None:
-        # RACE: this host was cut off and has lost the lock of "last". Another host draws a number
-        # just before this host puts a number into the name of last~<number>, or just before the
-        # ticket of this host is in line. This host must draw again: its number is not higher than
-        # that of the other host.
+        # RACE: this host was cut off and has lost the lock of "last". Another host takes a ticket
+        # just before the ticket of this host is in line. This host must draw again: its number is
+        # not higher than the number of the other host, and could put its ticket in front of the
+        # other host's ticket, which may have its turn.
         line = self.line()
+        for theirs in (1, 5):
+            other = f"{theirs:020d}~{'f' * 8}~{'0' * 16}"
 
-        def draw(number: int) -> None:
-            for name in self.names("line"):
-                if name.startswith("last~"):
-                    os.unlink(self.file("line", name))
-            self.put(f"last~{number:020d}", b"", "line")
+            def join(other: str = other) -> None:
+                self.put(other, b"", "line")
 
-        for call, part, theirs in (
-            ("open", "/last~", 1),
-            ("move", "/last~", 5),
-            ("move", "/.", 8),
-        ):
-            hook = at_call(call, part, functools.partial(draw, theirs), times=1)
-            self.check_registered(line, hook, theirs + 1)
+            with hooked(at_call("move", "/.", join, times=1)):
+                ticket, member = line.register()
+            self.assertEqual((ticket, self.members()), (theirs + 1, [other, member]))
+            os.unlink(self.file("line", other))
+            self.assertTrue(line.remove(member))
 
     def test_register_draws_again_if_another_host_removes_the_new_file(self) -> None:
         # RACE: the new file is not in line yet. Another host mistakes it for the file of a dead
@@ -7872,21 +7885,18 @@ class SharedTickets(TicketCase):
                 remove_new_file()
                 raise_errno(errno.EBADF)
 
-        self.check_registered(line, at_call("move", "/.", remove_new_file, times=1), 2)
-        self.check_registered(line, at_call("lock", None, remove_open_file), 4)
+        self.check_registered(line, at_call("move", "/.", remove_new_file, times=1), 1)
+        self.check_registered(line, at_call("lock", None, remove_open_file), 1)
 
-    def test_register_tries_again_until_the_file_of_the_last_number_is_found(
+    def test_register_that_can_not_find_its_new_file_raises_after_some_attempts(
         self,
     ) -> None:
-        # Until GlusterFS has healed, perhaps for minutes, it may list a name but not find the file.
-        # register() tries again a few times, then raises the error.
+        # GlusterFS may list a name but not find the file, perhaps for minutes, until it has healed.
         line = self.line()
-        line.remove(line.register()[1])
-        for number, code in enumerate((errno.ENOENT, errno.ESTALE), 2):
-            missing = at_call("move", "/last~", errno_raiser(code), times=2)
-            self.check_registered(line, missing, number)
         for code in (errno.ENOENT, errno.ESTALE):
-            with hooked(at_call("move", "/last~", errno_raiser(code))):
+            missing = at_call("move", "/.", errno_raiser(code), times=2)
+            self.check_registered(line, missing, 1)
+            with hooked(at_call("move", "/.", errno_raiser(code))):
                 self.assertRaises(OSError, line.turn(60).__enter__)
             self.assertTrue(line.is_empty())
 
@@ -8100,10 +8110,11 @@ class Shrinking(QueueCase):
         self.clock().stand_still()
         q = self.queue()
         q.push(b"1")
-        os.rmdir(self.file("creating"))
-        os.mkdir(self.file("creating"))
-        q.push(b"2")
-        self.assertEqual(self.drain(q), [b"1", b"2"])
+        for push in (q.push, functools.partial(q.push, key="k")):
+            os.rmdir(self.file("creating"))
+            os.mkdir(self.file("creating"))
+            push(b"2")
+        self.assertEqual(self.drain(q), [b"1", b"2", b"2"])
 
     def test_join_does_not_miss_a_task_that_moves_while_pending_is_replaced(
         self,
@@ -8184,22 +8195,12 @@ class MissingFunctions(QueueCase):
     def test_waiting_pop_is_woken_where_poll_is_missing(self) -> None:
         # In a program that eventlet has patched, only select.select() exists.
         q = self.queue()
-        with mock.patch.object(select, "poll", create=True):
-            del select.poll
+        with mock.patch.object(selectors, "PollSelector"):
+            del selectors.PollSelector
             self.assertIsNone(q.pop(0.01))
             threading.Timer(0.05, q.push, [b"x"]).start()
             task = q.pop(60)
         self.assertEqual(task and task.data, b"x")
-
-    def test_wait_times_out_where_select_refuses_a_high_descriptor(self) -> None:
-        # select.select() raises ValueError for descriptors of 1024 and more.
-        q, refused = self.queue(), ValueError("filedescriptor out of range in select()")
-        with (
-            mock.patch.object(select, "poll", create=True),
-            mock.patch.object(select, "select", side_effect=refused),
-        ):
-            del select.poll
-            self.assertIsNone(q.pop(0.01))
 
     def check_lease_ends_by_deadline(self, module: Any) -> None:
         """Fail unless, in this module, a lease ends at its deadline and no worker is taken for
@@ -8232,9 +8233,13 @@ class MissingFunctions(QueueCase):
             del sys.modules["femtoqueue"]
             bare = importlib.import_module("femtoqueue")
         self.assertIsNone(vars(bare)["fcntl"])
-        self.queue().push(b"could not be finished", key="k")
         self.check_lease_ends_by_deadline(bare)
-        self.assertEqual(self.states(), {"done": 1, "pending": 1})
+        q, line = bare.FemtoQueue(self.path), bare.TicketQueue(self.new_dir())
+        for call in (functools.partial(q.push, b"x", key="k"), line.register):
+            with self.assertRaisesRegex(OSError, "need flock"):
+                call()
+        q.close()
+        self.assertEqual(self.states(), {"done": 1})
 
     def test_without_flock_leases_end_by_their_deadlines(self) -> None:
         # On some file systems, flock() fails with ENOLCK or EOPNOTSUPP. On NFS, an exclusive
@@ -8423,11 +8428,9 @@ class Compatibility(QueueCase):
         self.assertEqual(
             later, {b"later": None, b"keyed, later": "c", b"newer, and later": "d"}
         )
-        # The reclaimed task of key "d" is in scheduled/, too. The task waits for the time of the
-        # payload "newer, and later", which is buffered in keys/. The listing shows this payload.
-        self.assertEqual(
-            self.states(), {"done": 10, "failed": 1, "scheduled": 3, "keys": 1}
-        )
+        # The reclaimed task of key "d" is in scheduled/, too. It has the payload that was behind
+        # it, "newer, and later", and waits for the time of this payload.
+        self.assertEqual(self.states(), {"done": 10, "failed": 1, "scheduled": 3})
 
     def put_old_queue(self) -> None:
         for path, content in AN_OLD_QUEUE.items():
@@ -8528,21 +8531,21 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
-Poll = Callable[[int], "list[Any]"]  # select.poll().poll
+Poll = Callable[[int], "list[Any]"]
 
 
 def hooked_poll(wait: Callable[[Poll, int], list[Any]]) -> Any:
-    """Let femtoqueue call wait(poll, ms) where it would call poll(ms) to wait for its descriptors.
-    `poll` is the poll() method of the system."""
-    system_poll = select.poll
+    """Let femtoqueue call wait(poll, ms) where it would wait for its descriptors for `ms`. poll(ms)
+    does so."""
+    system_select = selectors.PollSelector.select
 
-    def hooked() -> Any:
-        poll = system_poll()
-        return types.SimpleNamespace(
-            register=poll.register, poll=functools.partial(wait, poll.poll)
-        )
+    def hooked(selector: selectors.PollSelector, timeout: float) -> list[Any]:
+        def poll(ms: int) -> list[Any]:
+            return system_select(selector, ms / 1000)
 
-    return mock.patch("select.poll", hooked)
+        return wait(poll, int(timeout * 1000) + 1)
+
+    return mock.patch.object(selectors.PollSelector, "select", hooked)
 
 
 @contextlib.contextmanager
@@ -8614,12 +8617,13 @@ class Waiting(QueueCase):
         self.assertIsNone(q.pop(0.01))
         idle = list(q._worker.waits._idle)  # empty where femtoqueue polls
 
-        def write(fd: int, value: int) -> None:
+        def remove(fd: int, _: int) -> None:
             q.close()
             # raises if `fd` is closed: its number may then be another file's
             os.fstat(fd)
 
-        with mock.patch("os.eventfd_write", write, create=True):
+        library = mock.Mock(inotify_rm_watch=remove)
+        with seam("C library", mock.Mock(return_value=library)):
             while idle:
                 # RACE: another thread wakes a wait that has just ended
                 idle.pop().wake()
@@ -8898,22 +8902,18 @@ class Coroutines(QueueCase, unittest.IsolatedAsyncioTestCase):
             PATIENCE_S, lambda: [it.cancel() for it in asyncio.all_tasks(loop)]
         )
 
-    async def test_close_just_before_a_wait_is_in_line_ends_it(self) -> None:
-        # RACE: another thread closes the queue after pop_async() has begun, but before its request
-        # is in line. The wait must end.
-        q, loop = self.queue(), asyncio.get_running_loop()
-        q.push(b"x")
-        call_later = loop.call_later
-
-        def close_first(*args: Any) -> Any:
-            q.close()
-            return call_later(*args)
-
-        with mock.patch.object(loop, "call_later", close_first):
-            waiter = asyncio.ensure_future(q.pop_async())
-            await asyncio.sleep(0)
-        self.assertIsNone(await asyncio.wait_for(waiter, 10))
-        self.assertEqual(self.states(), {"pending": 1})
+    async def test_close_ends_all_waits_even_while_the_thread_looks_for_them(
+        self,
+    ) -> None:
+        """close() ends all waits of coroutines, also while a task is found for one of them."""
+        q = self.queue()
+        waits = asyncio.gather(q.pop_async(), q.take_async("k"), q.pop_async(60))
+        await asyncio.sleep(0)
+        with hooked(at_call("open", "inflight-n1/", q.close, times=1)):
+            q.push(b"x")
+            self.assertEqual(await waits, [None] * 3)
+        # The thread may take the task once more. Then it gives the task back.
+        await asyncio.to_thread(until, lambda: self.states() == {"pending": 1})
 
     async def test_wait_that_begins_while_the_thread_ends_is_served_by_one_thread(
         self,
@@ -8937,7 +8937,8 @@ class Coroutines(QueueCase, unittest.IsolatedAsyncioTestCase):
         def serving() -> int:
             return sum(it.daemon and it not in before for it in threading.enumerate())
 
-        await q.pop_async(0)
+        q.push(b"x")
+        await q.pop_async()
         clock.monotonic = reading  # type: ignore[method-assign]
         clock.advance(60)
         self.assertTrue(await asyncio.to_thread(is_ending.wait, 60))
@@ -9666,35 +9667,18 @@ class Work(QueueCase):
     def test_work_raises_a_disk_error_of_pop_when_running_tasks_are_finished(
         self,
     ) -> None:
-        # If a signal comes while work() waits for the running tasks, it only logs the error, and
-        # returns.
-        for number, is_signal in enumerate((False, True), 1):
-            q, broken, counts = self.queue(), threading.Event(), None
-            q.push(b"x")
+        q, broken = self.queue(), threading.Event()
+        q.push(b"x")
 
-            def fail(
-                name: str, args: tuple[Any, ...], broken: threading.Event = broken
-            ) -> None:
-                if (
-                    name == "list"
-                    and args[0].endswith("pending")
-                    and not self.names("pending")
-                ):
-                    broken.set()
-                    raise_errno(errno.ENOSPC)
+        def fail(name: str, args: tuple[Any, ...]) -> None:
+            is_listing = name == "list" and args[0].endswith("pending")
+            if is_listing and not self.names("pending"):
+                broken.set()
+                raise_errno(errno.ENOSPC)
 
-            def handle(
-                _: object, event: Any = broken, is_signal: bool = is_signal
-            ) -> None:
-                event.wait(60)
-                if is_signal:
-                    os.kill(os.getpid(), signal.SIGTERM)
-
-            with hooked(fail), contextlib.suppress(OSError):
-                counts = q.work(handle, concurrency=2)
-            self.assertEqual(
-                (counts is not None, self.states()), (is_signal, {"done": number})
-            )
+        with hooked(fail), self.assertRaises(OSError):
+            q.work(lambda _: broken.wait(60), concurrency=2)
+        self.assertEqual(self.states(), {"done": 1})
 
     def test_work_returns_when_idle_but_not_while_it_runs_a_task(self) -> None:
         """An idle work() returns even if other workers hold leases, but not while a task of its own
@@ -10754,7 +10738,7 @@ class CommandLine(CommandCase):
         ),
         ("must be 1 or more", "work jobs -j 0 -- true", "work jobs -j -1 -- true"),
         (
-            "--timeout must be greater than 0",
+            "--timeout must be finite, and greater than 0",
             "work jobs --timeout 0 -- true",
         ),
         ("A-Z a-z 0-9 . _ -", "work jobs --node a/b -- true"),
@@ -10770,7 +10754,7 @@ class CommandLine(CommandCase):
         ),
         ("state must be one of pending, scheduled", "ls jobs pendng"),
         ("jobs/file: there is no queue", "ls jobs/file"),
-        ("--timeout must be greater than 0", "pop jobs --timeout 0s"),
+        ("--timeout must be finite, and greater than 0", "pop jobs --timeout 0s"),
         ("jobs/file", "push jobs/file x"),
     )
 
@@ -11293,6 +11277,16 @@ class CommandLine(CommandCase):
             process.send_signal(signal.SIGINT)
             self.assertEqual(process.wait(PATIENCE_S), 128 + signal.SIGINT)
 
+    def test_dead_letter_that_is_removed_during_a_look_of_top_comes_last(self) -> None:
+        q = self.queue()
+        first, second = leased(q), leased(q)
+        q.fail(first)
+        q.fail(second)
+        remove = functools.partial(os.unlink, self.file("failed", second.id))
+        with hooked(at_call("lstat stat", second.id, remove, times=1)):
+            ids = self.progress().latest_dead_letters()
+        self.assertEqual(ids, [first.id, second.id])
+
     def test_top_shows_a_dead_letter_that_a_person_moved_to_failed_under_the_name_of_its_lease(
         self,
     ) -> None:
@@ -11498,6 +11492,38 @@ class CommandLine(CommandCase):
             ) as file:
                 children = file.read().split()
         return int(*children)
+
+    def test_job_that_starts_during_the_second_signal_gets_the_signal(self) -> None:
+        # RACE: both signals come before the start of a command is requested.
+        self.set_constant("one signal", 0.05)
+        self.set_constant("grace", 30)
+        code = "import os, signal, socket, time\nsend = socket.send_fds\ndef late(*words):\n"
+        code += (
+            "    for _ in 1, 2: os.kill(os.getpid(), signal.SIGTERM), time.sleep(0.5)\n"
+        )
+        code += "    send(*words)\nsocket.send_fds = late\n"
+        *words, main = self.program()
+        self.queue(None).push(b"x")
+        command = "work", "jobs", "-q", "--", "sleep", "1000"
+        began_s = time.monotonic()
+        status = run_guarded(*words, code + main, *command, env=self.env)[0]
+        self.assertEqual(status, 128 + signal.SIGTERM)
+        self.assertLess(time.monotonic() - began_s, constant("grace"))
+        self.check_and_finish({"pending": 1})
+
+    def test_output_is_dropped_if_its_reader_ends_just_before_the_signal_comes(
+        self,
+    ) -> None:
+        # RACE: Ctrl-C ends the reader of the output first. Here, the command itself sends the
+        # signal, after its output could not be passed on.
+        self.set_constant("one signal", 60)
+        self.queue().push(b"x")
+        with self.start_work(
+            "echo 1; sleep 0.3; kill -INT $(worker); echo 2"
+        ) as process:
+            process.stdout.close()
+            self.assertEqual(process.wait(PATIENCE_S), 0)
+        self.assertEqual(self.states(), {"done": 1})
 
     def test_signals_end_work_even_if_nobody_reads_its_output(self) -> None:
         # The signals come while the output of a command is stuck. If this output is standard error,
@@ -11905,6 +11931,14 @@ class Races(QueueCase):
     """Races of two operations, or of an operation and a signal, that the tests which try every
     system call do not reach."""
 
+    def test_purge_passes_over_a_task_that_another_process_removes(self) -> None:
+        """A task that is gone when purge() removes it does not count, and is no error."""
+        q = self.queue()
+        q.done(leased(q))
+        path = self.file("done", *self.names("done"))
+        with hooked(at_call("unlink", path, lambda: os.unlink(path), times=1)):
+            self.assertEqual(q.purge(0), 0)
+
     def test_tasks_pushed_during_a_listing_are_delivered_in_order(self) -> None:
         # RACE: another worker pushes tasks while pop() lists pending/. The listing returns only the
         # younger ones of these tasks. The oldest one is still delivered before them. This also
@@ -12061,6 +12095,16 @@ class Races(QueueCase):
             stopped.stop()
             gc.collect()
             self.assertTrue(TicketQueue(self.file("line"), stale_timeout).is_empty())
+
+    def test_due_task_that_another_worker_takes_first_is_no_error(self) -> None:
+        q, other = self.queue(), self.queue("n2")
+        self.clock().stand_still()  # no job comes due
+        self.assertIsNone(q.pop())
+        other.schedule(b"x", 0)
+        taken = at_call("move", "/scheduled/", lambda: self.pop(other), times=1)
+        with hooked(taken):
+            self.assertIsNone(q.pop())
+        self.assertEqual(self.states(), {"inflight-n2": 1})
 
     def test_repair_of_keys_that_finds_a_key_locked_is_repeated_soon(self) -> None:
         q = self.queue()

@@ -397,9 +397,8 @@ class Actor(Noter):
         while not self.is_over():
             time.sleep(0.01)
             now = verdict.places_of_keys(unfinished(self.queue))
-            wrong = {
-                *verdict.crowded(a & b for a, b in zip(before, now, strict=True))
-            } - told
+            live, behind = (a & b for a, b in zip(before, now, strict=True))
+            wrong = {*verdict.crowded(live, behind)} - told
             for text in wrong:
                 self.note("crowded", text)
             told |= wrong

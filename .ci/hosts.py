@@ -47,7 +47,8 @@ Keys and tickets, without faults. On each host two processes push tasks of one k
 keys, then of fifty. Two others pop, take, release, fail and finish these tasks. All four look up
 keys by contains(), peek() and take(). Proved:
 
-  - A key has at most one task that waits or is in flight, and at most one buffered payload.
+  - A key has at most one task that waits or is in flight, and at most one buffered payload. While a
+    buffered payload replaces that of its task, both are in keys/, and there is no such task.
   - Deliveries of a key do not overlap in time. A delivery has a payload at least as new as the last
     push that had returned when pop() or take() was called. The last delivery has the last payload.
     If pushes overlap in time, any of them may be the last.
@@ -611,7 +612,12 @@ def tickets(stage: Stage) -> None:
     stage.check_machine()
     events = verdict.Events(stage.log)
     order = sorted(events.turns, key=lambda it: it.got_s)
-    pairs = [two for two in itertools.pairwise(order) if two[1].ticket <= two[0].ticket]
+    # The numbers begin at 1 again when nobody is in line.
+    pairs = [
+        (one, next_one)
+        for one, next_one in itertools.pairwise(order)
+        if 1 < next_one.ticket <= one.ticket
+    ]
     idle = verdict.without_turn(events, HOSTS)
     stage.judge(
         events, {"hosts have no turn": idle, "turns out of order": map(str, pairs)}

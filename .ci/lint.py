@@ -34,7 +34,7 @@ import femtoqueue
 import test
 
 LIMITS = {
-    "tokens of code": 43_000,
+    "tokens of code": 37_300,
 }
 DOORS = {  # names of later parts that parts above them may use
     *("_Inspector", "_Processing", "_WorkerPool", "_open_files"),
@@ -43,7 +43,7 @@ DOORS = {  # names of later parts that parts above them may use
 HELPERS = {  # functions that rename or unlink, but are not a step in the table of moves
     *("_Files.move", "_Files.remove", "_Files.shrink"),
     *("_Files.unlink", "_Files.unlink_if_exists"),
-    "_Numbers.remove_dir",
+    "TicketQueue.maybe_cleanup",
     *(
         "_QueueClock._create",
         "_Worker._put_reason",
@@ -53,17 +53,17 @@ HELPERS = {  # functions that rename or unlink, but are not a step in the table 
     *(
         "_Keys._link",
         "_Keys._repair",
+        "_Keys._swap",
         "_Keys.move_keyed",
         "_SharedKeys._link_or_give_way",
     ),
     *(
-        "_SharedKeys._linked",
+        "_SharedKeys._listed",
         "_Maintenance._purge_done",
-        "_Maintenance.remove_stale_files",
     ),
     *("FemtoQueue.purge", "FemtoQueue.resume", "_read_checkpoint"),
     *(
-        "TicketQueue._join_with",
+        "TicketQueue._join_locked",
         "TicketQueue._lives",
         "TicketQueue._locked",
         "TicketQueue.remove",
@@ -71,7 +71,7 @@ HELPERS = {  # functions that rename or unlink, but are not a step in the table 
 }
 MOVES = re.compile(
     r"\b(?:os|files|_files|self)\.(?:rename|rename_onto|replace|move|unlink|unlink_if_\w+)\("
-    r"|files\.remove\("
+    r"|files\.remove\(|\(os\.unlink,"
 )
 # Names in prose that are not of femtoqueue.py: programs, system calls, words of an output.
 OTHER_NAMES = (
@@ -367,7 +367,7 @@ def fields_of_a_task() -> list[str]:
     """Return the public fields and properties of FemtoTask."""
     it = femtoqueue.FemtoTask
     names = {
-        *it.__slots__,
+        *vars(it("", b"")),
         *(n for n, value in vars(it).items() if isinstance(value, property)),
     }
     return sorted(name for name in names if name[0] != "_")
@@ -494,10 +494,10 @@ CHECKS: list[tuple[str, int, Measure]] = [
     ("functions that call another function of their name", 0, calls_of_own_name),
     (
         "lines of code in the longest part except FemtoQueue, Command line",
-        430,
+        380,
         longest_part,
     ),
-    ("lines of code in the longest class except FemtoQueue", 400, longest_class),
+    ("lines of code in the longest class except FemtoQueue", 350, longest_class),
     ("steps of the table of moves that are not functions", 0, steps_without_a_method),
     (
         "functions that rename or unlink and are not in that table",

@@ -565,22 +565,30 @@ def places_of_keys(paths: Iterable[str]) -> tuple[set[str], set[str]]:
     return live, behind
 
 
-def crowded(places: Iterable[set[str]]) -> Iterator[str]:
-    """Yield each key that has several live tasks, or several buffered payloads. An id ends with the
-    hash of the key. `places` is from places_of_keys()."""
-    for ids, what in zip(places, ("live tasks", "buffered payloads"), strict=True):
-        for tag, count in collections.Counter(ident[-16:] for ident in ids).items():
-            if count > 1:
-                yield f"a key has {count} {what}: {sorted(it for it in ids if it[-16:] == tag)}"
+def several(ids: set[str], most: int, what: str) -> Iterator[str]:
+    """Yield each key that has more than `most` of the ids. An id ends with the hash of the key."""
+    for tag, count in collections.Counter(ident[-16:] for ident in ids).items():
+        if count > most:
+            yield f"a key has {count} {what}: {sorted(it for it in ids if it[-16:] == tag)}"
+
+
+def crowded(live: set[str], behind: set[str]) -> Iterator[str]:
+    """Yield each key that has several live tasks, or a task and several buffered payloads.
+
+    A task whose payload is being replaced is in keys/, perhaps beside the newer payload.
+    """
+    yield from several(live, 1, "live tasks")
+    yield from several(live | behind, 2, "tasks and buffered payloads")
 
 
 def crowded_at_rest(events: Events, files: set[str]) -> Iterator[str]:
-    """Yield what crowded() yields, for the queue's files when no actor runs. Tasks that
-    Events.may_be_two() explains are left out."""
-    alone = (
+    """Yield each key that has several live tasks or several buffered payloads, of the queue's files
+    when no actor runs. Tasks that Events.may_be_two() explains are left out."""
+    live, behind = (
         {it for it in ids if not events.may_be_two(it)} for ids in places_of_keys(files)
     )
-    return crowded(alone)
+    yield from several(live, 1, "live tasks")
+    yield from several(behind, 1, "buffered payloads")
 
 
 def by_key(events: Events) -> Iterator[tuple[list[Delivery], list[Push]]]:
