@@ -1994,7 +1994,8 @@ class Liveness(QueueCase):
         # on other hosts. If rmdir() fails, pop() raises no error, and the directory stays. rmdir()
         # fails for a lease directory of another user if data_dir is sticky.
         self.patched(on_file_system(FUSE))
-        q, clock = self.queue(), self.clock()
+        q = self.queue()
+        clock = self.clock()
         os.mkdir(self.file("inflight-other"))
         sticky = hooked(at_call("rmdir", "-other", errno_raiser(errno.EPERM), times=1))
         for advance_s, there in ((1, True), (61, True), (1, False)):
@@ -2830,12 +2831,10 @@ class LostReply(QueueCase):
     def test_expired_lease_is_lost_though_a_stale_cache_still_shows_it(self) -> None:
         """done() raises LeaseLost if the lease expired and another delivery made done/<id>."""
         # The client's cache still shows the lease, as it was half a minute ago.
-        q, other, clock = (
-            self.queue(timeout_stale_ms=1000),
-            self.queue("n2"),
-            self.clock(),
-        )
-        late, seen = leased(q), list[str]()
+        q, other = self.queue(timeout_stale_ms=1000), self.queue("n2")
+        clock = self.clock()
+        late = leased(q)
+        seen = list[str]()
         # Only the monotonic clock is advanced: the other delivery has ended within this second.
         clock.monotonic_shift_s += 3
         other.done(self.pop(other))
@@ -3458,7 +3457,8 @@ class Keyed(QueueCase):
     ) -> None:
         """If a worker dies between finishing a task and promoting the payload behind the task,
         another worker promotes the payload soon."""
-        q, victim, clock = self.queue(), self.queue("victim"), self.clock()
+        q, victim = self.queue(), self.queue("victim")
+        clock = self.clock()
         self.assertIsNone(q.pop())
         task = self.leased_with_buffered(victim)
         dead = hooked(at_call("move", "/keys/", errno_raiser(errno.EIO)))
@@ -3649,7 +3649,8 @@ class Keyed(QueueCase):
 
     def test_payload_that_another_process_left_in_keys_is_delivered(self) -> None:
         """A payload that came to keys/, and whose task has ended, is soon delivered."""
-        q, other, clock = self.queue(), self.queue("n2"), self.clock()
+        q, other = self.queue(), self.queue("n2")
+        clock = self.clock()
         self.assertIsNone(q.pop())
         task = self.leased_with_buffered(other)
         with hooked(at_call("move", "/keys/", errno_raiser(errno.EIO))):
@@ -3660,7 +3661,8 @@ class Keyed(QueueCase):
     def test_task_that_a_failed_push_left_in_keys_comes_back(self) -> None:
         """If a push fails while it has the task in keys/, and can't put it back, the next repair of
         keys does."""
-        q, clock = self.queue(), self.clock()
+        q = self.queue()
+        clock = self.clock()
         self.assertIsNone(q.pop())
         q.push(b"1", key="k")
         q.push_many([b"2", b"3"])
@@ -5044,7 +5046,8 @@ class Crash(PlainInterrupted):
     def test_files_that_others_remove_during_check_are_no_findings(self) -> None:
         """check() reports no file that another process removes meanwhile: an old file in creating/,
         or a lease of another boot."""
-        q, ident = self.queue(), f"{10**18:020d}-{'0' * 16}"
+        q = self.queue()
+        ident = f"{10**18:020d}-{'0' * 16}"
         for name in (
             f"creating/{ident}",
             f"inflight-n2/{10**18:020d}~1~ffffffff~{ident}",
@@ -5413,7 +5416,9 @@ class Faults(PlainInterrupted):
 
     def test_data_dir_that_was_removed_raises_until_it_is_made_again(self) -> None:
         """While data_dir is removed, each call raises FileNotFoundError; then all work again."""
-        q, clock, watcher = self.queue(), self.clock(), self.queue("watcher")
+        q = self.queue()
+        clock = self.clock()
+        watcher = self.queue("watcher")
         self.assertIsNone(q.pop())
         shutil.rmtree(self.path)
         for call in (
@@ -5834,7 +5839,8 @@ class QueueModel:
             if not newer.is_update:
                 task.attempts = 0
                 if newer.due_ns is not None:
-                    state, at_ns = "scheduled", newer.due_ns
+                    state = "scheduled"
+                    at_ns = newer.due_ns
         self.move(task, state, at_ns)
 
     def end_leases_of_node(self, node: str) -> None:
@@ -6399,7 +6405,8 @@ class Fuzz:
             held.lasts_ns if ms is None else ms * 1_000_000
         )
         if task is not None:
-            task.at_ns, task.ready_ns = held.end_ns, None
+            task.at_ns = held.end_ns
+            task.ready_ns = None
 
     def checkpoint(self, w: Worker, held: Held, task: ModelTask | None) -> None:
         """Save a checkpoint. That also renews the lease, and never shortens it."""
@@ -7749,7 +7756,9 @@ class Tickets(TicketCase):
 
     def test_lock_of_a_removed_file_does_not_count(self) -> None:
         """A ticket is taken under the lock of the file that is now at the path of "last"."""
-        line, last, is_free = self.line(), self.file("line", "last"), list[bool]()
+        line = self.line()
+        last = self.file("line", "last")
+        is_free = list[bool]()
         line.remove(line.register()[1])
 
         def hook(name: str, args: tuple[Any, ...]) -> None:
@@ -8234,7 +8243,8 @@ class MissingFunctions(QueueCase):
             bare = importlib.import_module("femtoqueue")
         self.assertIsNone(vars(bare)["fcntl"])
         self.check_lease_ends_by_deadline(bare)
-        q, line = bare.FemtoQueue(self.path), bare.TicketQueue(self.new_dir())
+        q = bare.FemtoQueue(self.path)
+        line = bare.TicketQueue(self.new_dir())
         for call in (functools.partial(q.push, b"x", key="k"), line.register):
             with self.assertRaisesRegex(OSError, "need flock"):
                 call()
@@ -9667,7 +9677,8 @@ class Work(QueueCase):
     def test_work_raises_a_disk_error_of_pop_when_running_tasks_are_finished(
         self,
     ) -> None:
-        q, broken = self.queue(), threading.Event()
+        q = self.queue()
+        broken = threading.Event()
         q.push(b"x")
 
         def fail(name: str, args: tuple[Any, ...]) -> None:
