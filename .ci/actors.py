@@ -48,7 +48,6 @@ class Noter:
     offset_s: float = 0.0
 
     def now_s(self) -> float:
-        """Return the time on the proof's clock, which all hosts share."""
         return time.monotonic() + self.offset_s
 
     def note(self, word: str, *values: object) -> None:
@@ -62,8 +61,8 @@ class Noter:
 class Actor(Noter):
     """A process that uses a queue.
 
-    `kind` is the name of a method. The actor calls that method again and again. The method returns
-    the pause before the next call in seconds, or None if the actor is to end.
+    `kind` is the name of a method. The method returns the pause before the next call in seconds, or
+    None if the actor is to end.
     """
 
     kind: str
@@ -98,7 +97,6 @@ class Actor(Noter):
             self.note("closing")
 
     def step(self) -> float | None:
-        """Call the method of the actor's kind once."""
         pause_s: float | None = getattr(self, self.kind)()
         return pause_s
 
@@ -106,7 +104,6 @@ class Actor(Noter):
         return os.path.exists(self.over)
 
     def open_queue(self) -> FemtoQueue:
-        """Open the queue, and retry until that succeeds."""
         while True:
             began_s = self.now_s()
             try:
@@ -123,8 +120,8 @@ class Actor(Noter):
     def log_claims(self) -> None:
         """Make the queue record each claim in self.claims, even if the task is not delivered.
 
-        Actor.pop() writes these claims to the log. Replaces the method claim() of the queue's lease
-        directory by a wrapper that records the task.
+        Replaces the method claim() of the queue's lease directory by a wrapper that records the
+        task.
         """
         # of the current pop(): id, time before the claim
         self.claims: list[tuple[str, float]] = []
@@ -199,17 +196,14 @@ class Actor(Noter):
             self.note("pushed", name, ident, began_s)
 
     def produce(self) -> float:
-        """Push a payload without a key."""
         self.push()
         return self.chance.random() * 0.15
 
     def fill(self) -> None:
-        """Push `count` payloads, then end."""
         for _ in range(self.count):
             self.push()
 
     def push_keys(self) -> float:
-        """Push a payload with a key; sometimes look up that key afterwards."""
         key = self.any_key()
         self.push(key)
         if self.chance.random() < 0.3:
@@ -259,7 +253,6 @@ class Actor(Noter):
         return (int(name[:20]) - self.q._clock.anchor_ns) / 1e9 + self.offset_s
 
     def consume(self) -> float:
-        """Pop a task, work on it for a while, and settle it in a random way."""
         if (task := self.pop()) is None:
             return 0.02
         self.work_on(task)
@@ -314,7 +307,6 @@ class Actor(Noter):
         raise SystemExit(f"{self.name}: {how}() of {task.id} failed for {SETTLE_S:g} s")
 
     def settle_once(self, task: FemtoTask, how: str, **options: Any) -> None:
-        """Log that the task is about to be settled, then call the method."""
         self.note("settle", task.id)
         getattr(self.q, how)(task, **options)
 
@@ -357,7 +349,6 @@ class Actor(Noter):
         return self.chance.choice((0.02, 0.2)) * self.chance.random()
 
     def settle_keyed(self, task: FemtoTask | None) -> None:
-        """Settle a task, if there is one, in a random way after a short sleep."""
         if task is not None:
             time.sleep(self.chance.choice((0.0, 0.05)) * self.chance.random())
             self.settle(
@@ -365,7 +356,6 @@ class Actor(Noter):
             )
 
     def look_up(self, key: str) -> None:
-        """Call take(), contains() or peek() with a key, and log whether the call found a task."""
         call = self.chance.choice(LOOK_UPS)
         began_s = self.now_s()
         if call == "take":
@@ -409,7 +399,6 @@ class Actor(Noter):
     # Turns
 
     def take_turns(self) -> float:
-        """Take one turn of a TicketQueue; log an error."""
         began_s = self.now_s()
         try:
             self.take_turn()
@@ -418,7 +407,6 @@ class Actor(Noter):
         return self.chance.choice((0.0, 0.1)) * self.chance.random()
 
     def take_turn(self) -> None:
-        """Wait for a turn, hold it for a moment, and log when it begins and ends."""
         began_s = self.now_s()
         self.line = self.line or TicketQueue(f"{self.queue}-line", self.stale_s)
         with self.line.turn(self.timeout_s) as ticket:

@@ -12,11 +12,10 @@ is played again for each point with each fault. The faults are the errnos that t
 return (ENOSPC, EIO, EMFILE, EACCES, EINTR, ...), and SIGKILL at the entry of the call.
 
 An injection selects a system call by its name and a number N. All calls with this name are counted,
-also those outside the data directory. (strace -P can select calls by path, but only by whole paths,
-not by a directory.) The clock and the random numbers are simulated, so that the N-th call is the
-same in each play of a life. The trace must show that the expected call was hit. By default a random
-sample of the injections is made, which has each combination of call, directory and fault. All
-injections (--sample 9999) take ten minutes.
+also those outside the data directory. The clock and the random numbers are simulated, so that the
+N-th call is the same in each play of a life. The trace must show that the expected call was hit. By
+default a random sample of the injections is made, which has each combination of call, directory and
+fault. All injections (--sample 9999) take ten minutes.
 
 Proved for each injection:
   - An injected error is raised, or it has no effect. If it is raised, the step in which the system
@@ -242,7 +241,6 @@ class Life:
         return task
 
     def end(self, task: FemtoTask | None, how: str, **options: Any) -> None:
-        """Call done(), fail(), release() or extend() with a task, if pop() returned one."""
         if task is not None:
             method = getattr(self.queue, how)
             later = "delay_s" in options
@@ -312,7 +310,6 @@ class Life:
 
 
 def plain(life: Life) -> None:
-    """Call each method with tasks without a key, beginning with the queue's first mkdir()."""
     life.open()
     life.push("a")
     life.push_many("b", "big/100000", "c", "d", "e")
@@ -343,7 +340,6 @@ def plain(life: Life) -> None:
 
 
 def keyed(life: Life) -> None:
-    """Call each method with tasks that have a key."""
     life.open()
     life.push("k1", "k")
     life.push("k2", "k")  # replaces k1
@@ -399,7 +395,6 @@ def inherited(life: Life) -> None:
 
 
 def leave_leases(life: Life, own: str) -> None:
-    """Be one of the workers that die in inherited(): make tasks, and keep leases."""
     life.open(own)
     life.push_many(*(f"{own}-{letter}" for letter in "abcd"))
     life.push(f"{own}-k1", f"k{own}")
@@ -631,7 +626,6 @@ class Ledger:
                 slot.states = {after} if sure else slot.states | {after}
 
     def misplaced(self, found: dict[str, str]) -> list[tuple[Slot, str]]:
-        """Return the tasks that are in a wrong state, each with that state."""
         wrong = []
         for slot in self.slots:
             there = [found[name] for name in slot.names if name in found] or ["gone"]
@@ -641,8 +635,6 @@ class Ledger:
         return wrong
 
     def compare(self, found: dict[str, str]) -> None:
-        """Raise Violation unless each task exists once, in a state that it may be in, and no other
-        task exists. `found` has the state of each payload."""
         if wrong := self.misplaced(found):
             raise Violation("; ".join(f"{slot} is {state}" for slot, state in wrong))
         if strangers := found.keys() - {
@@ -776,7 +768,6 @@ class Stage:
 
 
 def note_writer(path: str) -> Noting:
-    """Return a function that appends a note to a file, as a line of JSON."""
     fd = open_log(path)
     return lambda note: (os.write(fd, f"{json.dumps(note)}\n".encode()), None)[1]
 
@@ -790,7 +781,6 @@ def read_notes(path: str) -> list[Note]:
 def play(
     script: Callable[[Life], None], make: Maker, note: Noting, seed: str
 ) -> NoReturn:
-    """Play a life to its end, in a child process."""
     try:
         with made_up(seed) as clock:
             life = Life(make, clock, note)
@@ -880,9 +870,8 @@ def points_of(stage: Stage) -> list[Job]:
 
 
 def paths_in_call(stage: Stage, line: str) -> str:
-    """Return the paths in a line of the trace, relative to the data directory. They are the same
-    each time the life is played. A name is relative to the directory whose descriptor precedes
-    it."""
+    """Return the paths in a line of the trace, relative to the data directory. A name is relative
+    to the directory whose descriptor precedes it."""
     called = line.rpartition(" = ")[0]
     if re.match(r"\d+ +\w+at2?\(", called):
         called = re.sub(r'\d+<([^>]+)>, "([^/"][^"]*)"', r'"\1/\2"', called)
@@ -892,9 +881,8 @@ def paths_in_call(stage: Stage, line: str) -> str:
 def check_hit(stage: Stage, job: Job, status: int) -> list[str]:
     """Return the line of the trace in which the fault was injected.
 
-    Raises Violation if another call was hit, if the child wrote to standard error, or if the child
-    ended unexpectedly: it must be killed by SIGKILL if that is the fault, else its exit status is
-    0.
+    Raises Violation if another call was hit, or if the child wrote to standard error. The child
+    must exit with status 0, or be killed if the fault is SIGKILL.
     """
     trace = stage.read("trace").splitlines()
     hit = (
@@ -960,8 +948,6 @@ def how_it_surfaced(job: Job, notes: list[Note]) -> str:
 
 
 def check_next_process(stage: Stage, ledger: Ledger) -> None:
-    """Play a next process after a kill: open the queue, read it and drain it. The ledger follows
-    the steps."""
     ledger.end_leases()
     with made_up("next") as clock:
         # files in creating/ are removed after an hour
@@ -973,8 +959,6 @@ def check_next_process(stage: Stage, ledger: Ledger) -> None:
 
 
 def run(job: Job) -> tuple[Job, str, str]:
-    """Make an injection. Return the job, the result of inject() and ""; or the job, "violations"
-    and what was wrong."""
     work = os.path.join(WORK, str(os.getpid()))
     try:
         return job, inject(job, work), ""
@@ -1024,8 +1008,7 @@ WORK = ""
 
 @contextlib.contextmanager
 def work_dir() -> Iterator[None]:
-    """Make the directory WORK for the stages. It is in memory: no disk is needed, because strace
-    makes the errors."""
+    """Make the directory WORK for the stages."""
     global WORK
     with tempfile.TemporaryDirectory(
         prefix="femtoqueue-faults-", dir=memory_dir()

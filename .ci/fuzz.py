@@ -55,7 +55,6 @@ PATIENCE_S = 60  # the real time that a seed may take
 
 
 def raise_hang(*_: object) -> None:
-    """Raise AssertionError: a call hangs, for example because a lock is never released."""
     raise AssertionError(f"the seed did not end within {PATIENCE_S} s")
 
 
@@ -76,7 +75,6 @@ class Names:
         self.delivered: Counter[bytes] = Counter()
 
     def number(self) -> str:
-        """Return 20 digits for a name: often a limit of the valid range, or a time near now."""
         now_ns = int(self.clock.time() * 1e9)
         numbers = (0, 1, now_ns - 10**13, now_ns - 10**10, now_ns + 10**10, 4 * 10**18)
         special = self.chance.choice((*numbers, 9 * 10**18 - 1, 9 * 10**18, 10**20 - 1))
@@ -85,7 +83,6 @@ class Names:
         ]
 
     def valid(self) -> str:
-        """Return a name in one of the forms of femtoqueue. Its numbers may be out of range."""
         ident = f"{self.number()}-{self.chance.getrandbits(64):016x}"
         attempts = self.chance.choice(("0", "1", "7", "000001", "999999", "1000000"))
         boot = f"{self.chance.getrandbits(32):08x}"
@@ -96,7 +93,6 @@ class Names:
         )
 
     def mutated(self, name: str) -> str:
-        """Return a name with a random change, or without any."""
         at = self.chance.randrange(len(name))
         new = self.chance.choice("0123456789abcfgAFx~-. \n%é٠²\u0967\udcff\U0001f40d")
         return self.chance.choice(
@@ -124,7 +120,6 @@ class Names:
         )
 
     def put_random(self, count: int) -> None:
-        """Put up to `count` entries with mutated names into random directories."""
         for _ in range(count):
             directory = self.chance.choice(self.DIRECTORIES)
             name = self.mutated(self.valid())
@@ -164,14 +159,12 @@ class Names:
             self.check_left(before, now_ns)
 
     def named(self, state: str) -> list[tuple[str, str, bytes]]:
-        """Return name, kind and payload of each entry that was put and is a task in that state."""
         rows = ((os.path.basename(path), *it) for path, it in self.put.items())
         return [
             (it[0], *it[2:]) for it in rows if it[1] == state and is_task(state, it[0])
         ]
 
     def check_counts(self, q: FemtoQueue) -> None:
-        """Check that stats() and tasks() show the entries with valid names, and only these."""
         stats = q.stats()
         state: Any
         for state in (*femtoqueue.STATES, "keys"):
@@ -302,7 +295,6 @@ class Contents:
         self.damaged[path[-37:]] = read_record(content)
 
     def corrupted(self, content: bytes) -> bytes:
-        """Return a content with flipped, missing or additional bytes, or another content."""
         at = self.chance.randrange(len(content))
         if self.chance.random() < 0.5:
             at = self.chance.randrange(min(len(content), 40))  # in the header
@@ -376,7 +368,6 @@ class Contents:
             make_entry(path, way, os.fsencode(text), text)
 
     def run(self) -> None:
-        """Fill a queue, damage some files, let workers go on, and check what they got."""
         with mock.patch.object(femtoqueue, "time", self.clock):
             q = FemtoQueue(self.path, "filler", timeout_stale_ms=30_000)
             self.fill(q)
@@ -398,7 +389,6 @@ class Contents:
             self.check(current)
 
     def work(self) -> None:
-        """Let two workers use the queue, for at least half a simulated hour."""
         workers = [
             FemtoQueue(self.path, node, timeout_stale_ms=30_000) for node in "mn"
         ]
@@ -439,7 +429,6 @@ class Contents:
             self.newest.pop(key, None)
 
     def deliver(self, q: FemtoQueue, task: FemtoTask | None) -> None:
-        """Check that the payload of a task was pushed, or is in a damaged file. Finish the task."""
         if task is None:
             return
         was = task.data, task.key

@@ -93,7 +93,6 @@ def find_kernel() -> str:
 
 
 def module_files() -> list[str]:
-    """Return the files of MODULES and of the modules that they need, in the order of loading."""
     release = find_kernel().partition("vmlinuz-")[2]
     command = ("modprobe", "-C", "/dev/null", "-S", release, "--show-depends", "-a")
     return [
@@ -198,7 +197,6 @@ class Network(threading.Thread):
                 self.ports[number][0].send(frame, socket.MSG_DONTWAIT)
 
     def plug(self, number: int) -> int:
-        """Return the descriptor of a machine's port, after removing the frames left in it."""
         port = self.ports[number][1]
         with contextlib.suppress(BlockingIOError):
             while port.recv(1 << 16, socket.MSG_DONTWAIT):
@@ -237,8 +235,6 @@ class Call:
         self.machine.ask("kill", process=self.number)
 
     def evaluate(self, code: str) -> Call:
-        """If this call started a session: let the session evaluate an expression or execute a
-        statement, and return the new call."""
         return self.machine.ask("evaluate", session=self.number, code=code)
 
 
@@ -340,7 +336,6 @@ class Machine:
         ]
 
     def console_text(self) -> str:
-        """Return what the machine has printed on its console."""
         return os.pread(self.console, 1 << 20, 0).decode(errors="replace")
 
     def read_answer(self, line: str) -> None:
@@ -380,7 +375,6 @@ class Machine:
         return output
 
     def power_off(self) -> None:
-        """Cut the machine's power: kill QEMU."""
         self.is_on = False
         self.process.kill()
         self.process.wait()
@@ -391,7 +385,6 @@ class Machine:
 
 
 def read_lines(port: socket.socket, heard: Callable[[str], object]) -> None:
-    """Call heard() with each whole line, until the other end is closed."""
     with (
         contextlib.suppress(ConnectionError),
         port.makefile("r", encoding="utf-8") as lines,
@@ -445,7 +438,6 @@ class Guest:
             line = line[os.write(self.control, line) :]
 
     def reap(self) -> None:
-        """Answer the orders whose processes have ended, with the exit status and the output."""
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 number, output = self.children.pop(ended[0], (0, -1))
@@ -489,7 +481,6 @@ class Guest:
         self.answer(number, None)
 
     def session(self, number: int) -> None:
-        """Start a process that evaluates the lines from a pipe."""
         ours, its = os.pipe()
         self.pipes[number] = its
         self.fork(number, lambda: run_session(ours, self.notes, self.names))
@@ -517,6 +508,5 @@ def run_session(orders: int, notes: int, names: dict[str, Any]) -> None:
 
 
 def where(error: BaseException) -> str:
-    """Return the names of the functions that an exception passed through."""
     frames = traceback.extract_tb(error.__traceback__)
     return " > ".join(frame.name for frame in frames[2:])

@@ -157,10 +157,7 @@ def build(work: str) -> bytes:
 
 
 class Lab:
-    """A server with a disk, and its clients; or, for LOCAL, one machine with a disk.
-
-    Has the methods of hosts.Cluster that Stage needs.
-    """
+    """A server with a disk, and its clients; or, for LOCAL, one machine with a disk."""
 
     def __init__(self, version: str) -> None:
         self.version = version
@@ -208,7 +205,6 @@ class Lab:
             self.kept[number] = self.machines[number].run("sh", "-c", command)
 
     def serve(self) -> None:
-        """Boot the server again."""
         self.start([SERVER])
 
     def close(self) -> None:
@@ -219,7 +215,7 @@ class Lab:
             os.close(fd)
 
     def count_lost_bricks(self) -> int:
-        """Return 0: only GlusterFS reports lost bricks. See hosts.Cluster."""
+        """Return 0: only GlusterFS reports lost bricks."""
         return 0
 
     wait_until = hosts.Cluster.wait_until
@@ -239,7 +235,6 @@ class Trap:
         self.caught = threading.Event()
 
     def drops(self, source: int, frame: bytes) -> bool:
-        """Return whether a frame must be dropped."""
         if source == SERVER:
             answer = tcp_payload(frame)
             if self.xid and answer[4:12] == self.xid + b"\0\0\0\1":
@@ -257,7 +252,6 @@ class Trap:
 
 
 def drop_nothing(source: int, frame: bytes) -> bool:
-    """Return False: every frame is passed on."""
     return False
 
 
@@ -510,7 +504,6 @@ class Script:
             self.step(f"{who}  q = FemtoQueue('{MOUNT}/{name}', {settings})")
 
     def play(self, script: str) -> None:
-        """Play a script. Raises Violation if a call does not return or raise what it must."""
         for line in script.strip().splitlines():
             if line.startswith("# "):
                 say(f"{self.name}: {line[2:]}")
@@ -522,7 +515,6 @@ class Script:
             session.kill()
 
     def step(self, line: str) -> None:
-        """Carry out a line of a script. Raises Violation if the result is not the wanted one."""
         who, mode, code, wanted = re.fullmatch(  # type: ignore[union-attr]
             r"(\w)([ &=])\s*(.*?)(?:  => (.*))?", line
         ).groups()
@@ -565,7 +557,6 @@ def replays() -> Iterator[tuple[str, str]]:
 
 
 def replay(lab: Lab, names: Iterable[str]) -> None:
-    """Play these replays, or all of them."""
     scripts = dict(replays())
     for name in names or scripts:
         script = Script(lab, name.replace(" ", "-"), "timeout_stale_ms=600_000")
@@ -617,14 +608,12 @@ class Stage(hosts.Stage):
         self.lost_locks[number] = 0
 
     def restore(self, number: int) -> None:
-        """Boot a client, and start its actors again."""
         self.cluster.start([number])
         while self.off:
             actor = self.off.pop()
             self.start_as(number, actor)
 
     def heal(self) -> None:
-        """Wait until each client reaches the server."""
         began_s = time.monotonic()
         for number in self.cluster.hosts:
             self.cluster.machines[number].run("touch", f"{MOUNT}/healed{number}")
@@ -647,7 +636,6 @@ class Stage(hosts.Stage):
 
 
 def episodes(stage: Stage) -> dict[str, hosts.Episode]:
-    """Return the faults of the storms, by name."""
     one, other = (stage.chance.choice(CLIENTS) for _ in range(2))
     lab = stage.cluster
     server = stage.cluster.server
@@ -731,7 +719,6 @@ def prove(lab: Lab, seed: int, phase: str, short: bool) -> None:
 def prove_all(
     version: str, seed: int, phases: Iterable[str], short: bool = False
 ) -> None:
-    """Boot machines, and run phases on them one after the other."""
     with contextlib.closing(Lab(version)) as lab:
         began_s = time.monotonic()
         lab.start(lab.machines)
@@ -743,7 +730,6 @@ def prove_all(
 
 
 def run_all(args: argparse.Namespace) -> None:
-    """Run the phases that the options choose. Raises Violation if a promise is broken."""
     if sys.platform != "linux" or os.uname().machine != "x86_64":
         raise Unable("this proof needs Linux on x86_64")
     install((*TOOLS, machines.KERNELS), *PACKAGES.split())

@@ -76,7 +76,6 @@ def xfs_in_memory() -> Iterator[str]:
 
 
 def clone(source: str, target: str) -> None:
-    """Clone a file by FICLONE."""
     with open(source, "rb") as old, open(target, "wb") as new:
         fcntl.ioctl(new.fileno(), FICLONE, old.fileno())
 
@@ -102,7 +101,6 @@ class Work:
         )
 
     def play_forever(self, life: faults.Life) -> None:
-        """Make random steps until the process is killed."""
         chance = random.Random(self.seed)
         names = (f"{number}/{chance.choice(SIZES)}" for number in itertools.count())
         life.open()
@@ -181,8 +179,6 @@ def buffered_in(q: FemtoQueue) -> set[str]:
 
 
 def one_cut(place: str, kind: str, seed: int, sync: bool) -> int:
-    """Cut the power of a life once, in the empty directory `place`. Return how many tasks the queue
-    had afterwards."""
     chance = random.Random(seed)
     paths = (os.path.join(place, name) for name in ("image", "after", "mnt", "log"))
     image, after, target, log_path = paths

@@ -99,8 +99,8 @@ def run(*command: str, timeout_s: float = 60) -> str:
 def install(wanted: Iterable[str], *packages: str) -> None:
     """Install Debian packages if one of the wanted commands or files is missing.
 
-    `wanted` holds names of commands and glob patterns of files. Only root can install packages.
-    Raises Unable if a command or a file is still missing afterwards.
+    `wanted` holds names of commands and glob patterns of files. Raises Unable if a command or a
+    file is still missing afterwards.
     """
 
     def missing() -> list[str]:
@@ -179,7 +179,6 @@ def name_of(data: bytes) -> str:
 
 
 def read(name: str) -> str:
-    """Return the text of a file of the project."""
     with open(os.path.join(PROJECT, name), encoding="utf-8") as file:
         return file.read()
 

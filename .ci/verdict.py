@@ -112,7 +112,6 @@ class Turn:
 
 
 def value_of(text: str) -> Any:
-    """Return the number that a text stands for, or the text if it is no number."""
     for kind in (int, float):
         with contextlib.suppress(ValueError):
             return kind(text)
@@ -303,16 +302,13 @@ class Events:
         )
 
     def is_newer(self, old: Delivery, new: Delivery) -> bool:
-        """Return whether the payload of `new` was acknowledged after that of `old`."""
         return self.tried[old.name].ended_s < self.tried[new.name].ended_s
 
     def is_replaced(self, it: Delivery, by: Push) -> bool:
-        """Return whether the push `by` came after the payload of a delivery, and so replaced it."""
         return self.tried[it.name].ended_s < by.began_s
 
     def must_be_seen(self, push: Push) -> bool:
-        """Return whether an acknowledged payload of a key, or a newer one, must be delivered. This
-        is always so here; in storm.py there is an exception."""
+        """Return whether an acknowledged payload of a key, or a newer one, must be delivered."""
         return True
 
     def is_split(self, old: Delivery, new: Delivery) -> bool:
@@ -343,13 +339,11 @@ class Events:
         return self.may_come_back and not self.is_calm(it.got_s, it.ended_s)
 
     def all_deliveries(self) -> list[Delivery]:
-        """Return the deliveries of all tasks, sorted by time."""
         return sorted(
             itertools.chain(*self.deliveries.values()), key=lambda it: it.got_s
         )
 
     def last(self, actor: str, ident: str) -> Delivery:
-        """Return the latest delivery of a task to an actor."""
         return next(d for d in reversed(self.deliveries[ident]) if d.actor == actor)
 
     def lost_locks(self, ident: str) -> bool:
@@ -389,7 +383,6 @@ class Events:
         return known + [it for it in lost if tag_of(it.key) == ident[-16:]]
 
     def print_log_of(self, ident: str) -> None:
-        """Print the log's lines about a task, or about all tasks of its key, and about faults."""
         told = ident[-16:] if femtoqueue._is_keyed(ident) else ident
         for line in self.lines:
             if told in line or line.split()[2] in ("fault", "healed", "killed"):
@@ -406,7 +399,6 @@ class Events:
 
 
 def host_of(actor: str) -> str:
-    """Return the number of an actor's host; the actor's name is "<kind><host>.<number>"."""
     return actor.partition(".")[0][-1]
 
 
@@ -500,7 +492,6 @@ def wrong_places(events: Events, files: set[str]) -> Iterator[str]:
 
 
 def wrong_answers(events: Events, files: set[str]) -> Iterator[str]:
-    """Yield the calls that raised an error though they took effect."""
     for ident, deliveries in events.deliveries.items():
         for name in {it.name for it in deliveries} & events.refused:
             yield f"the push of {name} raised, and {ident} was delivered"
@@ -527,13 +518,10 @@ def out_of_order(events: Events) -> Iterator[str]:
 
 
 def error_name(code: int) -> str:
-    """Return the name of an errno, or "FemtoQueueError" for 0."""
     return errno.errorcode.get(code, "FemtoQueueError")
 
 
 def report(events: Events) -> None:
-    """Print how many pushes, deliveries, errors and so on the log has, so that a reader can see
-    whether the proof had enough to check."""
     deliveries = events.all_deliveries()
     ends = collections.Counter(d.how or "unsettled" for d in deliveries)
     errors = collections.Counter(
@@ -566,7 +554,6 @@ def places_of_keys(paths: Iterable[str]) -> tuple[set[str], set[str]]:
 
 
 def several(ids: set[str], most: int, what: str) -> Iterator[str]:
-    """Yield each key that has more than `most` of the ids. An id ends with the hash of the key."""
     for tag, count in collections.Counter(ident[-16:] for ident in ids).items():
         if count > most:
             yield f"a key has {count} {what}: {sorted(it for it in ids if it[-16:] == tag)}"
@@ -605,7 +592,6 @@ def by_key(events: Events) -> Iterator[tuple[list[Delivery], list[Push]]]:
 
 
 def overlapping(events: Events, deliveries: list[Delivery]) -> Iterator[str]:
-    """Yield the deliveries of a key that began while another task of the key was leased."""
     held_until_s = 0.0
     holder = None
     for it in deliveries:
@@ -633,7 +619,6 @@ def latest_push(pushes: list[Push], at_s: float) -> Push | None:
 def outdated(
     events: Events, deliveries: list[Delivery], pushes: list[Push]
 ) -> Iterator[str]:
-    """Yield the deliveries of a key whose payload had been replaced before pop() was called."""
     for it in deliveries:
         newer = latest_push(pushes, it.began_s)
         if (
@@ -648,7 +633,6 @@ def outdated(
 def never_delivered(
     events: Events, deliveries: list[Delivery], pushes: list[Push]
 ) -> Iterator[str]:
-    """Yield the pushes of a key after which neither their payload nor a newer one was delivered."""
     for push in filter(events.must_be_seen, pushes):
         later = (it for it in reversed(deliveries) if it.got_s > push.began_s)
         if all(events.is_replaced(it, push) for it in later):
