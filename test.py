@@ -1008,22 +1008,13 @@ NO_SETTINGS: tuple[tuple[str, type[Exception], tuple[Any, ...]], ...] = (
 NO_SECONDS: tuple[Any, ...] = ("1", True, [])
 NO_TIMEOUTS = -1, NAN, INFINITE
 NO_MEMBERS = "pending", "../x", None
+# fmt: off
 REFUSALS: tuple[Refusal, ...] = (
     (lambda q, task, it: q.push(it), TypeError, "encode it", ("text",)),
     (lambda q, task, it: q.push(it), TypeError, "bytes-like", NO_BYTES),
     (lambda q, task, it: q.push(b"x", delay_s=it), ValueError, "delay_s", NO_AGES),
-    (
-        lambda q, task, it: q.push(b"x", delay_s=it),
-        TypeError,
-        "delay_s",
-        ("1", None, []),
-    ),
-    (
-        lambda q, task, it: q.push_many(it),
-        TypeError,
-        "for one payload use push",
-        (b"123",),
-    ),
+    (lambda q, task, it: q.push(b"x", delay_s=it), TypeError, "delay_s", ("1", None, [])),
+    (lambda q, task, it: q.push_many(it), TypeError, "for one payload use push", (b"123",)),
     (lambda q, task, it: q.schedule(it, 0), TypeError, "bytes-like", NO_BYTES),
     (lambda q, task, it: q.schedule(b"x", it), TypeError, "time_us", ("1", None, True)),
     (lambda q, task, it: q.schedule(b"x", it), ValueError, "time_us", NO_TIMES),
@@ -1032,24 +1023,9 @@ REFUSALS: tuple[Refusal, ...] = (
     (lambda q, task, it: q.push(it, key="k"), TypeError, "encode it", ("text",)),
     (lambda q, task, it: q.push(b"x", key=it), ValueError, "", NO_KEYS),
     (lambda q, task, it: q.push(b"x", key=it), TypeError, "key must be", NO_TEXTS),
-    (
-        lambda q, task, it: q.push(b"x", if_in_flight=it),
-        TypeError,
-        "needs a key",
-        ("update",),
-    ),
-    (
-        lambda q, task, it: q.push(b"x", key="k", if_in_flight=it),
-        ValueError,
-        "or reject",
-        ("x",),
-    ),
-    (
-        lambda q, task, it: q.schedule(b"x", 0, key=it),
-        TypeError,
-        "key must be",
-        NO_TEXTS,
-    ),
+    (lambda q, task, it: q.push(b"x", if_in_flight=it), TypeError, "needs a key", ("update",)),
+    (lambda q, task, it: q.push(b"x", key="k", if_in_flight=it), ValueError, "or reject", ("x",)),
+    (lambda q, task, it: q.schedule(b"x", 0, key=it), TypeError, "key must be", NO_TEXTS),
     (lambda q, task, it: q.take(it), ValueError, "", NO_KEYS),
     (lambda q, task, it: q.contains(it), TypeError, "key must be", NO_TEXTS),
     (lambda q, task, it: q.keys(it), ValueError, "state", ("buffered",)),
@@ -1057,38 +1033,18 @@ REFUSALS: tuple[Refusal, ...] = (
     (lambda q, task, it: q.take(id=it), ValueError, "not the id", ("../x",)),
     (lambda q, task, it: q.done(it), TypeError, "FemtoTask", (None,)),
     (lambda q, task, it: q.checkpoint(it, b""), TypeError, "FemtoTask", (None, "id")),
-    (
-        lambda q, task, it: q.done(q.peek(task.id)),
-        LeaseLost,
-        "or take.. gives one",
-        (None,),
-    ),
+    (lambda q, task, it: q.done(q.peek(task.id)), LeaseLost, "or take.. gives one", (None,)),
     (lambda q, task, it: q.fail(task, it), TypeError, "text or an exception", (7,)),
     (lambda q, task, it: q.release(task, **it), ValueError, "delay_s", NO_RELEASE),
     (lambda q, task, it: q.release(task, delay_s=it), TypeError, "delay_s", ("1",)),
     (lambda q, task, it: q.extend(task, it), ValueError, "ms", (0, -1, NAN, INFINITE)),
     (lambda q, task, it: q.retry(it), TypeError, "id", (None,)),
-    (
-        lambda q, task, it: q.retry(it),
-        ValueError,
-        "not the id",
-        ("", "../pending/x", "x" * 29),
-    ),
+    (lambda q, task, it: q.retry(it), ValueError, "not the id", ("", "../pending/x", "x" * 29)),
     (lambda q, task, it: q.retry(task.id), TaskNotFound, "{it.id}", (None,)),
     (lambda q, task, it: q.purge(it), ValueError, "older_than_s", (-1, NAN)),
-    (
-        lambda q, task, it: q.purge(0, states=("done", it)),
-        ValueError,
-        "{it}",
-        ("pending", 7),
-    ),
+    (lambda q, task, it: q.purge(0, states=("done", it)), ValueError, "{it}", ("pending", 7)),
     (lambda q, task, it: q.peek(it), ValueError, "not the id", ("../secrets",)),
-    (
-        lambda q, task, it: q.attach(it),
-        TypeError,
-        "lease must be a str",
-        (None, 5, b"x"),
-    ),
+    (lambda q, task, it: q.attach(it), TypeError, "lease must be a str", (None, 5, b"x")),
     (lambda q, task, it: q.tasks(it), ValueError, "state must be one of", ("waiting",)),
     (lambda q, task, it: q.pop(it), TypeError, "timeout must be", NO_SECONDS),
     (lambda q, task, it: q.pop(it), ValueError, "timeout must be", NO_TIMEOUTS),
@@ -1096,66 +1052,22 @@ REFUSALS: tuple[Refusal, ...] = (
     (lambda q, task, it: q.drain(it), ValueError, "timeout must be", NO_TIMEOUTS),
     (lambda q, task, it: q.take("key", it), TypeError, "timeout must be", NO_SECONDS),
     (lambda q, task, it: q.take("key", it), ValueError, "timeout must be", NO_TIMEOUTS),
-    (
-        lambda q, task, it: q.work(it),
-        TypeError,
-        "neither async nor a generator",
-        NO_HANDLERS,
-    ),
-    (
-        lambda q, task, it: q.work(print, concurrency=it),
-        ValueError,
-        "concurrency",
-        (0, 1.5),
-    ),
+    (lambda q, task, it: q.work(it), TypeError, "neither async nor a generator", NO_HANDLERS),
+    (lambda q, task, it: q.work(print, concurrency=it), ValueError, "concurrency", (0, 1.5)),
     (lambda q, task, it: q.work(print, stop=it), TypeError, "stop", (True,)),
-    (
-        lambda q, task, it: q.work(print, idle_timeout_s=it),
-        ValueError,
-        "idle_timeout_s",
-        (-1,),
-    ),
-    (
-        lambda q, task, it: q.work(print, time_limit_s=it),
-        ValueError,
-        "time_limit_s",
-        (NAN,),
-    ),
-    (
-        lambda q, task, it: q.work(print, time_limit_s=it),
-        TypeError,
-        "time_limit_s",
-        ("1",),
-    ),
+    (lambda q, task, it: q.work(print, idle_timeout_s=it), ValueError, "idle_timeout_s", (-1,)),
+    (lambda q, task, it: q.work(print, time_limit_s=it), ValueError, "time_limit_s", (NAN,)),
+    (lambda q, task, it: q.work(print, time_limit_s=it), TypeError, "time_limit_s", ("1",)),
     (lambda q, task, it: q.processing(it), TypeError, "", (b"x",)),
     (lambda q, task, it: q.checkpoint(task, it), TypeError, "", ("text",)),
     (lambda q, task, it: TicketQueue(it), ValueError, "queue_dir", ("",)),
     (lambda q, task, it: TicketQueue(it), TypeError, "queue_dir", (b"line",)),
-    (
-        lambda q, task, it: TicketQueue(q.data_dir, it),
-        ValueError,
-        "stale_timeout",
-        (0,),
-    ),
-    (
-        lambda q, task, it: TicketQueue(q.data_dir, it),
-        TypeError,
-        "stale_timeout",
-        ("1",),
-    ),
-    (
-        lambda q, task, it: TicketQueue(q.data_dir).turn(it).__enter__(),
-        TypeError,
-        "",
-        ("1",),
-    ),
-    (
-        lambda q, task, it: TicketQueue(q.data_dir).remove(it),
-        ValueError,
-        "member",
-        NO_MEMBERS,
-    ),
+    (lambda q, task, it: TicketQueue(q.data_dir, it), ValueError, "stale_timeout", (0,)),
+    (lambda q, task, it: TicketQueue(q.data_dir, it), TypeError, "stale_timeout", ("1",)),
+    (lambda q, task, it: TicketQueue(q.data_dir).turn(it).__enter__(), TypeError, "", ("1",)),
+    (lambda q, task, it: TicketQueue(q.data_dir).remove(it), ValueError, "member", NO_MEMBERS),
 )
+# fmt: on
 
 
 class Lifecycle(QueueCase):
@@ -4270,20 +4182,12 @@ class Durability(StepCase):
 
 # Calls that change no directory and no file. A process that dies just before such a call leaves the
 # same files as a process that dies just after the call.
+# fmt: off
 UNCHANGING = (
-    *(
-        "access",
-        "close",
-        "fstat",
-        "fsync",
-        "getxattr",
-        "inotify",
-        "list",
-        "listxattr",
-        "lock",
-    ),
-    *("lseek", "lstat", "read", "readlink", "stat", "fstatfs", "statvfs", "syncfs"),
+    "access", "close", "fstat", "fsync", "getxattr", "inotify", "list", "listxattr", "lock",
+    "lseek", "lstat", "read", "readlink", "stat", "fstatfs", "statvfs", "syncfs",
 )
+# fmt: on
 
 
 def may_change(name: str, args: tuple[Any, ...]) -> bool:
@@ -10663,23 +10567,17 @@ class CommandLine(CommandCase):
             self.assertEqual(bool(synced), bool(words))
 
     # A row: a part of the error message, and the wrong uses that cause it. TASK stands for an id.
+    # fmt: off
     WRONG_USES: tuple[tuple[str, ...], ...] = (
         ("no command ''; the command comes first, as in: push DIR", ""),
         ("no command 'nonsense'; the command comes first, as in: push DIR", "nonsense"),
-        (
-            "no command 'jobs'; the command comes first, as in: push DIR",
-            "jobs push x",
-            "jobs",
-        ),
+        ("no command 'jobs'; the command comes first, as in: push DIR", "jobs push x", "jobs"),
         ("; see femtoqueue --help", "--wait 1s pop jobs", "-- push jobs"),
         ("required: DIR; see femtoqueue push --help", "push"),
         ("required: ID; see femtoqueue", "done TASK", "cancel jobs", "show jobs"),
         ("required: --older-than; see femtoqueue purge --help", "purge jobs"),
         ("expected one argument; see femtoqueue pop --help", "pop jobs --wait"),
-        (
-            "unrecognized arguments: -x; put a PAYLOAD that begins with - after --",
-            "push jobs -x",
-        ),
+        ("unrecognized arguments: -x; put a PAYLOAD that begins with - after --", "push jobs -x"),
         (
             "as an argument: sh -c",
             "work jobs -- sh -c echo_{}",
@@ -10690,84 +10588,43 @@ class CommandLine(CommandCase):
             "work jobs -- bash -o pipefail -c {}",
             "work jobs -- sh -c -e {}",
         ),
-        (
-            "--max-attempts must be None or an int",
-            "work jobs --max-attempts -1 -- true",
-        ),
+        ("--max-attempts must be None or an int", "work jobs --max-attempts -1 -- true"),
         ("--node must be 1 to 100", "work jobs --node a/b -- true"),
         ("unrecognized arguments: -l; see femtoqueue work --help", "work jobs ls -l"),
-        (
-            "unrecognized arguments: --until=1s; see femtoqueue pop --help",
-            "pop jobs --until=1s",
-        ),
-        (
-            "unrecognized arguments: x; see",
-            "pop jobs x",
-            "stat jobs x",
-            "show jobs TASK x",
-        ),
+        ("unrecognized arguments: --until=1s; see femtoqueue pop --help", "pop jobs --until=1s"),
+        ("unrecognized arguments: x; see", "pop jobs x", "stat jobs x", "show jobs TASK x"),
         ("argument ID: invalid 'why'", "fail jobs TASK why", "cancel jobs why"),
-        (
-            "argument --id: invalid '7'; an ID is the last 37 characters of a",
-            "pop jobs --id 7",
-        ),
-        (
-            "last 37 characters of a task's name, or the path that `pop`",
-            "cancel jobs TASK~1",
-        ),
+        ("argument --id: invalid '7'; an ID is the last 37 characters of a", "pop jobs --id 7"),
+        ("last 37 characters of a task's name, or the path that `pop`", "cancel jobs TASK~1"),
         ("a TIME is 500ms, 30s", "push jobs --delay 3weeks x"),
         ("2026-12-01T08:00", "push jobs --at noon x"),
         ("invalid int value: 'many'", "stat jobs --max-pending many"),
-        (
-            "not allowed with",
-            "push jobs --at 2050-12-01 --delay 1 x",
-            "pop jobs --id TASK --key k",
-        ),
-        (
-            "not allowed with",
-            "release jobs TASK --front --delay 1",
-            "release jobs --all --node n",
-        ),
+        ("not allowed with", "push jobs --at 2050-12-01 --delay 1 x", "pop jobs --id TASK --key k"),
+        ("not allowed with", "release jobs TASK --front --delay 1", "release jobs --all --node n"),
         ("for an empty task, give '' as PAYLOAD", "push jobs"),
         ("leave PAYLOAD out", "push jobs --lines x"),
         ("--if-in-flight goes with --key", "push jobs --if-in-flight update 1"),
-        (
-            "put the command after --",
-            "work jobs",
-            "work jobs echo hi",
-            "work jobs echo -- hi",
-        ),
-        (
-            "unexpected 'echo'; put the command",
-            "work jobs echo hi",
-            "work jobs echo -- hi",
-        ),
-        (
-            "command not found, or not executable",
-            "work jobs -- no-such-command",
-            "work jobs -- /",
-        ),
+        ("put the command after --", "work jobs", "work jobs echo hi", "work jobs echo -- hi"),
+        ("unexpected 'echo'; put the command", "work jobs echo hi", "work jobs echo -- hi"),
+        ("command not found, or not executable", "work jobs -- no-such-command", "work jobs -- /"),
         ("must be 1 or more", "work jobs -j 0 -- true", "work jobs -j -1 -- true"),
-        (
-            "--timeout must be finite, and greater than 0",
-            "work jobs --timeout 0 -- true",
-        ),
+        ("--timeout must be finite, and greater than 0", "work jobs --timeout 0 -- true"),
         ("A-Z a-z 0-9 . _ -", "work jobs --node a/b -- true"),
         ("give IDs, --all or --node; see", "release jobs", "release jobs TASK --all"),
         ("give each ID, or --all", "retry jobs", "retry jobs --all TASK"),
         ("pending: there is no queue; push makes one", "ls pending"),
     )
+    # fmt: on
+    # fmt: off
     WRONG_USES_OF_A_QUEUE = (
         ("key must be 1 to 200 bytes", f"push jobs --key {'k' * 201} 1"),
-        (
-            "--if-in-flight must be buffer or update",
-            "push jobs --key k --if-in-flight never 1",
-        ),
+        ("--if-in-flight must be buffer or update", "push jobs --key k --if-in-flight never 1"),
         ("state must be one of pending, scheduled", "ls jobs pendng"),
         ("jobs/file: there is no queue", "ls jobs/file"),
         ("--timeout must be finite, and greater than 0", "pop jobs --timeout 0s"),
         ("jobs/file", "push jobs/file x"),
     )
+    # fmt: on
 
     def test_wrong_use_is_one_line_that_says_what_to_type(self) -> None:
         """A wrong use ends with exit status 2 and a message of one line, and changes nothing."""
