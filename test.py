@@ -10578,16 +10578,10 @@ class CommandLine(CommandCase):
         ("required: --older-than; see femtoqueue purge --help", "purge jobs"),
         ("expected one argument; see femtoqueue pop --help", "pop jobs --wait"),
         ("unrecognized arguments: -x; put a PAYLOAD that begins with - after --", "push jobs -x"),
-        (
-            "as an argument: sh -c",
-            "work jobs -- sh -c echo_{}",
-            "work jobs -- nice /bin/bash -ec {}",
-        ),
-        (
-            "as an argument: sh -c",
-            "work jobs -- bash -o pipefail -c {}",
-            "work jobs -- sh -c -e {}",
-        ),
+        ("as an argument: sh -c", "work jobs -- sh -c echo_{}"),
+        ("as an argument: sh -c", "work jobs -- nice /bin/bash -ec {}"),
+        ("as an argument: sh -c", "work jobs -- bash -o pipefail -c {}"),
+        ("as an argument: sh -c", "work jobs -- sh -c -e {}"),
         ("--max-attempts must be None or an int", "work jobs --max-attempts -1 -- true"),
         ("--node must be 1 to 100", "work jobs --node a/b -- true"),
         ("unrecognized arguments: -l; see femtoqueue work --help", "work jobs ls -l"),
@@ -10614,8 +10608,6 @@ class CommandLine(CommandCase):
         ("give each ID, or --all", "retry jobs", "retry jobs --all TASK"),
         ("pending: there is no queue; push makes one", "ls pending"),
     )
-    # fmt: on
-    # fmt: off
     WRONG_USES_OF_A_QUEUE = (
         ("key must be 1 to 200 bytes", f"push jobs --key {'k' * 201} 1"),
         ("--if-in-flight must be buffer or update", "push jobs --key k --if-in-flight never 1"),
