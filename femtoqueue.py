@@ -1295,10 +1295,13 @@ if hasattr(os, "register_at_fork"):
 # ==================================================================================================
 
 _MAX_REPLACED = 100  # how often a step makes a directory that others remove
-_TICK_S = 0.011  # a little longer than a tick of the clock that sets the times of files
+# A little longer than a tick of the clock that sets the times of files; and where these times have
+# whole seconds, such as on ext4 with inodes of 128 bytes.
+_FILE_TICK_S = 0.011
+_COARSE_TICK_S = 2.02
 _SHRINK_BYTES = 1 << 20
 _CLOCK_BYTES = 64  # the largest size of a clock file
-_REASON_BYTES = 1 << 20  # how much of a reason is shown
+_SHOWN_BYTES = 1 << 20  # how much of a reason is shown
 _KERNEL_LEASE_TRIES = 200  # for two seconds
 _Result = TypeVar("_Result")
 
@@ -1509,7 +1512,8 @@ class _Files:
         # in the one that is read. Each such move sets the time of pending/ or scheduled/. A move in
         # the first tick of the clock may not change the time, so all is read again a tick later.
         before = self._changed()
-        for pause_s in (_TICK_S, 0):
+        is_fine = any(time_ns % 10**9 for time_ns in before)
+        for pause_s in (_FILE_TICK_S if is_fine else _COARSE_TICK_S, 0):
             for directory in ("keys", *_WAITING_DIRS, *self.node_dirs()):
                 if any(_parse(directory, name) for name in self.scan(directory)):
                     return True
@@ -3669,7 +3673,7 @@ class FemtoQueue:
         if entry.directory == "failed":
             # Show the task even if the reason is missing, or if this user may not read the reason.
             with suppress(FileNotFoundError, PermissionError):
-                text = self._files.beginning(f"failed/{entry.id}.error", _REASON_BYTES)
+                text = self._files.beginning(f"failed/{entry.id}.error", _SHOWN_BYTES)
                 task.error = text.decode("utf-8", "replace").removesuffix("\n")
         return task
 

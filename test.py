@@ -1424,6 +1424,35 @@ class Lifecycle(QueueCase):
 
     def test_join_does_not_miss_a_task_that_moves_while_it_looks(self) -> None:
         """join() sees that work is left even if a task moves before each listing of a directory."""
+        self.check_join_sees_a_task_that_moves()
+
+    def test_join_does_not_miss_a_moving_task_where_times_have_whole_seconds(
+        self,
+    ) -> None:
+        """join() sees a task that moves even if the times of directories are in whole seconds."""
+        # If two moves come in the same second, the second one does not change the time. The clock
+        # of these times advances only in sleep().
+        now_s = 1e9
+        seen: dict[Any, tuple[int, int]] = {}
+        real = os.lstat
+
+        def lstat(name: Any, **options: Any) -> Any:
+            found = real(name, **options)
+            if name not in ("pending", "scheduled"):
+                return found
+            if seen.get(name, (0, 0))[0] != found.st_ctime_ns:
+                seen[name] = found.st_ctime_ns, int(now_s) * 10**9
+            return types.SimpleNamespace(st_ctime_ns=seen[name][1], st_mode=0)
+
+        def sleep(seconds: float) -> None:
+            nonlocal now_s
+            now_s += seconds
+
+        self.check_join_sees_a_task_that_moves(
+            mock.patch("os.lstat", lstat), mock.patch("time.sleep", sleep)
+        )
+
+    def check_join_sees_a_task_that_moves(self, *patches: Any) -> None:
         # Another worker releases and takes the task, in turn. The task is always in the directory
         # that join() does not list at that moment.
         q, other = self.queue(), self.queue("n2")
@@ -1436,8 +1465,20 @@ class Lifecycle(QueueCase):
 
         take = at_call("list", "/pending", lambda: move(waits, lease))
         give = at_call("list", "/inflight-n1", lambda: move(lease, waits))
-        with hooked(lambda *call: (take(*call), give(*call))):
+        with contextlib.ExitStack() as stack:
+            for patch in patches:
+                stack.enter_context(patch)
+            stack.enter_context(hooked(lambda *call: (take(*call), give(*call))))
             self.assertFalse(other.join(0))
+
+    def test_long_reason_is_shown_whole(self) -> None:
+        """A reason of a hundred thousand letters is shown whole."""
+        q = self.queue()
+        task = leased(q)
+        q.fail(task, "x" * 100_000)
+        failed = q.peek(task.id)
+        assert failed is not None
+        self.assertEqual(failed.error, "x" * 100_000)
 
     def test_finished_tasks_are_deleted_after_keep_done_seconds(self) -> None:
         # Each pop() lists only a slice of done/, so that no single pop() lists all of it.

@@ -196,6 +196,19 @@ def parts_of(node: ast.AST) -> Iterator[Any]:
                 yield from parts_of(part)
 
 
+def names_made_twice() -> list[str]:
+    """Return the names that two statements at top level define: the second one would hold in both
+    parts. A name of a condition or of a try block may have two definitions."""
+    plain = (*DEFINITIONS, ast.Assign, ast.AnnAssign)
+    made = [
+        it
+        for node in TREE.body
+        if isinstance(node, plain)
+        for it in names_made_by(node)
+    ]
+    return sorted({it for it in made if made.count(it) > 1})
+
+
 def names_made_by(node: ast.stmt) -> list[str]:
     """Return the names that a statement at top level defines."""
     if isinstance(node, DEFINITIONS):
@@ -492,6 +505,7 @@ CHECKS: list[tuple[str, int, Measure]] = [
         used_from_below,
     ),
     ("functions that call another function of their name", 0, calls_of_own_name),
+    ("names that are defined twice", 0, names_made_twice),
     (
         "lines of code in the longest part except FemtoQueue, Command line",
         380,
