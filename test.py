@@ -1423,13 +1423,11 @@ class Lifecycle(QueueCase):
     # Finished tasks, and operating a queue
 
     def test_join_does_not_miss_a_task_that_moves_while_it_looks(self) -> None:
-        """join() sees that work is left even if a task moves before each listing of a directory."""
         self.check_join_sees_a_task_that_moves()
 
     def test_join_does_not_miss_a_moving_task_where_times_have_whole_seconds(
         self,
     ) -> None:
-        """join() sees a task that moves even if the times of directories are in whole seconds."""
         # If two moves come in the same second, the second one does not change the time. The clock
         # of these times advances only in sleep().
         now_s = 1e9
