@@ -5660,19 +5660,6 @@ class _Progress:
         self._ends = deque[tuple[float, int, int]](maxlen=30)
         self._due_ns: list[int] = []  # when the tasks are due that are not due now
 
-    def latest_dead_letters(self) -> list[str]:
-        """Return the five tasks that came to failed/ last, of the thousand youngest."""
-
-        def moved_s(entry: _Entry) -> float:
-            # RACE (CommandLine): another process has retried or removed the task
-            with suppress(OSError):
-                return self.files.lstat(entry.path).st_ctime
-            return 0.0
-
-        latest = sorted(self.files.entries("failed")[-1000:], key=moved_s)[::-1]
-        # Each id once: a person may have given a task a second name in failed/.
-        return [*dict.fromkeys(it.id for it in latest)][:5]
-
     def count_left(self, ended: int) -> None:
         """Add a sample. ended: how many tasks this worker has ended."""
         self.waiting = self.files.count("pending") + self.count_scheduled()
@@ -6552,7 +6539,7 @@ _OPTIONS = {
     "if_in_flight": "--if-in-flight",
     "time_us": "--at",
     "timeout_stale_ms": "--timeout",
-    "lease_ms": "--timeout",
+    "ms": "--timeout",
 }
 
 
@@ -6591,10 +6578,9 @@ def _print(*texts: object) -> None:
 # Command line: how commands are declared, and parsed
 
 _COMMANDS: dict[str, Any] = {}
-_Add = Callable[[Any], None]  # adds an argument to the groups of a parser
 
 
-def _command(*arguments: _Add) -> Callable[[Any], Any]:
+def _command(*arguments: Any) -> Callable[[Any], Any]:
     """Declare a function _NAME_command as the command NAME, with its arguments after DIR. The
     function takes options, and returns the exit status; None: 0."""
 
@@ -6606,40 +6592,31 @@ def _command(*arguments: _Add) -> Callable[[Any], Any]:
     return declare
 
 
-def _argument(words: str, text: str, group: str = "", **settings: Any) -> _Add:
+def _argument(words: str, text: str, group: str = "", **settings: Any) -> Any:
     """Declare an argument of a command. words: the names, then the value in capitals and its
     default; a flag has none. group: only one argument of a group may be given. settings: for
-    add_argument()."""
+    add_argument(). Returns the group, the names, and all settings."""
     *names, value = words.split()
-    value, _, default = value.partition("=")
     if value.startswith("-"):
-        names.append(value)
-        settings["action"] = "store_true"
-    else:
-        # nargs="*" counts as required if it has no default
-        settings.setdefault("default", default or None)
-        settings = {"type": _TYPES.get(value), "metavar": value, **settings}
+        return group, [*names, value], {"help": text, "action": "store_true"}
+    value, _, default = value.partition("=")
     if default:
         text += " (default: %(default)s)"
-
-    def add(groups: Any) -> None:
-        groups[group].add_argument(*names, help=text, **settings)
-
-    return add
+    # nargs="*" counts as required if it has no default
+    general = {"type": _TYPES.get(value), "metavar": value, "default": default or None}
+    return group, names, {"help": text, **general, **settings}
 
 
 def _parse_arguments(argv: list[str]) -> Any:
     """Return the options of a command line. `run`: the function of the command. `after_dashes`: the
     words after `--` of push and work. Raises ValueError for a wrong command line."""
-    import argparse
-
     name, *words = argv or [""]
     if name in ("--version", "-h", "--help"):
         titles = [
             f"    {it:9} {run.__doc__.splitlines()[0]}" for it, run in _COMMANDS.items()
         ]
-        version = f"femtoqueue {__version__}"
-        _print(*[version] if name == "--version" else [_SUMMARY, *titles, _NOTES])
+        version = [f"femtoqueue {__version__}"]
+        _print(*version if name == "--version" else [_SUMMARY, *titles, _NOTES])
         sys.exit(0)
     if name not in _COMMANDS:
         import difflib
@@ -6651,13 +6628,15 @@ def _parse_arguments(argv: list[str]) -> Any:
     dashes = len(words)
     if name in ("push", "work") and "--" in words:
         dashes = words.index("--")
-    options = argparse.Namespace(after_dashes=words[dashes + 1 :])
-    return _parser_of(name).parse_intermixed_args(words[:dashes], options)
+    options = _parser_of(name).parse_intermixed_args(words[:dashes])
+    options.after_dashes = words[dashes + 1 :]
+    return options
 
 
 def _parser_of(name: str) -> Any:
     """Return the parser of a command."""
     import argparse
+    import textwrap
 
     run = _COMMANDS[name]
     default_dir = os.environ.get("FEMTOQUEUE_DIR")
@@ -6670,16 +6649,12 @@ def _parser_of(name: str) -> Any:
                 message += "; put a PAYLOAD that begins with - after --"
             raise ValueError(f"{message}; see {self.prog} --help")
 
-        def print_help(self, file: Any = None) -> None:
-            import inspect
-
-            text = inspect.cleandoc(run.__doc__)
-            self.description, _, self.epilog = text.partition("\n\n")
-            # argparse itself ignores an error of the write
-            _put(1, self.format_help())
-
+    summary, _, notes = run.__doc__.partition("\n\n")
     parser = Parser(
-        f"femtoqueue {name}", formatter_class=argparse.RawDescriptionHelpFormatter
+        f"femtoqueue {name}",
+        description=summary,
+        epilog=textwrap.dedent(notes),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.set_defaults(run=run, error=parser.error, dir=default_dir)
     if not default_dir:
@@ -6687,45 +6662,47 @@ def _parser_of(name: str) -> Any:
             "dir", metavar="DIR", help="the queue; or set FEMTOQUEUE_DIR"
         )
     groups = defaultdict[str, Any](parser.add_mutually_exclusive_group, {"": parser})
-    for add in run.arguments:
-        add(groups)
+    for group, names, settings in run.arguments:
+        groups[group].add_argument(*names, **settings)
     return parser
 
 
-def _invalid(text: str, wanted: str) -> Exception:
+def _seconds(text: str) -> float:
     import argparse
 
-    return argparse.ArgumentTypeError(f"invalid {text!r}; {wanted}")
-
-
-def _seconds(text: str) -> float:
     form = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{0,9})?)(ms|s|m|h|d|)", text)
     if form is None:
-        raise _invalid(text, "a TIME is 500ms, 30s, 5m, 2h, 7d, or 1.5 for seconds")
-    return float(form[1]) * {"ms": 0.001, "m": 60, "h": 3600, "d": 86400}.get(
-        form[2], 1
-    )
+        raise argparse.ArgumentTypeError(
+            f"invalid {text!r}; a TIME is 500ms, 30s, 5m, 2h, 7d, or 1.5 for seconds"
+        )
+    sizes_s = {"ms": 0.001, "m": 60, "h": 3600, "d": 86400}
+    return float(form[1]) * sizes_s.get(form[2], 1)
 
 
 def _timestamp(text: str) -> float:
     """Return the seconds since the epoch. A text without an offset from UTC is in local time."""
+    import argparse
+
     with suppress(ValueError):
+        # the Z: for Python 3.10
         return datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp()
-    raise _invalid(text, f"WHEN is {_TIMES}")
+    raise argparse.ArgumentTypeError(f"invalid {text!r}; WHEN is {_TIMES}")
+
+
+def _id_argument(text: str) -> str:
+    import argparse
+
+    if _parse_id(_id_of(text)):
+        return text
+    raise argparse.ArgumentTypeError(
+        f"invalid {text!r}; an ID is the last 37 characters of a task's name,"
+        " or the path that `pop` printed"
+    )
 
 
 def _utf8_argument(text: str) -> str:
     """Decode an argument as UTF-8: a key must be the same in every locale."""
     return os.fsencode(text).decode(errors="surrogateescape")
-
-
-def _id_argument(text: str) -> str:
-    if _parse_id(_id_of(text)):
-        return text
-    raise _invalid(
-        text,
-        "an ID is the last 37 characters of a task's name, or the path that `pop` printed",
-    )
 
 
 _SUMMARY = """\
@@ -6780,24 +6757,27 @@ def _open_queue(options: Any, makes: bool = False, **settings: Any) -> FemtoQueu
 def _for_each_id(
     options: Any, act: Callable[[FemtoQueue, str], object], **settings: Any
 ) -> int:
-    """Call act() for each ID. Return the exit status: 1 if one raised FemtoQueueError."""
-    status = 0
+    """Call act() for each ID. Return how often it raised FemtoQueueError."""
+    refused = 0
     with _open_queue(options, **settings) as q:
         for name in options.ids:
             try:
                 act(q, name)
             except FemtoQueueError as error:
                 _write_error(str(error))
-                status = 1
-    return status
+                refused += 1
+    return refused
 
 
-def _time_text(seconds: float) -> str:
-    """Return a span of time as text: 7s, 3.1m, 2.1h, 4.1d."""
-    for unit, size in _UNITS[:3]:
-        if abs(seconds) >= size:
-            return f"{seconds / size:.1f}{unit[0]}"
-    return f"{seconds:.0f}s"
+def _print_result(text: str, event: str) -> None:
+    """Print an id or a path after an event. If that fails, write both to standard error, and raise
+    nothing: otherwise the caller would try again what has happened."""
+    try:
+        _print(text)
+    except BrokenPipeError:  # nobody wants to know
+        pass
+    except OSError as error:
+        _write_error(f"{event}: {error}: {text}")
 
 
 def _since_s(at: Any) -> Any:
@@ -6806,6 +6786,10 @@ def _since_s(at: Any) -> Any:
 
 def _task_row(q: FemtoQueue, task: FemtoTask) -> dict[str, Any]:
     """Return the fields of a task that `ls` and `show` print, in the order of the table."""
+    preview = ""
+    if task.size_bytes:  # otherwise the file may be a FIFO
+        with suppress(OSError), open(f"{q.data_dir}/{task.path}", "rb") as file:
+            preview = _preview(file.read(_READ_BYTES).partition(b"\n")[2])
     # the attempts of a dead letter of `work`: see _try_text()
     told = re.match(r"(?m).*\(try (\d+)\)$", task.error or "")
     return {
@@ -6818,36 +6802,39 @@ def _task_row(q: FemtoQueue, task: FemtoTask) -> dict[str, Any]:
         "left_s": task.until and -_since_s(task.until),
         "key": task.key,
         "node": task.node,
-        "data_preview": _beginning(q, task),
+        "data_preview": preview,
     }
 
 
-def _beginning(q: FemtoQueue, task: FemtoTask) -> str:
-    """Return the beginning of a payload as text; "" if it can't be read."""
-    if task.size_bytes:  # otherwise the file may be a FIFO
-        with suppress(OSError), open(f"{q.data_dir}/{task.path}", "rb") as file:
-            return _preview(file.read(_READ_BYTES).partition(b"\n")[2])
-    return ""
-
-
 def _cell(name: str, value: Any) -> str:
-    """Return a field of a row as text. A key is percent-encoded, so that it is one word."""
+    """Return a field of a row as text, for example a time as 7s, 3.1m, 2.1h or 4.1d."""
     if value in (None, ""):
         return "-"
-    if name.endswith("_s"):
-        return _time_text(value)
-    return _quote_key(value) if name == "key" else str(value)
+    if name == "key":
+        return _quote_key(value)  # one word
+    if not name.endswith("_s"):
+        return str(value)
+    for unit, size in _UNITS[:3]:
+        if abs(value) >= size:
+            return f"{value / size:.1f}{unit[0]}"
+    return f"{value:.0f}s"
 
 
 _TABLE_HEAD = """\
 STATE     ID                                       AGE  SINCE TRY    BYTES   LEFT KEY NODE DATA"""
 
 
-def _task_table(q: FemtoQueue, tasks: Iterable[FemtoTask]) -> Iterator[str]:
+def _task_rows(q: FemtoQueue, *states: Any) -> Iterator[dict[str, Any]]:
+    """Return the rows of the tasks in some states. Raises ValueError for a wrong state."""
+    tasks = [q.tasks(state, data=False) for state in states]
+    return (_task_row(q, task) for task in itertools.chain(*tasks))
+
+
+def _task_table(rows: Iterable[dict[str, Any]]) -> Iterator[str]:
     form = "{:9} {:37} {:>6} {:>6} {:>3} {:>8} {:>6} {} {} {}"
     yield _TABLE_HEAD
-    for task in tasks:
-        yield form.format(*(_cell(*it) for it in _task_row(q, task).items()))
+    for row in rows:
+        yield form.format(*map(_cell, row, row.values()))
 
 
 def _field_lines(row: dict[str, Any]) -> list[str]:
@@ -6858,14 +6845,11 @@ def _field_lines(row: dict[str, Any]) -> list[str]:
 
 
 def _fitting(lines: Iterable[str]) -> Iterator[str]:
-    """Yield lines as printable text. On a terminal, cut off what does not fit."""
-    import unicodedata
-
-    columns = _terminal_size(1)[0] or _FOREVER_S
-    for line in map(_printable, lines):
-        # Letters of China and Japan take two columns.
-        widths = [1 + (unicodedata.east_asian_width(it) in "WF") for it in line]
-        yield line[: bisect.bisect([*itertools.accumulate(widths)], columns)]
+    """Yield lines. On a terminal, cut off what may not fit: in UTF-8, no character takes more
+    columns than bytes."""
+    columns = _terminal_size(1)[0] or None
+    for line in lines:
+        yield line.encode(errors="replace")[:columns].decode(errors="ignore")
 
 
 # Command line: push
@@ -6892,13 +6876,27 @@ def _push_command(options: Any) -> None:
     if options.key is None and options.if_in_flight != "buffer":
         options.error("--if-in-flight goes with --key")
     payloads = _payloads(options)
-    with _open_queue(options, makes=True, sync_after_write=options.sync) as q:
-        of_key = {"key": options.key, "if_in_flight": options.if_in_flight}
-        if options.at is None:
-            push = functools.partial(q.push, delay_s=options.delay, **of_key)
-        else:
-            push = functools.partial(q.schedule, time_us=options.at * 1e6, **of_key)
-        _push_all(push, payloads)
+    of_key = {"key": options.key, "if_in_flight": options.if_in_flight}
+    count = 0
+    with (
+        _open_queue(options, makes=True, sync_after_write=options.sync) as q,
+        # On a terminal, the ids show the progress.
+        _Output().reporting(lambda: "" if os.isatty(1) else f"{count} pushed"),
+    ):
+        for payload in payloads:
+            try:
+                if options.at is None:
+                    ident = q.push(payload, delay_s=options.delay, **of_key)
+                else:
+                    ident = q.schedule(payload, options.at * 1e6, **of_key)
+            except (OSError, FemtoQueueError):
+                if count:
+                    _write_error(
+                        f"the first {count} tasks are pushed, the others are not"
+                    )
+                raise
+            count += 1
+            _print_result(ident, "a task is pushed, but its id can't be printed")
 
 
 def _payloads(options: Any) -> Iterable[bytes]:
@@ -6911,39 +6909,11 @@ def _payloads(options: Any) -> Iterable[bytes]:
         options.error("--key goes with one PAYLOAD: each would replace the one before")
     if words:
         return map(os.fsencode, words)
-    pieces = _pieces(end)
     if end:
-        return pieces
-    return [*pieces] or options.error(
+        return _pieces(end)
+    return [*_pieces(end)] or options.error(
         "standard input is empty; for an empty task, give '' as PAYLOAD"
     )
-
-
-def _push_all(push: Callable[[bytes], str], payloads: Iterable[bytes]) -> None:
-    """Push payloads, and print an id for each. After an error of the print, the status stays 0:
-    otherwise the caller would push all tasks again."""
-    count = 0
-    trouble: OSError | None = None
-    # On a terminal, the ids show the progress.
-    with _Output().reporting(lambda: "" if os.isatty(1) else f"{count} pushed"):
-        for payload in payloads:
-            try:
-                ident = push(payload)
-            except (OSError, FemtoQueueError):
-                if count:
-                    _write_error(
-                        f"the first {count} tasks are pushed, the others are not"
-                    )
-                raise
-            count += 1
-            try:
-                _print(ident)
-            except BrokenPipeError:
-                pass
-            except OSError as error:
-                trouble = error
-    if trouble:
-        _write_error(f"tasks are pushed, but their ids can't be printed: {trouble}")
 
 
 def _pieces(end: bytes) -> Iterator[bytes]:
@@ -7150,7 +7120,7 @@ def _cancel_command(options: Any) -> int:
             raise TaskNotFound(f"task {_id_of(name)} is not waiting")
         q.done(task)
 
-    return _for_each_id(options, cancel, keep_done=False)
+    return _for_each_id(options, cancel, keep_done=False) > 0
 
 
 @_command(_IDS)
@@ -7159,7 +7129,7 @@ def _done_command(options: Any) -> int:
 
     Example: femtoqueue done jobs "$task"
     """
-    return _for_each_id(options, lambda q, name: q.done(q.attach(name)))
+    return _for_each_id(options, lambda q, name: q.done(q.attach(name))) > 0
 
 
 @_command(_IDS, _argument("--reason TEXT", "why it failed"))
@@ -7168,7 +7138,10 @@ def _fail_command(options: Any) -> int:
 
     Example: femtoqueue fail jobs "$task" --reason 'no such image'
     """
-    return _for_each_id(options, lambda q, name: q.fail(q.attach(name), options.reason))
+    return (
+        _for_each_id(options, lambda q, name: q.fail(q.attach(name), options.reason))
+        > 0
+    )
 
 
 @_command(
@@ -7186,32 +7159,22 @@ def _release_command(options: Any) -> int:
 
     Example: femtoqueue release jobs "$task" --delay 5m
     """
-    if bool(options.ids) == (options.all or options.node is not None):
+    if bool(options.ids) == bool(options.all or options.node):
         options.error("give IDs, --all or --node")
-    to = {"front": options.front, "delay_s": options.delay}
-    if options.ids:
-        return _for_each_id(options, lambda q, name: q.release(q.attach(name), **to))
-    with _open_queue(options) as q:
-        tasks = [
-            it
-            for it in q.tasks("inflight", data=False)
-            if options.node in (None, it.node)
-        ]
-        _print(f"released {sum(_release(q, it, to) for it in tasks)}")
-    return 0
-
-
-def _release(q: FemtoQueue, task: FemtoTask, to: dict[str, Any]) -> bool:
-    """Release a task that was listed in flight. Return False if its delivery has ended."""
-    # RACE (CommandLine): the worker renews the lease after our attach(), and release() raises
-    # LeaseLost. So try again with the new path.
-    for _ in range(3):
-        with suppress(LeaseLost):
-            held = q.attach(task.id)
-            if held.attempts == task.attempts:
-                q.release(held, **to)
-                return True
-    return False
+    options.ids = options.ids or [
+        it.path
+        for it in _open_queue(options).tasks("inflight", data=False)
+        if options.node in (None, it.node)
+    ]
+    refused = _for_each_id(
+        options,
+        lambda q, name: q.release(
+            q.attach(name), front=options.front, delay_s=options.delay
+        ),
+    )
+    if options.all or options.node:
+        _print(f"released {len(options.ids) - refused}")
+    return refused > 0
 
 
 @_command(_IDS, _LEASE)
@@ -7226,15 +7189,9 @@ def _extend_command(options: Any) -> int:
     def renew(q: FemtoQueue, name: str) -> None:
         task = q.attach(name)
         q.extend(task, options.timeout * 1000)
-        try:
-            _print(task.path)
-        except OSError as error:
-            # the lease is renewed: the caller must learn its new path
-            _write_error(
-                f"renewed, but standard output fails: {error}; new path: {task.path}"
-            )
+        _print_result(task.path, "a lease is renewed, but its path can't be printed")
 
-    return _for_each_id(options, renew)
+    return _for_each_id(options, renew) > 0
 
 
 # Command line: views
@@ -7258,10 +7215,8 @@ def _ls_command(options: Any) -> None:
     import json
 
     states = options.states or [it for it in STATES if options.all or it != "done"]
-    q = _open_queue(options)
-    tasks = itertools.chain(*[q.tasks(state, data=False) for state in states])
-    rows = (json.dumps(_task_row(q, task)) for task in tasks)
-    for line in rows if options.json else _fitting(_task_table(q, tasks)):
+    rows = _task_rows(_open_queue(options), *states)
+    for line in map(json.dumps, rows) if options.json else _fitting(_task_table(rows)):
         _print(line)
 
 
@@ -7273,11 +7228,10 @@ def _show_command(options: Any) -> None:
 
     Example: femtoqueue show jobs 01795243500123456789-0a1b2c3d4e5f6071
     """
-    ident = _id_of(options.id)
     q = _open_queue(options)
-    task = q.peek(ident)
+    task = q.peek(_id_of(options.id))
     if task is None:
-        raise TaskNotFound(f"no task {ident}")
+        raise TaskNotFound(f"no task {options.id}")
     if not options.payload:
         row = _task_row(q, task)
         del row["data_preview"]
@@ -7315,17 +7269,16 @@ def _stat_command(options: Any) -> bool:
     import json
 
     q = _open_queue(options)
-    stats = q.stats()
-    figures = _figures(q, stats)
+    figures = _figures(q)
     _print(*[json.dumps(figures)] if options.json else _field_lines(figures))
-    ages_s = [_since_s(it.until) for it in q.tasks("inflight", data=False)]
-    ages_s.append(stats.oldest_pending_age_s)
-    is_late = any(it > options.max_age for it in ages_s if it)
-    return is_late or stats.pending > options.max_pending
+    ages_s = [figures["oldest_pending_age_s"] or 0]
+    ages_s += [_since_s(it.until) for it in q.tasks("inflight", data=False)]
+    is_late = any(it > options.max_age for it in ages_s)
+    return is_late or figures["pending"] > options.max_pending
 
 
-def _figures(q: FemtoQueue, stats: Stats) -> dict[str, Any]:
-    figures = stats._asdict()
+def _figures(q: FemtoQueue) -> dict[str, Any]:
+    figures = q.stats()._asdict()
     live = Counter(node.liveness for node in figures.pop("nodes"))
     figures |= {f"workers_{it}": live[it] for it in ("alive", "dead", "unknown")}
     figures["paused"] = q.paused
@@ -7355,43 +7308,26 @@ def _top_command(options: Any) -> None:
 
     Example: femtoqueue top jobs
     """
-    if not _has_queue(options.dir):
-        _print(f"{options.dir}: waiting for a queue")
     while not _has_queue(options.dir):
-        time.sleep(1)
+        _print(f"{options.dir}: waiting for a queue")
+        time.sleep(options.interval)
     q = _open_queue(options)
     progress = _Progress(_open_files(options.dir, False))
+    begin = "\x1b[H\x1b[J" if os.isatty(1) else ""
     while True:
         rows = _terminal_size(1)[1] or 999
         lines = itertools.islice(_fitting(_top_lines(q, progress)), rows - 1)
-        text = "".join(f"{it}\n" for it in lines)
-        if os.isatty(1):
-            text = "\x1b[H" + text.replace("\n", "\x1b[K\n") + "\x1b[J"
-        _put(1, text)
+        _print(begin + next(lines), *lines)
         time.sleep(options.interval)
 
 
 def _top_lines(q: FemtoQueue, progress: _Progress) -> Iterator[str]:
     """Yield the lines that `top` shows, the most important lines first."""
-    stats = q.stats()
     progress.count_left(0)
-    yield f"{q.data_dir} {time.strftime('%H:%M:%S')}  {progress.pace_text()}".rstrip()
-    yield from _field_lines(_figures(q, stats))
-    yield from ("", "LEASED EXPIRED WORKER   NODE")
-    for it in stats.nodes:
-        yield f"{it.inflight:6} {it.expired:7} {it.liveness:8} {it.node}"
+    yield f"{q.data_dir} {time.strftime('%H:%M:%S')}  {progress.pace_text()}"
+    yield from _field_lines(_figures(q))
     yield ""
-    yield from _task_table(q, q.tasks("inflight", data=False))
-    yield from ("", "LATEST DEAD LETTERS")
-    for ident in progress.latest_dead_letters():
-        task = None
-        with suppress(CorruptTask):
-            task = q.peek(ident)
-        if task is None:  # or a person moved the task there, under another name
-            yield ident
-            continue
-        reason = (task.error or "-").partition("\n")[0]
-        yield f"{ident} {_cell('key', task.key)} {_cell('data', _preview(task.data))} {reason}"
+    yield from _task_table(_task_rows(q, "inflight", "failed"))
 
 
 # Command line: maintenance
@@ -7446,7 +7382,7 @@ def _retry_command(options: Any) -> int:
     if bool(options.ids) == options.all:
         options.error("which tasks? give each ID, or --all")
     if options.ids:
-        return _for_each_id(options, lambda q, name: q.retry(_id_of(name)))
+        return _for_each_id(options, lambda q, name: q.retry(_id_of(name))) > 0
     q = _open_queue(options)
     with _Output().reporting(lambda: f"{q.stats().failed} dead letters are left"):
         count = q.retry_failed()

@@ -1067,9 +1067,11 @@ a cancelled coroutine does not wait for the lock of a key | Coroutines hangs
 +                ).run()
 work() raises the error of a task that can't be ended | Work
 -                self._error = self._error or error
-`release --all` gives back a task that is renewed meanwhile | CommandLine
--            held = q.attach(task.id)
-+            held = q.attach(task.path)
+`release --all` does not take a lease that was renewed after the look | CommandLine
+-        it.path
+-        for it in _open_queue(options)
++        it.id
++        for it in _open_queue(options)
 a stop that comes just before a wait is noticed in time | CommandLine
 -                thread.join(_SIGNAL_POLL_S)
 +                thread.join(_BASE_INTERVAL_S)

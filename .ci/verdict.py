@@ -422,7 +422,8 @@ def not_fenced(events: Events) -> Iterator[str]:
     task after a done() or fail() of the task.
 
     Events.may_end_late() tells which of the calls are excused. A delivery after done() or fail() is
-    excused on GlusterFS if the cluster was not calm during an earlier delivery of the task.
+    excused on GlusterFS if the cluster was not calm in an earlier delivery, in a claim that put the
+    task back, or in a push of its key: each of these renames the task.
     """
     for ident, deliveries in events.deliveries.items():
         for first, second in itertools.combinations(deliveries, 2):
@@ -436,9 +437,18 @@ def not_fenced(events: Events) -> Iterator[str]:
                 yield f"{first.how}() by {first.actor}, when {second.actor} had {ident}"
             if first.how in ("done", "fail") and second.began_s > first.ended_s:
                 before = deliveries[: deliveries.index(second)]
-                is_calm = all(events.is_calm(d.began_s, d.ended_s) for d in before)
+                renames: list[Any] = [*before, *events.claims.get(ident[-16:], ())]
+                renames += [it for it in events.tried.values() if it.ident == ident]
+                is_calm = all(
+                    events.is_calm(it.began_s, it.ended_s)
+                    for it in renames
+                    if it.began_s < second.began_s
+                )
                 if is_calm or not events.may_come_back:
-                    yield f"{ident} had ended ({first}), and came back: {second}"
+                    yield (
+                        f"{ident} had ended ({first}), and came back: {second}; "
+                        + f"faults at {events.faults}"
+                    )
                 else:
                     events.excused["delivered once more after they had ended"] += 1
 
