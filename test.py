@@ -7148,7 +7148,7 @@ class ManyUsers(QueueCase):
         with open(self.file("failed", f"{task.id}.error"), "wb") as file:
             file.truncate(1 << 24)
         (dead,) = q.tasks("failed")
-        self.assertLess(len(dead.error or ""), 1 << 20)
+        self.assertLessEqual(len(dead.error or ""), 1 << 20)
 
     def test_checkpoint_that_may_not_be_read_does_not_stop_the_delivery(self) -> None:
         q = self.queue()
@@ -8865,8 +8865,14 @@ class Coroutines(QueueCase, unittest.IsolatedAsyncioTestCase):
         with hooked(at_call("open", "inflight-n1/", q.close, times=1)):
             q.push(b"x")
             self.assertEqual(await waits, [None] * 3)
+
+        def is_back() -> bool:
+            with contextlib.suppress(FileNotFoundError):  # of the lease directory
+                return self.states() == {"pending": 1}
+            return False
+
         # The thread may take the task once more. Then it gives the task back.
-        await asyncio.to_thread(until, lambda: self.states() == {"pending": 1})
+        await asyncio.to_thread(until, is_back)
 
     async def test_wait_that_begins_while_the_thread_ends_is_served_by_one_thread(
         self,
