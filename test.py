@@ -8867,9 +8867,8 @@ class Coroutines(QueueCase, unittest.IsolatedAsyncioTestCase):
             self.assertEqual(await waits, [None] * 3)
 
         def is_back() -> bool:
-            with contextlib.suppress(FileNotFoundError):  # of the lease directory
-                return self.states() == {"pending": 1}
-            return False
+            leases = glob.glob(self.file("inflight-n1", "*"))
+            return not leases and len(self.names("pending")) == 1
 
         # The thread may take the task once more. Then it gives the task back.
         await asyncio.to_thread(until, is_back)
