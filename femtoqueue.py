@@ -838,9 +838,8 @@ class FemtoTask:
 def _lease_of(task: object) -> _Lease:
     """Return the lease of a task. Raises TypeError, or LeaseLost if the task carries none."""
     if not isinstance(task, FemtoTask):
-        kind = type(task).__name__
         raise TypeError(
-            f"task must be a FemtoTask that pop() returned, not of type {kind}"
+            f"task must be a FemtoTask that pop() returned, not of type {type(task).__name__}"
         )
     if not task._lease.length_ns:
         raise LeaseLost(
@@ -994,15 +993,9 @@ def _check_max_attempts(max_attempts: object) -> None:
     if max_attempts is not None and (
         type(max_attempts) is not int or not 1 <= max_attempts <= _MAX_ATTEMPTS
     ):
-        wanted = f"None or an int, 1 to {_MAX_ATTEMPTS}"
-        raise ValueError(f"max_attempts must be {wanted}, not {max_attempts!r}")
-
-
-def _check_state(state: str) -> str:
-    if state not in STATES:
-        raise ValueError(f"state must be one of {', '.join(STATES)}, not {state!r}")
-    # a plain str: `state` may be a member of a str Enum
-    return STATES[STATES.index(state)]
+        raise ValueError(
+            f"max_attempts must be None or an int, 1 to {_MAX_ATTEMPTS}, not {max_attempts!r}"
+        )
 
 
 def _check_id(id: object) -> str:
@@ -2715,7 +2708,7 @@ class _Maintenance:
         self._changed_ns = 0
         self._first_due_ns = _MAX_STAMP_NS
         # the listing of done/, while a purge goes on
-        self._done_scan: Iterator[str] | None = None
+        self.done_scan: Iterator[str] | None = None
 
     # What runs when
 
@@ -2785,9 +2778,6 @@ class _Maintenance:
         with self._lock:
             self._batch.names = []
             self._next_look_s = 0.0
-
-    def end_scan(self) -> None:
-        self._done_scan = None
 
     # What is done
 
@@ -2870,17 +2860,17 @@ class _Maintenance:
         """Delete old tasks in done/. Stop after _PURGE_SLICE_S, and go on in the next run."""
         before_s = time.time() - self._worker.keep_done
         end_s = time.monotonic() + _PURGE_SLICE_S
-        self._done_scan = self._done_scan or self._files.scan("done")
+        self.done_scan = self.done_scan or self._files.scan("done")
 
         def purge(name: str) -> None:
             self._files.unlink_if_older(f"done/{name}", before_s)
 
-        for name in filter(_FORMS["done"], self._done_scan):
+        for name in filter(_FORMS["done"], self.done_scan):
             _for_each(purge, [name])
             if time.monotonic() >= end_s:
                 self.sooner("purge", 5 * _PURGE_SLICE_S)
                 return
-        self._done_scan = None
+        self.done_scan = None
 
     def remove_stale_files(self) -> None:
         _for_each(self._files.unlink_if_exists, self.stale_files())
@@ -3600,7 +3590,10 @@ class FemtoQueue:
         Tasks that move meanwhile are left out. Corrupt tasks, and tasks that this user may not
         read, are left out and logged. Raises ValueError if `state` is invalid.
         """
-        entries = self._files.find(_check_state(state))
+        if state not in STATES:
+            raise ValueError(f"state must be one of {', '.join(STATES)}, not {state!r}")
+        # a plain str: `state` may be a member of a str Enum
+        entries = self._files.find(STATES[STATES.index(state)])
         return filter(None, (self._read_or_log(entry, data) for entry in entries))
 
     def peek(
@@ -3710,7 +3703,7 @@ class FemtoQueue:
         try:
             worker.lease_dir.close_count += 1
             worker.waits.end_all()
-            worker.maintenance.end_scan()
+            worker.maintenance.done_scan = None
             worker.lease_dir.give_up()
             self._files.dirs.clear()
         finally:
@@ -3743,9 +3736,9 @@ def _warn_of_old_tasks(files: _Files) -> None:
         # A producer may have no right to read the directory.
         with suppress(PermissionError):
             if any(map(_parse_old_task, itertools.islice(files.scan(directory), 100))):
-                text = f"{files.path}/{directory} has tasks of femtoqueue 0.4, which are not read"
                 _warn_once(
-                    f'{text}; the README, "Changes", has the program that moves them'
+                    f"{files.path}/{directory} has tasks of femtoqueue 0.4, which are not read;"
+                    ' the README, "Changes", has the program that moves them'
                 )
 
 
