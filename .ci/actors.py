@@ -48,7 +48,6 @@ class Noter:
     offset_s: float = 0.0
 
     def now_s(self) -> float:
-        """Return the time on the proof's clock, which all hosts share."""
         return time.monotonic() + self.offset_s
 
     def note(self, word: str, *values: object) -> None:
@@ -62,8 +61,8 @@ class Noter:
 class Actor(Noter):
     """A process that uses a queue.
 
-    `kind` is the name of a method. The actor calls that method again and again. The method returns
-    the pause before the next call in seconds, or None if the actor is to end.
+    `kind` is the name of a method. The method returns the pause before the next call in seconds, or
+    None if the actor is to end.
     """
 
     kind: str
@@ -98,7 +97,6 @@ class Actor(Noter):
             self.note("closing")
 
     def step(self) -> float | None:
-        """Call the method of the actor's kind once."""
         pause_s: float | None = getattr(self, self.kind)()
         return pause_s
 
@@ -106,7 +104,6 @@ class Actor(Noter):
         return os.path.exists(self.over)
 
     def open_queue(self) -> FemtoQueue:
-        """Open the queue, and retry until that succeeds."""
         while True:
             began_s = self.now_s()
             try:
@@ -123,8 +120,8 @@ class Actor(Noter):
     def log_claims(self) -> None:
         """Make the queue record each claim in self.claims, even if the task is not delivered.
 
-        Actor.pop() writes these claims to the log. Replaces the method claim() of the queue's lease
-        directory by a wrapper that records the task.
+        Replaces the method claim() of the queue's lease directory by a wrapper that records the
+        task.
         """
         # of the current pop(): id, time before the claim
         self.claims: list[tuple[str, float]] = []
@@ -185,7 +182,8 @@ class Actor(Noter):
             SIZES, (4, 4, 2, 0.2), k=1 if count is None else count
         )
         names = [f"{self.name}:{next(self.number)}" for _ in sizes]
-        datas, began_s = [*map(payload, names, sizes)], self.now_s()
+        datas = [*map(payload, names, sizes)]
+        began_s = self.now_s()
         for name in names:
             self.note("push", name, began_s, key or "-", *[due_s] * (due_s is not None))
         try:
@@ -198,17 +196,14 @@ class Actor(Noter):
             self.note("pushed", name, ident, began_s)
 
     def produce(self) -> float:
-        """Push a payload without a key."""
         self.push()
         return self.chance.random() * 0.15
 
     def fill(self) -> None:
-        """Push `count` payloads, then end."""
         for _ in range(self.count):
             self.push()
 
     def push_keys(self) -> float:
-        """Push a payload with a key; sometimes look up that key afterwards."""
         key = self.any_key()
         self.push(key)
         if self.chance.random() < 0.3:
@@ -244,7 +239,8 @@ class Actor(Noter):
         if key is not None:
             self.note("looked", "take", key, began_s, int(task is not None))
         if task is not None:
-            name, deadline_s = name_of(task.data), self.deadline_s(task)
+            name = name_of(task.data)
+            deadline_s = self.deadline_s(task)
             self.note("got", task.id, began_s, deadline_s, task.attempts, name)
         return task
 
@@ -257,7 +253,6 @@ class Actor(Noter):
         return (int(name[:20]) - self.q._clock.anchor_ns) / 1e9 + self.offset_s
 
     def consume(self) -> float:
-        """Pop a task, work on it for a while, and settle it in a random way."""
         if (task := self.pop()) is None:
             return 0.02
         self.work_on(task)
@@ -312,7 +307,6 @@ class Actor(Noter):
         raise SystemExit(f"{self.name}: {how}() of {task.id} failed for {SETTLE_S:g} s")
 
     def settle_once(self, task: FemtoTask, how: str, **options: Any) -> None:
-        """Log that the task is about to be settled, then call the method."""
         self.note("settle", task.id)
         getattr(self.q, how)(task, **options)
 
@@ -355,7 +349,6 @@ class Actor(Noter):
         return self.chance.choice((0.02, 0.2)) * self.chance.random()
 
     def settle_keyed(self, task: FemtoTask | None) -> None:
-        """Settle a task, if there is one, in a random way after a short sleep."""
         if task is not None:
             time.sleep(self.chance.choice((0.0, 0.05)) * self.chance.random())
             self.settle(
@@ -363,7 +356,6 @@ class Actor(Noter):
             )
 
     def look_up(self, key: str) -> None:
-        """Call take(), contains() or peek() with a key, and log whether the call found a task."""
         call = self.chance.choice(LOOK_UPS)
         began_s = self.now_s()
         if call == "take":
@@ -389,7 +381,8 @@ class Actor(Noter):
         meanwhile beside the next task of the same key. But a task in two listings in a row did
         exist when the first listing ended. So only ids in both listings are counted.
         """
-        looks, before = 0, verdict.places_of_keys(unfinished(self.queue))
+        looks = 0
+        before = verdict.places_of_keys(unfinished(self.queue))
         told = set[str]()
         while not self.is_over():
             time.sleep(0.01)
@@ -399,13 +392,13 @@ class Actor(Noter):
             for text in wrong:
                 self.note("crowded", text)
             told |= wrong
-            looks, before = looks + 1, now
+            looks += 1
+            before = now
         self.note("watched", looks)
 
     # Turns
 
     def take_turns(self) -> float:
-        """Take one turn of a TicketQueue; log an error."""
         began_s = self.now_s()
         try:
             self.take_turn()
@@ -414,7 +407,6 @@ class Actor(Noter):
         return self.chance.choice((0.0, 0.1)) * self.chance.random()
 
     def take_turn(self) -> None:
-        """Wait for a turn, hold it for a moment, and log when it begins and ends."""
         began_s = self.now_s()
         self.line = self.line or TicketQueue(f"{self.queue}-line", self.stale_s)
         with self.line.turn(self.timeout_s) as ticket:

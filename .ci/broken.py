@@ -21,9 +21,9 @@ femtoqueue.py is rewritten, a row gets a new text and keeps its promise.
 
 --tests first tests the same. Then it tries each fault, or a random sample of N faults, in a copy of
 the project. It runs the class that should catch the fault, up to the first failure. If no test of
-the class fails, it runs the whole test.py. It prints the test that failed. In a row marked "hangs",
-a test that does not end counts as a failure, too. The sample depends on --seed, which is the date
-by default. --only takes the rows whose promise contains TEXT.
+the class fails, it runs the whole test.py. In a row marked "hangs", a test that does not end counts
+as a failure, too. The sample depends on --seed, which is the date by default. --only takes the rows
+whose promise contains TEXT.
 
 The exit status is 1 if --check fails, or if a fault is caught by no test: then a test is missing.
 """
@@ -114,7 +114,8 @@ def must_catch(
         raise Violation("no fault names this proof")
     with copies() as directory:
         for fault, need, said in rows:
-            project, text = fault.copy(directory), ""
+            project = fault.copy(directory)
+            text = ""
             for number in range(seed, seed + tries):
                 words = f".ci/{PROGRAM}.py", "--seed", f"{number}", *options(need)
                 status, text = run_copy(project, *words)
@@ -1252,8 +1253,7 @@ def run_copy(
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """End a process and its process group, by SIGINT and at most a second later by SIGKILL. At
-    SIGINT test.py ends its workers."""
+    """End a process and its process group, by SIGINT and at most a second later by SIGKILL."""
     for number in (signal.SIGINT, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)

@@ -12,17 +12,16 @@ is played again for each point with each fault. The faults are the errnos that t
 return (ENOSPC, EIO, EMFILE, EACCES, EINTR, ...), and SIGKILL at the entry of the call.
 
 An injection selects a system call by its name and a number N. All calls with this name are counted,
-also those outside the data directory. (strace -P can select calls by path, but only by whole paths,
-not by a directory.) The clock and the random numbers are simulated, so that the N-th call is the
-same in each play of a life. The trace must show that the expected call was hit. By default a random
-sample of the injections is made, which has each combination of call, directory and fault. All
-injections (--sample 9999) take ten minutes.
+also those outside the data directory. The clock and the random numbers are simulated, so that the
+N-th call is the same in each play of a life. The trace must show that the expected call was hit. By
+default a random sample of the injections is made, which has each combination of call, directory and
+fault. All injections (--sample 9999) take ten minutes.
 
 Proved for each injection:
   - An injected error is raised, or it has no effect. If it is raised, the step in which the system
     call failed raises the OSError with that errno. The same step is repeated, unless it is a push.
-    The repeated step succeeds, or finds its work done. An error in a housekeeping job is raised by
-    the pop() that ran the job, or by a later pop().
+    The repeated step succeeds, or finds its work done. An error in the maintenance is raised by
+    the pop() that ran it, or by a later pop().
   - If the error has no effect, each step returns what it may return without a fault. Only the order
     may differ: a pop() may return another task first.
   - No other exception is raised, nothing is written to standard error, and no call hangs.
@@ -150,7 +149,8 @@ CLOCK = PassingClock()
 @contextlib.contextmanager
 def made_up(seed: str) -> Iterator[PassingClock]:
     """Give femtoqueue a simulated clock and random numbers, the same in each process."""
-    clock, chance = copy.copy(CLOCK), random.Random(seed)
+    clock = copy.copy(CLOCK)
+    chance = random.Random(seed)
     with (
         mock.patch.object(femtoqueue, "time", clock),
         mock.patch.object(os, "urandom", chance.randbytes),
@@ -170,7 +170,9 @@ class Life:
     """Calls a queue's methods, and writes a note before and after each call."""
 
     def __init__(self, make: Maker, clock: PassingClock, note: Noting) -> None:
-        self.make, self.clock, self.note = make, clock, note
+        self.make = make
+        self.clock = clock
+        self.note = note
         # All queue objects are kept: an object that is garbage collected closes itself.
         self.queues: list[FemtoQueue] = []
 
@@ -239,7 +241,6 @@ class Life:
         return task
 
     def end(self, task: FemtoTask | None, how: str, **options: Any) -> None:
-        """Call done(), fail(), release() or extend() with a task, if pop() returned one."""
         if task is not None:
             method = getattr(self.queue, how)
             later = "delay_s" in options
@@ -309,7 +310,6 @@ class Life:
 
 
 def plain(life: Life) -> None:
-    """Call each method with tasks without a key, beginning with the queue's first mkdir()."""
     life.open()
     life.push("a")
     life.push_many("b", "big/100000", "c", "d", "e")
@@ -340,7 +340,6 @@ def plain(life: Life) -> None:
 
 
 def keyed(life: Life) -> None:
-    """Call each method with tasks that have a key."""
     life.open()
     life.push("k1", "k")
     life.push("k2", "k")  # replaces k1
@@ -396,7 +395,6 @@ def inherited(life: Life) -> None:
 
 
 def leave_leases(life: Life, own: str) -> None:
-    """Be one of the workers that die in inherited(): make tasks, and keep leases."""
     life.open(own)
     life.push_many(*(f"{own}-{letter}" for letter in "abcd"))
     life.push(f"{own}-k1", f"k{own}")
@@ -424,7 +422,7 @@ class Slot:
     states: set[str] = dataclasses.field(default_factory=lambda: {"gone", "live"})
     key: str | None = None
     leased: str = ""  # while the task is leased to the life: the payload's name
-    # pop() may not find it yet: it is due later, or needs a housekeeping job
+    # pop() may not find it yet: it is due later, or needs maintenance
     later: bool = False
     behind: Slot | None = None  # the payload that is buffered behind this task
     # The names of payloads that end with the task in front of them.
@@ -487,7 +485,9 @@ class Ledger:
         before the tasks have come back.
         """
         for slot in [slot for slot in self.slots if slot.leased]:
-            behind, slot.leased, slot.behind = slot.behind, "", None
+            behind = slot.behind
+            slot.leased = ""
+            slot.behind = None
             slot.later |= is_seen
             if behind is not None and behind.states == {"live"}:
                 slot.states = (slot.states - {"live"}) | {"gone"}
@@ -579,7 +579,9 @@ class Ledger:
         )
         if slot is None or slot.leased:
             raise Violation(f"{name} was delivered though it does not wait: {slot}")
-        slot.names, slot.states, slot.leased = {name}, {"live"}, name
+        slot.names = {name}
+        slot.states = {"live"}
+        slot.leased = name
 
     def _litter(self, _: str) -> None:
         for names in ({"torn 0 pending", "torn 0 failed"}, {"spent"}):
@@ -594,7 +596,8 @@ class Ledger:
             slot.states |= end
             slot.later |= later
             return
-        slot.states, slot.leased = {*end}, ""
+        slot.states = {*end}
+        slot.leased = ""
         if slot.behind is not None and how != "release" and slot.behind.updates:
             slot.behind.names -= slot.behind.updates
             slot.behind.states |= {"gone"}
@@ -623,7 +626,6 @@ class Ledger:
                 slot.states = {after} if sure else slot.states | {after}
 
     def misplaced(self, found: dict[str, str]) -> list[tuple[Slot, str]]:
-        """Return the tasks that are in a wrong state, each with that state."""
         wrong = []
         for slot in self.slots:
             there = [found[name] for name in slot.names if name in found] or ["gone"]
@@ -633,8 +635,6 @@ class Ledger:
         return wrong
 
     def compare(self, found: dict[str, str]) -> None:
-        """Raise Violation unless each task exists once, in a state that it may be in, and no other
-        task exists. `found` has the state of each payload."""
         if wrong := self.misplaced(found):
             raise Violation("; ".join(f"{slot} is {state}" for slot, state in wrong))
         if strangers := found.keys() - {
@@ -666,7 +666,8 @@ def contents_of(q: FemtoQueue) -> dict[str, str]:
     Their names here are "torn <number> <state>". Raises Violation if stats() counts fewer tasks
     than tasks() yields.
     """
-    found, stats = found_in(q), q.stats()
+    found = found_in(q)
+    stats = q.stats()
     counts = Counter(found.values())
     for state in femtoqueue.STATES:
         for number in range(counts[state], getattr(stats, state)):
@@ -733,7 +734,8 @@ class Stage:
     """A new directory for one life: the queue, the notes, the trace, the child's standard error."""
 
     def __init__(self, work: str, scene: Scene) -> None:
-        self.scene, self.work = scene, work
+        self.scene = scene
+        self.work = work
         self.path = os.path.join(work, "jobs")
         shutil.rmtree(work, ignore_errors=True)
         os.makedirs(work)
@@ -766,7 +768,6 @@ class Stage:
 
 
 def note_writer(path: str) -> Noting:
-    """Return a function that appends a note to a file, as a line of JSON."""
     fd = open_log(path)
     return lambda note: (os.write(fd, f"{json.dumps(note)}\n".encode()), None)[1]
 
@@ -780,7 +781,6 @@ def read_notes(path: str) -> list[Note]:
 def play(
     script: Callable[[Life], None], make: Maker, note: Noting, seed: str
 ) -> NoReturn:
-    """Play a life to its end, in a child process."""
     try:
         with made_up(seed) as clock:
             life = Life(make, clock, note)
@@ -850,7 +850,8 @@ def points_of(stage: Stage) -> list[Job]:
     Calls before the note "begin", which prepare a life, and after the note "end" are left out.
     """
     points: list[Job] = []
-    numbers, step = Counter[str](), 0
+    numbers = Counter[str]()
+    step = 0
     for line in stage.read("trace").splitlines():
         match = re.match(r"\d+ +(\w+)\((.*)", line)
         if match is None:
@@ -869,9 +870,8 @@ def points_of(stage: Stage) -> list[Job]:
 
 
 def paths_in_call(stage: Stage, line: str) -> str:
-    """Return the paths in a line of the trace, relative to the data directory. They are the same
-    each time the life is played. A name is relative to the directory whose descriptor precedes
-    it."""
+    """Return the paths in a line of the trace, relative to the data directory. A name is relative
+    to the directory whose descriptor precedes it."""
     called = line.rpartition(" = ")[0]
     if re.match(r"\d+ +\w+at2?\(", called):
         called = re.sub(r'\d+<([^>]+)>, "([^/"][^"]*)"', r'"\1/\2"', called)
@@ -881,9 +881,8 @@ def paths_in_call(stage: Stage, line: str) -> str:
 def check_hit(stage: Stage, job: Job, status: int) -> list[str]:
     """Return the line of the trace in which the fault was injected.
 
-    Raises Violation if another call was hit, if the child wrote to standard error, or if the child
-    ended unexpectedly: it must be killed by SIGKILL if that is the fault, else its exit status is
-    0.
+    Raises Violation if another call was hit, or if the child wrote to standard error. The child
+    must exit with status 0, or be killed if the fault is SIGKILL.
     """
     trace = stage.read("trace").splitlines()
     hit = (
@@ -928,7 +927,7 @@ def how_it_surfaced(job: Job, notes: list[Note]) -> str:
     """Return "surfaced" if a step raised the injected error, "harmless" if no step raised an error.
 
     Raises Violation if there was another error, or if another step raised the error. There is one
-    exception: if a housekeeping job failed in an earlier step, a later pop() may raise its error.
+    exception: if the maintenance failed in an earlier step, a later pop() may raise its error.
     """
     errors = [note for note in notes if note[0] == "err"]
     given = getattr(errno, job.fault)
@@ -949,8 +948,6 @@ def how_it_surfaced(job: Job, notes: list[Note]) -> str:
 
 
 def check_next_process(stage: Stage, ledger: Ledger) -> None:
-    """Play a next process after a kill: open the queue, read it and drain it. The ledger follows
-    the steps."""
     ledger.end_leases()
     with made_up("next") as clock:
         # files in creating/ are removed after an hour
@@ -962,8 +959,6 @@ def check_next_process(stage: Stage, ledger: Ledger) -> None:
 
 
 def run(job: Job) -> tuple[Job, str, str]:
-    """Make an injection. Return the job, the result of inject() and ""; or the job, "violations"
-    and what was wrong."""
     work = os.path.join(WORK, str(os.getpid()))
     try:
         return job, inject(job, work), ""
@@ -1013,8 +1008,7 @@ WORK = ""
 
 @contextlib.contextmanager
 def work_dir() -> Iterator[None]:
-    """Make the directory WORK for the stages. It is in memory: no disk is needed, because strace
-    makes the errors."""
+    """Make the directory WORK for the stages."""
     global WORK
     with tempfile.TemporaryDirectory(
         prefix="femtoqueue-faults-", dir=memory_dir()
@@ -1031,7 +1025,8 @@ def results(jobs: list[Job]) -> Iterator[tuple[Job, str, str]]:
 def sample(jobs: list[Job], count: int, seed: int) -> list[Job]:
     """Choose injections at random: first one of each kind (call, directories and fault), then a
     second one of each kind, and so on."""
-    chance, kinds = random.Random(seed), Counter[tuple[str, ...]]()
+    chance = random.Random(seed)
+    kinds = Counter[tuple[str, ...]]()
     ranked = []
     for job in chance.sample(jobs, len(jobs)):
         kind = (job.call, job.fault, *re.findall(r"(?:^| )/([a-z]*)", job.text))
@@ -1046,11 +1041,9 @@ def check(scene: Scene, count: int, seed: int, calls: list[str]) -> None:
     Prints how many injections had each result. Raises Violation if an injection broke a promise.
     """
     all_jobs = [job for job in jobs_of(scene) if not calls or job.kind in calls]
-    jobs, counts, violations = (
-        sample(all_jobs, count, seed),
-        Counter[str](),
-        list[str](),
-    )
+    jobs = sample(all_jobs, count, seed)
+    counts = Counter[str]()
+    violations = list[str]()
     for job, showed, wrong in results(jobs):
         counts[showed] += 1
         if wrong:

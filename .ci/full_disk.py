@@ -44,7 +44,9 @@ class Filler(Life):
     """
 
     def __init__(self, path: str, sync: bool = False) -> None:
-        self.path, self.notes, self.ledger = path, list[Note](), Ledger([], "gone")
+        self.path = path
+        self.notes = list[Note]()
+        self.ledger = Ledger([], "gone")
         self.sync = sync
         super().__init__(self.opened, CLOCK, self.noted)
         self.open()
@@ -74,7 +76,6 @@ class Filler(Life):
         return len(found)
 
     def drain_all(self) -> None:
-        """Drain the queue on the full disk, without any error, then use the same object again."""
         self.drain(10**6)
         expect(
             sum(note[0] == "err" for note in self.notes) == 1,
@@ -86,7 +87,6 @@ class Filler(Life):
 
 
 def check(path: str, size: int, *, sync: bool, many: bool) -> int:
-    """Fill the disk, drain the queue, push again. Return how many tasks fitted."""
     life = Filler(os.path.join(path, "jobs"), sync)
     life.push("first")
     life.drain()  # makes the lease directory before the disk is full

@@ -55,7 +55,6 @@ PATIENCE_S = 60  # the real time that a seed may take
 
 
 def raise_hang(*_: object) -> None:
-    """Raise AssertionError: a call hangs, for example because a lock is never released."""
     raise AssertionError(f"the seed did not end within {PATIENCE_S} s")
 
 
@@ -68,13 +67,14 @@ class Names:
     )
 
     def __init__(self, path: str, seed: int) -> None:
-        self.path, self.chance, self.clock = path, random.Random(seed), Clock(2e9, 1000)
+        self.path = path
+        self.chance = random.Random(seed)
+        self.clock = Clock(2e9, 1000)
         self.put: dict[str, tuple[str, str, bytes]] = {}  # path: state, kind, payload
         self.ids: set[str] = set()
         self.delivered: Counter[bytes] = Counter()
 
     def number(self) -> str:
-        """Return 20 digits for a name: often a limit of the valid range, or a time near now."""
         now_ns = int(self.clock.time() * 1e9)
         numbers = (0, 1, now_ns - 10**13, now_ns - 10**10, now_ns + 10**10, 4 * 10**18)
         special = self.chance.choice((*numbers, 9 * 10**18 - 1, 9 * 10**18, 10**20 - 1))
@@ -83,7 +83,6 @@ class Names:
         ]
 
     def valid(self) -> str:
-        """Return a name in one of the forms of femtoqueue. Its numbers may be out of range."""
         ident = f"{self.number()}-{self.chance.getrandbits(64):016x}"
         attempts = self.chance.choice(("0", "1", "7", "000001", "999999", "1000000"))
         boot = f"{self.chance.getrandbits(32):08x}"
@@ -94,7 +93,6 @@ class Names:
         )
 
     def mutated(self, name: str) -> str:
-        """Return a name with a random change, or without any."""
         at = self.chance.randrange(len(name))
         new = self.chance.choice("0123456789abcfgAFx~-. \n%é٠²\u0967\udcff\U0001f40d")
         return self.chance.choice(
@@ -122,12 +120,9 @@ class Names:
         )
 
     def put_random(self, count: int) -> None:
-        """Put up to `count` entries with mutated names into random directories."""
         for _ in range(count):
-            directory, name = (
-                self.chance.choice(self.DIRECTORIES),
-                self.mutated(self.valid()),
-            )
+            directory = self.chance.choice(self.DIRECTORIES)
+            name = self.mutated(self.valid())
             path = os.path.join(self.path, directory, name)
             state = "inflight" if directory == "inflight-gone" else directory
             fits = name not in ("", "PAUSED", ".", "..") and name[-37:] not in self.ids
@@ -164,19 +159,18 @@ class Names:
             self.check_left(before, now_ns)
 
     def named(self, state: str) -> list[tuple[str, str, bytes]]:
-        """Return name, kind and payload of each entry that was put and is a task in that state."""
         rows = ((os.path.basename(path), *it) for path, it in self.put.items())
         return [
             (it[0], *it[2:]) for it in rows if it[1] == state and is_task(state, it[0])
         ]
 
     def check_counts(self, q: FemtoQueue) -> None:
-        """Check that stats() and tasks() show the entries with valid names, and only these."""
         stats = q.stats()
         state: Any
         for state in (*femtoqueue.STATES, "keys"):
             count = stats.buffered if state == "keys" else getattr(stats, state)
-            named, more = self.named(state), 2 * (state == "pending")
+            named = self.named(state)
+            more = 2 * (state == "pending")
             wanted = len(named) + more
             demand(count == wanted, f"stats() counts {count} in {state}, not {wanted}")
             if state != "keys":
@@ -196,7 +190,8 @@ class Names:
                 self.delivered[task.data] += 1
                 q.done(task)
             self.clock.advance(300)
-        now_ns, expected = q._clock.now_ns() - 300 * 10**9, Counter({b"ours": 2})
+        now_ns = q._clock.now_ns() - 300 * 10**9
+        expected = Counter({b"ours": 2})
         for state in states:
             for name, kind, payload in self.named(state):
                 if name.startswith("update~"):
@@ -239,7 +234,9 @@ class Contents:
     KEYS = ("a", "b", "c", "größe %", "k9", "k17")
 
     def __init__(self, path: str, seed: int) -> None:
-        self.path, self.chance, self.clock = path, random.Random(seed), Clock(2e9, 1000)
+        self.path = path
+        self.chance = random.Random(seed)
+        self.clock = Clock(2e9, 1000)
         self.numbers = iter(range(10**9))
         self.keys: dict[bytes, str | None] = {}  # the key of each payload
         self.pushed: dict[str, bytes] = {}  # the newest payload of each id
@@ -261,7 +258,9 @@ class Contents:
             ident = q.push(data, key=key)
         else:
             ident = q.schedule(data, (self.clock.time() + due_s) * 1e6, key=key)
-        self.keys[data], self.pushed[ident], self.newest[key] = key, data, data
+        self.keys[data] = key
+        self.pushed[ident] = data
+        self.newest[key] = data
 
     def fill(self, q: FemtoQueue) -> None:
         """Make tasks in all states, some of them keyed and with a payload buffered behind them."""
@@ -296,7 +295,6 @@ class Contents:
         self.damaged[path[-37:]] = read_record(content)
 
     def corrupted(self, content: bytes) -> bytes:
-        """Return a content with flipped, missing or additional bytes, or another content."""
         at = self.chance.randrange(len(content))
         if self.chance.random() < 0.5:
             at = self.chance.randrange(min(len(content), 40))  # in the header
@@ -331,10 +329,8 @@ class Contents:
                 b"a" * 201,
             )
             return record(payload, self.chance.choice(names))
-        fields, at = (
-            record(payload).partition(b"\n")[0].split(b" "),
-            self.chance.choice((1, 2)),
-        )
+        fields = record(payload).partition(b"\n")[0].split(b" ")
+        at = self.chance.choice((1, 2))
         ways = (b"%b ", b" %b", b"-%b", b"000%b", b"9%b", b"9999999999%b", b"%b\r")
         fields[at] = self.chance.choice(
             (*(way % fields[at] for way in ways), fields[at].upper())
@@ -345,10 +341,8 @@ class Contents:
         """Damage the link of a key. It gets a random text, or names a file from `others`, or a file
         that does not exist. Or a file with that text takes its place, or it is removed."""
         text = os.readlink(path)
-        task, other = (
-            text.split(" ")[0],
-            os.path.relpath(self.chance.choice(others), self.path),
-        )
+        task = text.split(" ")[0]
+        other = os.path.relpath(self.chance.choice(others), self.path)
         bent = (
             os.fsdecode(self.corrupted(os.fsencode(text)).replace(b"\0", b"0")) or "0"
         )
@@ -374,7 +368,6 @@ class Contents:
             make_entry(path, way, os.fsencode(text), text)
 
     def run(self) -> None:
-        """Fill a queue, damage some files, let workers go on, and check what they got."""
         with mock.patch.object(femtoqueue, "time", self.clock):
             q = FemtoQueue(self.path, "filler", timeout_stale_ms=30_000)
             self.fill(q)
@@ -396,7 +389,6 @@ class Contents:
             self.check(current)
 
     def work(self) -> None:
-        """Let two workers use the queue, for at least half a simulated hour."""
         workers = [
             FemtoQueue(self.path, node, timeout_stale_ms=30_000) for node in "mn"
         ]
@@ -437,7 +429,6 @@ class Contents:
             self.newest.pop(key, None)
 
     def deliver(self, q: FemtoQueue, task: FemtoTask | None) -> None:
-        """Check that the payload of a task was pushed, or is in a damaged file. Finish the task."""
         if task is None:
             return
         was = task.data, task.key

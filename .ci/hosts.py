@@ -169,7 +169,8 @@ class Host:
     program closes its standard input."""
 
     def __init__(self, number: int) -> None:
-        self.number, self.address = number, f"10.77.0.{number}"
+        self.number = number
+        self.address = f"10.77.0.{number}"
         flags = (
             "--net --mount --pid --fork --kill-child --mount-proc --propagation private"
         )
@@ -187,7 +188,6 @@ class Host:
             )
 
     def command(self, *command: str) -> list[str]:
-        """Return the command that runs `command` on this host."""
         pid = self.holder.pid
         enter = ("nsenter", f"--target={pid}", "--mount", "--net")
         return [*enter, f"--pid=/proc/{pid}/ns/pid_for_children", *command]
@@ -252,7 +252,6 @@ class Cluster:
         )
 
     def revive(self) -> None:
-        """Start the bricks that do not run."""
         self.gluster("volume", "start", "queue", "force")
 
     def cut(self, number: int) -> None:
@@ -260,11 +259,9 @@ class Cluster:
         self.switch.ip("link", "set", f"port{number}", "nomaster")
 
     def join(self, number: int) -> None:
-        """Connect a host to the bridge."""
         self.switch.ip("link", "set", f"port{number}", "master", "bridge")
 
     def is_whole(self) -> bool:
-        """Return whether all mounts are connected to all bricks, and no entry is left to heal."""
         clients = f"cat {MOUNT}/.meta/graphs/active/queue-client-?/private"
         for host in self.hosts.values():
             if host.run("sh", "-c", clients).count("connected = 1") < len(HOSTS):
@@ -273,12 +270,10 @@ class Cluster:
         return heal.count("Number of entries: 0") == len(HOSTS)
 
     def entries_to_heal(self) -> list[str]:
-        """Return the paths or ids of the files that Gluster still has to heal."""
         heal = self.gluster("volume", "heal", "queue", "info").splitlines()
         return [line for line in heal if line.startswith(("/", "<"))]
 
     def count_lost_bricks(self) -> int:
-        """Return how often a brick did not answer a mount, by the logs of the mounts."""
         count = f"grep -c 'has not responded in the last' {LOG} || true"
         return sum(int(host.run("sh", "-c", count)) for host in self.hosts.values())
 
@@ -323,7 +318,8 @@ class Stage(Noter):
     tail_s = 6.0  # how long a storm lasts after the cure
 
     def __init__(self, cluster: Cluster, log: str, seed: int, part: str) -> None:
-        self.cluster, self.log = cluster, log
+        self.cluster = cluster
+        self.log = log
         self.chance = random.Random(seed)
         self.queue = f"{MOUNT}/jobs-{part}"
         self.running: dict[str, tuple[Any, Actor, Any]] = {}  # host, actor, process
@@ -337,12 +333,10 @@ class Stage(Noter):
         self.fd = proof.open_log(self.log)
 
     def start(self, host: int, kind: str, **settings: Any) -> None:
-        """Start an actor of a kind on a host, with these fields."""
         settings = {"queue": self.queue, **settings}
         self.start_as(host, Actor(kind, "", over=self.over, **settings))
 
     def launch(self, host: Host, actor: Actor) -> None:
-        """Start a process for an actor on a host."""
         # kill_one() kills nsenter. Because of setpriv, the actor dies with nsenter.
         command = ("setpriv", "--pdeathsig", "KILL", sys.executable, __file__)
         process = subprocess.Popen(
@@ -356,8 +350,7 @@ class Stage(Noter):
         self.running[actor.name] = host, actor, process
 
     def kill_one(self) -> None:
-        """Kill an actor other than a `hold` actor, and start another one with the same settings.
-        The new worker also has the same node_id, if the settings give one."""
+        """Kill an actor other than a `hold` actor, and start another one with the same settings."""
         names = [name for name in self.running if not name.startswith("hold")]
         host, actor, process = self.running.pop(self.chance.choice(names))
         self.note("killed", actor.name)
@@ -367,11 +360,8 @@ class Stage(Noter):
         self.start_as(host.number, actor)
 
     def start_as(self, host: int, actor: Actor) -> None:
-        """Start an actor with the settings of `actor`, under a new name."""
-        name, seed = (
-            f"{actor.kind}{host}.{next(self.starts)}",
-            self.chance.randrange(10**9),
-        )
+        name = f"{actor.kind}{host}.{next(self.starts)}"
+        seed = self.chance.randrange(10**9)
         self.launch(
             self.cluster.machines[host],
             dataclasses.replace(actor, name=name, seed=seed),
@@ -424,7 +414,6 @@ class Stage(Noter):
         episode.fault()
 
     def wait_for(self, word: str, kind: str = "") -> None:
-        """Wait until all running actors, or those of a kind, have logged a word."""
 
         def noted() -> bool:
             with open(self.log, encoding="ascii") as file:
@@ -446,7 +435,8 @@ class Stage(Noter):
             self.start(host, "take_turns", stale_s=STORM_STALE_S, timeout_s=CLEAR_S)
         self.wait_for("ready")
         began_s = time.monotonic()
-        next_kill_s, end_s = began_s + 2, began_s + episode.cure_s + self.tail_s
+        next_kill_s = began_s + 2
+        end_s = began_s + episode.cure_s + self.tail_s
         steps: list[tuple[float, Callable[[], object]]] = [
             (episode.fault_s, lambda: self.make_fault(episode)),
             (episode.cure_s, episode.cure),
@@ -515,13 +505,11 @@ class Stage(Noter):
         say(f"healed after {time.monotonic() - began_s:.0f} s")
 
     def on_all(self, timeout_s: float, kind: str, **settings: Any) -> None:
-        """Run an actor on each host, until all of them have ended."""
         for host in self.cluster.hosts:
             self.start(host, kind, **settings)
         self.finish(timeout_s)
 
     def drain(self) -> None:
-        """Finish all tasks, by an actor on each host."""
         self.on_all(120, "drain", idle_s=LEASE_MS / 1e3 + 3)
 
     def reasons(self) -> list[str]:
@@ -584,12 +572,11 @@ def episodes(stage: Stage) -> dict[str, Episode]:
 
 def without_creating(files: set[str]) -> set[str]:
     """Return the files that are not in creating/. A push that raised an error may leave a file
-    there. This file is no task, and housekeeping removes it after an hour."""
+    there. This file is no task, and the maintenance removes it after an hour."""
     return {path for path in files if not path.startswith("creating/")}
 
 
 def calm(stage: Stage, count: int) -> None:
-    """Push tasks on all hosts at once; then drain them by a worker on each host."""
     stage.on_all(60, "fill", count=count)
     time.sleep(1.1)
     stage.on_all(60, "drain", idle_s=1)
@@ -598,7 +585,6 @@ def calm(stage: Stage, count: int) -> None:
 
 
 def keyed(stage: Stage, keys: int, watcher: int, seconds: float = KEYS_S) -> None:
-    """Push, take and finish tasks of some keys on all hosts at once."""
     stage.play(seconds, ("push_keys", "take_keys") * 2, watcher, keys=keys)
     stage.on_all(60, "drain", idle_s=2)
     stage.check_machine()
@@ -606,7 +592,6 @@ def keyed(stage: Stage, keys: int, watcher: int, seconds: float = KEYS_S) -> Non
 
 
 def tickets(stage: Stage) -> None:
-    """Take turns by two members on each host."""
     stage.play(KEYS_S, ("take_turns",) * 2)
     stage.check_machine()
     events = verdict.Events(stage.log)
@@ -629,14 +614,10 @@ def storms(stage: Stage, episodes: Iterable[Episode]) -> None:
     for episode, keys in zip(episodes, itertools.cycle(STORM_KEYS)):
         stage.storm(episode, keys)
     stage.drain()
-    events, hosts = (
-        verdict.Events(stage.log, not stage.no_errors),
-        [*stage.cluster.hosts],
-    )
-    there, brick = (
-        without_creating(stage.files(1, stage.queue)),
-        stage.queue.replace(MOUNT, BRICK),
-    )
+    events = verdict.Events(stage.log, not stage.no_errors)
+    hosts = [*stage.cluster.hosts]
+    there = without_creating(stage.files(1, stage.queue))
+    brick = stage.queue.replace(MOUNT, BRICK)
     found = {
         "hosts have no turn": verdict.without_turn(events, hosts),
         "views differ": [],

@@ -93,7 +93,6 @@ def find_kernel() -> str:
 
 
 def module_files() -> list[str]:
-    """Return the files of MODULES and of the modules that they need, in the order of loading."""
     release = find_kernel().partition("vmlinuz-")[2]
     command = ("modprobe", "-C", "/dev/null", "-S", release, "--show-depends", "-a")
     return [
@@ -116,7 +115,8 @@ def build_image(
     are the arguments with which the machine starts Python.
     """
     python = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
-    linked, modules = [python, *programs], module_files()
+    linked = [python, *programs]
+    modules = module_files()
     for library in {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")}:
         shutil.copytree(
             library, f"{root}{library}", ignore=UNNEEDED, dirs_exist_ok=True
@@ -197,7 +197,6 @@ class Network(threading.Thread):
                 self.ports[number][0].send(frame, socket.MSG_DONTWAIT)
 
     def plug(self, number: int) -> int:
-        """Return the descriptor of a machine's port, after removing the frames left in it."""
         port = self.ports[number][1]
         with contextlib.suppress(BlockingIOError):
             while port.recv(1 << 16, socket.MSG_DONTWAIT):
@@ -213,7 +212,8 @@ class Call:
     do the same as those of subprocess.Popen."""
 
     def __init__(self, machine: Machine, number: int) -> None:
-        self.machine, self.number = machine, number
+        self.machine = machine
+        self.number = number
         self.answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.returncode: int | None = None
 
@@ -235,8 +235,6 @@ class Call:
         self.machine.ask("kill", process=self.number)
 
     def evaluate(self, code: str) -> Call:
-        """If this call started a session: let the session evaluate an expression or execute a
-        statement, and return the new call."""
         return self.machine.ask("evaluate", session=self.number, code=code)
 
 
@@ -249,7 +247,10 @@ class Machine:
     """
 
     def __init__(self, number: int, network: Network, image: int, disk: int = -1):
-        self.number, self.network, self.image, self.disk = number, network, image, disk
+        self.number = number
+        self.network = network
+        self.image = image
+        self.disk = disk
         self.on_line: Callable[[str], object] = lambda line: None
         self.numbers = itertools.count(1)
         self.is_on = False
@@ -257,7 +258,8 @@ class Machine:
     def boot(self) -> None:
         """Switch the machine on. Call wait_until_up() next."""
         control, notes = socket.socketpair(), socket.socketpair()
-        port, self.console = self.network.plug(self.number), memory_file("console")
+        port = self.network.plug(self.number)
+        self.console = memory_file("console")
         fds = (port, control[1].fileno(), notes[1].fileno(), self.image, self.disk)
         command = self.command(*fds)
         self.process = subprocess.Popen(
@@ -269,7 +271,8 @@ class Machine:
         )
         control[1].close()
         notes[1].close()
-        self.control, self.calls = control[0], {0: Call(self, 0)}
+        self.control = control[0]
+        self.calls = {0: Call(self, 0)}
         self.readers = [
             threading.Thread(
                 target=read_lines, args=(control[0], self.read_answer), daemon=True
@@ -298,7 +301,8 @@ class Machine:
             there_s = self.ask("clock").answer()
             took_s = time.monotonic() - began_s
             if took_s < best_s:
-                best_s, offset_s = took_s, began_s + took_s / 2 - there_s
+                best_s = took_s
+                offset_s = began_s + took_s / 2 - there_s
         self.ask("set_clock", offset_s=offset_s, wall_s=time.time() - behind_s).answer()
 
     def command(
@@ -332,7 +336,6 @@ class Machine:
         ]
 
     def console_text(self) -> str:
-        """Return what the machine has printed on its console."""
         return os.pread(self.console, 1 << 20, 0).decode(errors="replace")
 
     def read_answer(self, line: str) -> None:
@@ -372,7 +375,6 @@ class Machine:
         return output
 
     def power_off(self) -> None:
-        """Cut the machine's power: kill QEMU."""
         self.is_on = False
         self.process.kill()
         self.process.wait()
@@ -383,7 +385,6 @@ class Machine:
 
 
 def read_lines(port: socket.socket, heard: Callable[[str], object]) -> None:
-    """Call heard() with each whole line, until the other end is closed."""
     with (
         contextlib.suppress(ConnectionError),
         port.makefile("r", encoding="utf-8") as lines,
@@ -437,7 +438,6 @@ class Guest:
             line = line[os.write(self.control, line) :]
 
     def reap(self) -> None:
-        """Answer the orders whose processes have ended, with the exit status and the output."""
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 number, output = self.children.pop(ended[0], (0, -1))
@@ -481,7 +481,6 @@ class Guest:
         self.answer(number, None)
 
     def session(self, number: int) -> None:
-        """Start a process that evaluates the lines from a pipe."""
         ours, its = os.pipe()
         self.pipes[number] = its
         self.fork(number, lambda: run_session(ours, self.notes, self.names))
@@ -509,6 +508,5 @@ def run_session(orders: int, notes: int, names: dict[str, Any]) -> None:
 
 
 def where(error: BaseException) -> str:
-    """Return the names of the functions that an exception passed through."""
     frames = traceback.extract_tb(error.__traceback__)
     return " > ".join(frame.name for frame in frames[2:])

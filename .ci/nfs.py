@@ -83,7 +83,8 @@ UNPACKED = "nfs-kernel-server"  # an installation would start a server on this m
 SERVER_TOOLS = ("nfsdcld", "exportfs", "rpc.mountd", "rpc.nfsd")
 CLIENT_TOOLS = ("mount.nfs", "rpc.statd", "rpcbind", "sm-notify")
 TOOLS = (machines.QEMU, "busybox", "modprobe", "mkfs.ext4", *CLIENT_TOOLS)
-SERVER, CLIENTS = 9, (1, 2)
+SERVER = 9
+CLIENTS = (1, 2)
 DISK_BYTES = 1 << 30
 GRACE_S = 10  # the server's grace time, and the length of its leases
 # of the phase keys: long, as a call takes 100 times as long as on a real machine
@@ -156,13 +157,11 @@ def build(work: str) -> bytes:
 
 
 class Lab:
-    """A server with a disk, and its clients; or, for LOCAL, one machine with a disk.
-
-    Has the methods of hosts.Cluster that Stage needs.
-    """
+    """A server with a disk, and its clients; or, for LOCAL, one machine with a disk."""
 
     def __init__(self, version: str) -> None:
-        self.version, self.behind_s = version, 0.0
+        self.version = version
+        self.behind_s = 0.0
         # an archive of rpc.statd's files on each client
         self.kept = dict.fromkeys(CLIENTS, "")
         self.network = machines.Network((SERVER, *CLIENTS))
@@ -206,7 +205,6 @@ class Lab:
             self.kept[number] = self.machines[number].run("sh", "-c", command)
 
     def serve(self) -> None:
-        """Boot the server again."""
         self.start([SERVER])
 
     def close(self) -> None:
@@ -217,7 +215,7 @@ class Lab:
             os.close(fd)
 
     def count_lost_bricks(self) -> int:
-        """Return 0: only GlusterFS reports lost bricks. See hosts.Cluster."""
+        """Return 0: only GlusterFS reports lost bricks."""
         return 0
 
     wait_until = hosts.Cluster.wait_until
@@ -237,7 +235,6 @@ class Trap:
         self.caught = threading.Event()
 
     def drops(self, source: int, frame: bytes) -> bool:
-        """Return whether a frame must be dropped."""
         if source == SERVER:
             answer = tcp_payload(frame)
             if self.xid and answer[4:12] == self.xid + b"\0\0\0\1":
@@ -255,7 +252,6 @@ class Trap:
 
 
 def drop_nothing(source: int, frame: bytes) -> bool:
-    """Return False: every frame is passed on."""
     return False
 
 
@@ -272,7 +268,8 @@ class Parts:
     """Reads the values of a message in XDR (RFC 4506), one after the other."""
 
     def __init__(self, message: bytes, at: int) -> None:
-        self.message, self.at = message, at
+        self.message = message
+        self.at = at
 
     def number(self) -> int:
         self.at += 4
@@ -496,7 +493,8 @@ class Script:
     """Plays a script on two clients, each with its own session and queue object."""
 
     def __init__(self, lab: Lab, name: str, settings: str) -> None:
-        self.lab, self.name = lab, name
+        self.lab = lab
+        self.name = name
         self.sessions = {
             who: lab.hosts[n].ask("session") for n, who in enumerate("ab", 1)
         }
@@ -506,7 +504,6 @@ class Script:
             self.step(f"{who}  q = FemtoQueue('{MOUNT}/{name}', {settings})")
 
     def play(self, script: str) -> None:
-        """Play a script. Raises Violation if a call does not return or raise what it must."""
         for line in script.strip().splitlines():
             if line.startswith("# "):
                 say(f"{self.name}: {line[2:]}")
@@ -518,7 +515,6 @@ class Script:
             session.kill()
 
     def step(self, line: str) -> None:
-        """Carry out a line of a script. Raises Violation if the result is not the wanted one."""
         who, mode, code, wanted = re.fullmatch(  # type: ignore[union-attr]
             r"(\w)([ &=])\s*(.*?)(?:  => (.*))?", line
         ).groups()
@@ -539,7 +535,8 @@ class Script:
         the server again."""
         if not self.pattern:
             return session.evaluate(code)
-        trap, self.pattern = Trap(self.pattern), ""
+        trap = Trap(self.pattern)
+        self.pattern = ""
         self.lab.network.drops = trap.drops
         call = session.evaluate(code)
         if not trap.caught.wait(machines.CALL_S):
@@ -560,7 +557,6 @@ def replays() -> Iterator[tuple[str, str]]:
 
 
 def replay(lab: Lab, names: Iterable[str]) -> None:
-    """Play these replays, or all of them."""
     scripts = dict(replays())
     for name in names or scripts:
         script = Script(lab, name.replace(" ", "-"), "timeout_stale_ms=600_000")
@@ -612,14 +608,12 @@ class Stage(hosts.Stage):
         self.lost_locks[number] = 0
 
     def restore(self, number: int) -> None:
-        """Boot a client, and start its actors again."""
         self.cluster.start([number])
         while self.off:
             actor = self.off.pop()
             self.start_as(number, actor)
 
     def heal(self) -> None:
-        """Wait until each client reaches the server."""
         began_s = time.monotonic()
         for number in self.cluster.hosts:
             self.cluster.machines[number].run("touch", f"{MOUNT}/healed{number}")
@@ -642,9 +636,10 @@ class Stage(hosts.Stage):
 
 
 def episodes(stage: Stage) -> dict[str, hosts.Episode]:
-    """Return the faults of the storms, by name."""
     one, other = (stage.chance.choice(CLIENTS) for _ in range(2))
-    lab, server, cut = stage.cluster, stage.cluster.server, stage.cluster.network.cut
+    lab = stage.cluster
+    server = stage.cluster.server
+    cut = stage.cluster.network.cut
     end, restore = lambda: stage.cut_power(one), lambda: stage.restore(one)
     go, until_s = lambda: cut.add(other), 2 * GRACE_S + 5
     return {
@@ -698,7 +693,8 @@ def power(lab: Lab, seed: int) -> None:
 PHASES = ("basic", "calm", "keys", "storm", "replay", "power")
 # run by default; of storm and replay only these parts:
 SHORT = ("keys", "storm", "replay")
-SHORT_STORM, SHORT_REPLAYS = ("client", "server", "net"), ("push", "claim", "done")
+SHORT_STORM = ("client", "server", "net")
+SHORT_REPLAYS = ("push", "claim", "done")
 
 
 def prove(lab: Lab, seed: int, phase: str, short: bool) -> None:
@@ -723,7 +719,6 @@ def prove(lab: Lab, seed: int, phase: str, short: bool) -> None:
 def prove_all(
     version: str, seed: int, phases: Iterable[str], short: bool = False
 ) -> None:
-    """Boot machines, and run phases on them one after the other."""
     with contextlib.closing(Lab(version)) as lab:
         began_s = time.monotonic()
         lab.start(lab.machines)
@@ -735,7 +730,6 @@ def prove_all(
 
 
 def run_all(args: argparse.Namespace) -> None:
-    """Run the phases that the options choose. Raises Violation if a promise is broken."""
     if sys.platform != "linux" or os.uname().machine != "x86_64":
         raise Unable("this proof needs Linux on x86_64")
     install((*TOOLS, machines.KERNELS), *PACKAGES.split())

@@ -76,7 +76,6 @@ def xfs_in_memory() -> Iterator[str]:
 
 
 def clone(source: str, target: str) -> None:
-    """Clone a file by FICLONE."""
     with open(source, "rb") as old, open(target, "wb") as new:
         fcntl.ioctl(new.fileno(), FICLONE, old.fileno())
 
@@ -86,7 +85,9 @@ class Work:
     the next step. So no task is in flight when the life pushes a payload of a key."""
 
     def __init__(self, path: str, seed: int, sync: bool) -> None:
-        self.path, self.seed, self.sync = path, seed, sync
+        self.path = path
+        self.seed = seed
+        self.sync = sync
         self.keep_done = random.Random(seed).random() < 0.5
         self.done = "done" if self.keep_done else "gone"
 
@@ -100,7 +101,6 @@ class Work:
         )
 
     def play_forever(self, life: faults.Life) -> None:
-        """Make random steps until the process is killed."""
         chance = random.Random(self.seed)
         names = (f"{number}/{chance.choice(SIZES)}" for number in itertools.count())
         life.open()
@@ -179,8 +179,6 @@ def buffered_in(q: FemtoQueue) -> set[str]:
 
 
 def one_cut(place: str, kind: str, seed: int, sync: bool) -> int:
-    """Cut the power of a life once, in the empty directory `place`. Return how many tasks the queue
-    had afterwards."""
     chance = random.Random(seed)
     paths = (os.path.join(place, name) for name in ("image", "after", "mnt", "log"))
     image, after, target, log_path = paths

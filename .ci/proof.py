@@ -46,7 +46,8 @@ def docstring_parser(doc: str | None) -> argparse.ArgumentParser:
 def proof_parser(doc: str | None) -> argparse.ArgumentParser:
     """Return a parser with --seed and --self-check, which most proofs have."""
     made = docstring_parser(doc)
-    add, seed = made.add_argument, random.randrange(10**6)
+    add = made.add_argument
+    seed = random.randrange(10**6)
     add("--seed", type=int, default=seed, help="default: random; the seed is printed")
     catch = "show that this proof catches each fault of broken.py that names this proof"
     add("--self-check", action="store_true", help=catch)
@@ -98,8 +99,8 @@ def run(*command: str, timeout_s: float = 60) -> str:
 def install(wanted: Iterable[str], *packages: str) -> None:
     """Install Debian packages if one of the wanted commands or files is missing.
 
-    `wanted` holds names of commands and glob patterns of files. Only root can install packages.
-    Raises Unable if a command or a file is still missing afterwards.
+    `wanted` holds names of commands and glob patterns of files. Raises Unable if a command or a
+    file is still missing afterwards.
     """
 
     def missing() -> list[str]:
@@ -178,7 +179,6 @@ def name_of(data: bytes) -> str:
 
 
 def read(name: str) -> str:
-    """Return the text of a file of the project."""
     with open(os.path.join(PROJECT, name), encoding="utf-8") as file:
         return file.read()
 

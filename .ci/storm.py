@@ -126,8 +126,8 @@ REMOVED = "is done, and removed"
 
 
 def log_removals() -> None:
-    """Write the library's log messages about removed tasks to standard error, and no others."""
-    logger, handler = logging.getLogger("femtoqueue"), logging.StreamHandler()
+    logger = logging.getLogger("femtoqueue")
+    handler = logging.StreamHandler()
     handler.addFilter(lambda record: REMOVED in record.getMessage())
     logger.addHandler(handler)
     logger.disabled = logger.propagate = False
@@ -172,19 +172,16 @@ class Role(Actor):
         time.sleep(0.02 if what == "push" else 0.05)
 
     def produce(self) -> float:
-        """Push one payload, or a batch."""
         self.push(
             count=self.chance.randrange(9) if self.chance.random() < 0.1 else None
         )
         return self.chance.choice((0, 0, 0, 0, 0.01, 0.03))
 
     def schedule(self) -> float:
-        """Push a payload that is due soon, or already."""
         self.push(due_s=time.time() + self.chance.uniform(-0.5, 2))
         return self.chance.choice((0, 0.01, 0.04))
 
     def update(self) -> float:
-        """Push a payload with a key, with the policy "update"."""
         return self.keyed("update")
 
     def keyed(self, *policies: str) -> float:
@@ -200,9 +197,9 @@ class Role(Actor):
         return f"ключ/{slot}:{self.chance.randrange(5)}"
 
     def loop(self) -> float:
-        """Pop a task, sometimes by key or with a timeout, and settle it in a random way. A worker
-        that drains the queue (`calm`) always calls done()."""
-        key, timeout_s, before_s = None, 0.0, self.now_s()
+        key = None
+        timeout_s = 0.0
+        before_s = self.now_s()
         if not self.calm and self.chance.random() < 0.1:
             key = self.key_of(self.chance.choice(KEYED))
         elif self.chance.random() < 0.1:
@@ -224,7 +221,6 @@ class Role(Actor):
         return 0
 
     def handle(self, task: FemtoTask) -> None:
-        """Be the handler of work(). Raise an error for one task in 20."""
         self.note("got", task.id, "-", "-", task.attempts, name_of(task.data))
         self.work_on(task)
         self.note("settle", task.id)
@@ -232,7 +228,6 @@ class Role(Actor):
             raise RuntimeError("storm")
 
     def work_on(self, task: FemtoTask) -> None:
-        """Sleep for a random time, sometimes for longer than the lease."""
         if not self.calm:
             chance = self.chance.random()
             time.sleep(
@@ -240,7 +235,6 @@ class Role(Actor):
             )
 
     def finish(self, task: FemtoTask, how: str) -> None:
-        """Settle a task in a way of ENDS."""
         if how == "forget":
             return  # like a handler that hangs: the task comes back at its deadline
         options: dict[str, Any] = {}
@@ -271,7 +265,6 @@ class Role(Actor):
             self.note("settle", task.id)
 
     def onlook(self) -> float:
-        """Only read the queue: stats(), keys(), contains() and tasks()."""
         state = self.chance.choice(femtoqueue.STATES[:3])
         self.q.stats()
         list(self.q.keys(state))
@@ -283,7 +276,8 @@ class Role(Actor):
 
 def run_process(storm: Storm, name: str, slot: int) -> None:
     """Be the process of a slot until SIGTERM; or, for the command line, exec femtoqueue.py."""
-    role, chance = SLOTS[slot], random.Random(f"{storm.seed} {name}")
+    role = SLOTS[slot]
+    chance = random.Random(f"{storm.seed} {name}")
     if role == "command":
         handler = [sys.executable, "-S", "-c", HANDLER, storm.log, name]
         command = [femtoqueue.__file__, "work", storm.queue_path, "-j", "2"]
@@ -322,7 +316,9 @@ class Storm(Noter):
     name = "storm"
 
     def __init__(self, path: str, work: str, seed: int) -> None:
-        self.path, self.work, self.seed = path, work, seed
+        self.path = path
+        self.work = work
+        self.seed = seed
         self.queue_path = os.path.join(path, "jobs")
         self.logs = os.path.join(work, "logs")
         os.mkdir(self.logs)
@@ -349,7 +345,6 @@ class Storm(Noter):
         FemtoQueue(self.queue_path).close()
 
     def start(self, slot: int) -> None:
-        """Fork a process for a slot."""
         self.count += 1
         name = f"{'calm' if self.calm else SLOTS[slot]}{self.count}"
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -360,7 +355,6 @@ class Storm(Noter):
         self.processes.append(Process(pid, name, slot))
 
     def be_child(self, name: str, slot: int) -> None:
-        """In the forked child: run the process, log an unexpected exception, and exit."""
         try:
             os.setpgid(0, 0)
             signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -378,7 +372,6 @@ class Storm(Noter):
             os._exit(0)
 
     def signal(self, process: Process, which: signal.Signals) -> None:
-        """Log, count and send a signal."""
         self.note("signal", process.name, which.name)
         self.counts[which.name] += 1
         with contextlib.suppress(ProcessLookupError):
@@ -469,13 +462,13 @@ class Storm(Noter):
                 size //= 2
 
     def make_room(self) -> None:
-        """Remove the ballast."""
         if self.ballast >= 0:
             # not only unlinked: forked children have it open, too
             os.ftruncate(self.ballast, 0)
             os.close(self.ballast)
             os.unlink(os.path.join(self.path, "ballast"))
-        self.ballast, self.room_at_s = -1, math.inf
+        self.ballast = -1
+        self.room_at_s = math.inf
         self.full_at_s = time.monotonic() + self.chance.uniform(3, 7)
 
     def put_rubbish(self) -> None:
@@ -566,7 +559,7 @@ class Storm(Noter):
             self.signal(process, signal.SIGTERM)
         self.wait_for_all(15)
         with FemtoQueue(self.queue_path) as q:
-            # the first pop() does all housekeeping jobs
+            # the first pop() does all the maintenance
             if q.pop() is not None:
                 self.note(
                     "crashed", "pop() returned a task after the queue was drained"
@@ -596,7 +589,6 @@ def order_of(name: str) -> tuple[int, ...]:
 
 
 def role_of(actor: str) -> str:
-    """Return the role in an actor's name, which is "<role><number>"."""
     return actor.rstrip("0123456789")
 
 
@@ -679,7 +671,6 @@ class History(verdict.Events):
         return it.is_troubled
 
     def is_replaced(self, it: Delivery, by: Push) -> bool:
-        """Return whether `by` comes after the delivered payload in the order of their key."""
         return order_of(it.name) < order_of(by.name)
 
     def must_be_seen(self, push: Push) -> bool:
@@ -725,7 +716,6 @@ class History(verdict.Events):
         return min([from_s, *(stop[0] - SLACK_S for stop in spans)])
 
     def latest_wall_s(self, from_s: float, to_s: float) -> float:
-        """Return the latest time that the wall clock showed between two times of the log."""
         ends = (
             min(to_s, until_s) + offset_s
             for since_s, until_s, offset_s in self.steps
@@ -735,7 +725,6 @@ class History(verdict.Events):
 
 
 def check_settled(history: History, states: dict[str, str]) -> Iterator[str]:
-    """Yield what is wrong with the ends of tasks: the promise "settled"."""
     for ident, deliveries in history.deliveries.items():
         ends = [it for it in deliveries if it.how in ("done", "fail")]
         state = states.get(ident, "nowhere")
@@ -824,14 +813,14 @@ def check_due(history: History) -> Iterator[str]:
 
 
 def check_keys(history: History, found: Iterable[str]) -> Iterator[str]:
-    """Yield what is wrong with the values of a key: the promise "keys"."""
     ended: dict[str, tuple[int, ...]] = defaultdict(tuple)
     removed = (it.name for ident in history.removed for it in history.deliveries[ident])
     for name in history.tried.keys() & {*found, *removed}:
         key = history.tried[name].key
         ended[key] = max(ended[key], order_of(name))
     for _, pushes in verdict.by_key(history):
-        key, seen = pushes[0].key, filter(history.must_be_seen, pushes)
+        key = pushes[0].key
+        seen = filter(history.must_be_seen, pushes)
         last = max((order_of(push.name) for push in seen), default=())
         if last > ended[key]:
             yield f"the last value of {key} is {last}, but the last finished one is {ended[key]}"
@@ -856,7 +845,8 @@ def check_found(
                 continue
             if name in found or task.id in states:
                 yield f"{name} is there twice, as {task.id} and {found.get(name)}"
-            found[name], states[task.id] = task.id, state
+            found[name] = task.id
+            states[task.id] = state
             # A dead letter without a reason is allowed: the worker may have been killed before it
             # wrote the reason, or the disk was full.
             if task.error and not any(reason in task.error for reason in REASONS):
@@ -920,7 +910,6 @@ def check(storm: Storm) -> History:
 
 
 def one_storm(args: argparse.Namespace) -> History:
-    """Run a storm on a small disk, check it, and print a report."""
     work = os.path.dirname(os.environ["FAKETIME_TIMESTAMP_FILE"])
     with proof.small_disk("ext4", SIZE_MIB) as path:
         storm = Storm(path, work, args.seed)

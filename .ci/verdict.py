@@ -112,7 +112,6 @@ class Turn:
 
 
 def value_of(text: str) -> Any:
-    """Return the number that a text stands for, or the text if it is no number."""
     for kind in (int, float):
         with contextlib.suppress(ValueError):
             return kind(text)
@@ -170,7 +169,8 @@ class Events:
     def read_pushed(
         self, at: float, actor: str, name: str, ident: str, began_s: float
     ) -> None:
-        self.tried[name].ended_s, self.tried[name].ident = at, ident
+        self.tried[name].ended_s = at
+        self.tried[name].ident = ident
         self.calls.append((began_s, at, "push"))
 
     def read_claimed(self, at: float, actor: str, ident: str, began_s: float) -> None:
@@ -195,7 +195,9 @@ class Events:
         self, at: float, actor: str, how: str, ident: str, began_s: float
     ) -> None:
         delivery = self.last(actor, ident)
-        delivery.how, delivery.ended_s, delivery.called_s = how, at, began_s
+        delivery.how = how
+        delivery.ended_s = at
+        delivery.called_s = began_s
         self.calls.append((began_s, at, how))
 
     def read_error(
@@ -300,16 +302,13 @@ class Events:
         )
 
     def is_newer(self, old: Delivery, new: Delivery) -> bool:
-        """Return whether the payload of `new` was acknowledged after that of `old`."""
         return self.tried[old.name].ended_s < self.tried[new.name].ended_s
 
     def is_replaced(self, it: Delivery, by: Push) -> bool:
-        """Return whether the push `by` came after the payload of a delivery, and so replaced it."""
         return self.tried[it.name].ended_s < by.began_s
 
     def must_be_seen(self, push: Push) -> bool:
-        """Return whether an acknowledged payload of a key, or a newer one, must be delivered. This
-        is always so here; in storm.py there is an exception."""
+        """Return whether an acknowledged payload of a key, or a newer one, must be delivered."""
         return True
 
     def is_split(self, old: Delivery, new: Delivery) -> bool:
@@ -340,13 +339,11 @@ class Events:
         return self.may_come_back and not self.is_calm(it.got_s, it.ended_s)
 
     def all_deliveries(self) -> list[Delivery]:
-        """Return the deliveries of all tasks, sorted by time."""
         return sorted(
             itertools.chain(*self.deliveries.values()), key=lambda it: it.got_s
         )
 
     def last(self, actor: str, ident: str) -> Delivery:
-        """Return the latest delivery of a task to an actor."""
         return next(d for d in reversed(self.deliveries[ident]) if d.actor == actor)
 
     def lost_locks(self, ident: str) -> bool:
@@ -386,7 +383,6 @@ class Events:
         return known + [it for it in lost if tag_of(it.key) == ident[-16:]]
 
     def print_log_of(self, ident: str) -> None:
-        """Print the log's lines about a task, or about all tasks of its key, and about faults."""
         told = ident[-16:] if femtoqueue._is_keyed(ident) else ident
         for line in self.lines:
             if told in line or line.split()[2] in ("fault", "healed", "killed"):
@@ -403,7 +399,6 @@ class Events:
 
 
 def host_of(actor: str) -> str:
-    """Return the number of an actor's host; the actor's name is "<kind><host>.<number>"."""
     return actor.partition(".")[0][-1]
 
 
@@ -507,7 +502,6 @@ def wrong_places(events: Events, files: set[str]) -> Iterator[str]:
 
 
 def wrong_answers(events: Events, files: set[str]) -> Iterator[str]:
-    """Yield the calls that raised an error though they took effect."""
     for ident, deliveries in events.deliveries.items():
         for name in {it.name for it in deliveries} & events.refused:
             yield f"the push of {name} raised, and {ident} was delivered"
@@ -534,13 +528,10 @@ def out_of_order(events: Events) -> Iterator[str]:
 
 
 def error_name(code: int) -> str:
-    """Return the name of an errno, or "FemtoQueueError" for 0."""
     return errno.errorcode.get(code, "FemtoQueueError")
 
 
 def report(events: Events) -> None:
-    """Print how many pushes, deliveries, errors and so on the log has, so that a reader can see
-    whether the proof had enough to check."""
     deliveries = events.all_deliveries()
     ends = collections.Counter(d.how or "unsettled" for d in deliveries)
     errors = collections.Counter(
@@ -573,7 +564,6 @@ def places_of_keys(paths: Iterable[str]) -> tuple[set[str], set[str]]:
 
 
 def several(ids: set[str], most: int, what: str) -> Iterator[str]:
-    """Yield each key that has more than `most` of the ids. An id ends with the hash of the key."""
     for tag, count in collections.Counter(ident[-16:] for ident in ids).items():
         if count > most:
             yield f"a key has {count} {what}: {sorted(it for it in ids if it[-16:] == tag)}"
@@ -612,8 +602,8 @@ def by_key(events: Events) -> Iterator[tuple[list[Delivery], list[Push]]]:
 
 
 def overlapping(events: Events, deliveries: list[Delivery]) -> Iterator[str]:
-    """Yield the deliveries of a key that began while another task of the key was leased."""
-    held_until_s, holder = 0.0, None
+    held_until_s = 0.0
+    holder = None
     for it in deliveries:
         if (
             holder
@@ -626,7 +616,8 @@ def overlapping(events: Events, deliveries: list[Delivery]) -> Iterator[str]:
             )
         until_s = events.held_until_s(it)
         if until_s > held_until_s:
-            held_until_s, holder = until_s, it
+            held_until_s = until_s
+            holder = it
 
 
 def latest_push(pushes: list[Push], at_s: float) -> Push | None:
@@ -638,7 +629,6 @@ def latest_push(pushes: list[Push], at_s: float) -> Push | None:
 def outdated(
     events: Events, deliveries: list[Delivery], pushes: list[Push]
 ) -> Iterator[str]:
-    """Yield the deliveries of a key whose payload had been replaced before pop() was called."""
     for it in deliveries:
         newer = latest_push(pushes, it.began_s)
         if (
@@ -653,7 +643,6 @@ def outdated(
 def never_delivered(
     events: Events, deliveries: list[Delivery], pushes: list[Push]
 ) -> Iterator[str]:
-    """Yield the pushes of a key after which neither their payload nor a newer one was delivered."""
     for push in filter(events.must_be_seen, pushes):
         later = (it for it in reversed(deliveries) if it.got_s > push.began_s)
         if all(events.is_replaced(it, push) for it in later):
@@ -676,7 +665,8 @@ def must_find(
         is_as_new = events.tried[d.name].ended_s >= newest.began_s
         if is_as_new and d.how != "release" and d.tried_s < it.ended_s:
             return False
-    claims, moves = events.claims[newest.ident[-16:]], list[tuple[float, float]]()
+    claims = events.claims[newest.ident[-16:]]
+    moves = list[tuple[float, float]]()
     if it.call == "take":
         # take() may return None while another actor has the task in flight
         moves = [(d.got_s, d.ended_s) for d in deliveries if d.actor != it.actor]
