@@ -5494,10 +5494,11 @@ class _SharedFiles(_Files):
         except FileNotFoundError:
             if before is None or not self._was_moved(before, began_ns, source, target):
                 raise
-        # RACE (hosts.py): another host has moved this file out of keys/. This host still takes the
-        # target for the same file, so rename() has done nothing (stale).
+        # RACE (KeyedOnSharedFileSystem, hosts.py): another host has moved this file out of keys/.
+        # This host still takes the target for the same file, and rename() does nothing (stale).
         directory, _, name = source.rpartition("/")
-        if target.startswith("keys/") and name in self.names(directory):
+        is_aside = target.startswith("keys/") and _state_of(source) in _LIVE
+        if is_aside and name in self.names(directory):
             time.sleep(_LONGEST_LOCK_PAUSE_S)
             self._refresh("keys")
             return self.move(source, target)

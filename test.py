@@ -3985,6 +3985,26 @@ class KeyedOnSharedFileSystem(Keyed):
         self.assertEqual([task.id for task in taken if task], [newer])
         self.assertIn(ident, self.names("failed"))
 
+    def test_rename_into_keys_that_did_nothing_is_made_again(self) -> None:
+        """If the kernel takes keys/<id> for the file that is renamed, and does nothing, the rename
+        is made again."""
+        q = self.queue()
+        task = leased(q, b"1", "k")
+        q.push(b"2", key="k")
+        real = os.replace
+        renamed: list[Any] = []
+
+        def replace(source: str, target: str, **dirs: Any) -> None:
+            path = path_at(dirs["dst_dir_fd"], target)
+            if not path.endswith(f"/keys/{task.id}") or path in renamed:
+                real(source, target, **dirs)
+            renamed.append(path)
+
+        with mock.patch("os.replace", replace):
+            q.release(task)
+        self.assertEqual(self.states(), {"pending": 1})
+        self.assertEqual(self.drain(q), [b"2"])
+
     def test_push_replaces_the_payload_of_a_task_from_a_host_whose_clock_is_fast(
         self,
     ) -> None:
