@@ -5496,12 +5496,11 @@ class _SharedFiles(_Files):
                 raise
         # RACE (KeyedOnSharedFileSystem, hosts.py): another host has moved this file out of keys/.
         # This host still takes the target for the same file, and rename() does nothing (stale).
-        directory, _, name = source.rpartition("/")
         is_aside = target.startswith("keys/") and _state_of(source) in _LIVE
-        if is_aside and name in self.names(directory):
+        if is_aside and os.path.basename(target) not in self.names("keys"):
             time.sleep(_LONGEST_LOCK_PAUSE_S)
             self._refresh("keys")
-            return self.move(source, target)
+            target = self.move(source, target)
         return target
 
     def _was_moved(

@@ -1133,8 +1133,8 @@ a host whose queue clock is ahead does not remove files that others write | Lost
 - and changed_ns < _wall_ns() - age_ns:
 + and changed_ns:
 a rename into keys/ that did nothing is made again | KeyedOnSharedFileSystem
--        if is_aside and name in self.names(directory):
-+        if not name:
+-        if is_aside and os.path.basename(target) not in self.names("keys"):
++        if not target:
 after the deadline, a rename of a lease that raised an error does not count as done | LostReply
 -        before = None if self.is_fuse or is_late else _Files.lstat(self, source)
 +        before = None if self.is_fuse else _Files.lstat(self, source)

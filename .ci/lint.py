@@ -34,7 +34,7 @@ import femtoqueue
 import test
 
 LIMITS = {
-    "tokens of code": 36_936,
+    "tokens of code": 36_933,
 }
 DOORS = {  # names of later parts that parts above them may use
     *("_Inspector", "_Processing", "_WorkerPool", "_open_files"),
@@ -55,6 +55,7 @@ HELPERS = {  # functions that rename or unlink, but are not a step in the table 
         "_Keys._repair",
         "_Keys._swap",
         "_Keys.move_keyed",
+        "_SharedFiles.move",
         "_SharedKeys._link_or_give_way",
     ),
     *(
