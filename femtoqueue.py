@@ -300,8 +300,7 @@ class _OpenFile:
     def is_at_path(self) -> bool:
         with _ignore_missing():
             dir_fd = self.parent.fd if self.parent else None
-            found = os.lstat(self.name, dir_fd=dir_fd)
-            return os.path.samestat(found, self.status())
+            return os.path.samestat(os.lstat(self.name, dir_fd=dir_fd), self.status())
         return False
 
     def close(self) -> None:
@@ -323,8 +322,7 @@ def _follow_owner(fd: Any, data_dir: os.stat_result, mode: int) -> None:
         made = os.fstat(fd)
         # RACE (Trust): between mkdir() and open(), a member of the queue replaces the new directory
         # by another one, which may be a private directory of this user.
-        is_own = made.st_uid == user
-        if not is_own or (stat.S_ISDIR(made.st_mode) and os.listdir(fd)):
+        if made.st_uid != user or (stat.S_ISDIR(made.st_mode) and os.listdir(fd)):
             return
         with suppress(OSError):  # this user is not a member of the group
             os.fchown(fd, -1 if user else data_dir.st_uid, data_dir.st_gid)
@@ -629,8 +627,9 @@ def _encode_key(key: object) -> str:
     # Not str(key): that shows the name of a str Enum's member.
     raw = _check_str("key", key).encode()
     if not 1 <= len(raw) <= _MAX_KEY_BYTES:
-        wanted = f"1 to {_MAX_KEY_BYTES} bytes in UTF-8"
-        raise ValueError(f"key must be {wanted}, not {len(raw)}: {key!r}")
+        raise ValueError(
+            f"key must be 1 to {_MAX_KEY_BYTES} bytes in UTF-8, not {len(raw)}: {key!r}"
+        )
     return _quote_key(raw)
 
 
@@ -1087,8 +1086,9 @@ def _finish_read(fd: int, head: bytes, ident: str) -> _Record:
         return payload, None
     key = _decode_key(name)
     if _quote_key(key) != name or _key_tag(name) != _tag_of(ident):
-        why = "its key is not quoted as push() does, or not of its id"
-        raise CorruptTask(ident, why)
+        raise CorruptTask(
+            ident, "its key is not quoted as push() does, or not of its id"
+        )
     return payload, key
 
 
@@ -3094,8 +3094,9 @@ class FemtoQueue:
     ) -> str:
         """Push a task that has a due time or a key, or both."""
         if if_in_flight not in _IF_IN_FLIGHT:
-            wanted = " or ".join(_IF_IN_FLIGHT)
-            raise ValueError(f"if_in_flight must be {wanted}, not {if_in_flight!r}")
+            raise ValueError(
+                f"if_in_flight must be {' or '.join(_IF_IN_FLIGHT)}, not {if_in_flight!r}"
+            )
         if key is None:
             if due_ns is None or if_in_flight != "buffer":
                 raise TypeError(f"if_in_flight={if_in_flight!r} needs a key")
@@ -3351,8 +3352,8 @@ class FemtoQueue:
         call.
         """
         name = _check_str("lease", lease).rpartition("/")[2]
-        leases = self._files.find("inflight")
-        entry = next((it for it in leases if name in (it.name, it.id)), None)
+        found = (it for it in self._files.find("inflight") if name in (it.name, it.id))
+        entry = next(found, None)
         task = entry and self._read_entry(entry, False, self._length_ns)
         if task is None:
             ident = _id_of(name)
@@ -3532,8 +3533,9 @@ class FemtoQueue:
         wanted = [state for state in _ENDED if state in given]
         files = self._files
         before_s = time.time() - older_than_s
-        ended = (it.path for it in files.find(*wanted))
-        count = sum(files.unlink_if_older(path, before_s) for path in ended)
+        count = sum(
+            files.unlink_if_older(it.path, before_s) for it in files.find(*wanted)
+        )
         if "failed" in wanted:
             for name in filter(_parse_reason, files.names("failed")):
                 if not files.exists(f"failed/{name[:_ID_LENGTH]}"):
@@ -4063,8 +4065,7 @@ class _Keys:
             newer = self._link_or_give_way(tag, lease.path)
             if newer:
                 # The claim before was undone. The task waits again, with the newer payload.
-                waiting = self.move_keyed(lease.path, lease.source)
-                self._worker.note_arrival(waiting)
+                self._worker.note_arrival(self.move_keyed(lease.path, lease.source))
             return data if newer == "" else None
 
     def _link_or_give_way(self, tag: str, lease: str) -> str | None:
@@ -4357,8 +4358,7 @@ class _Waits:
             with self._lock:
                 if not self._requests:
                     threading.Thread(target=self._serve, daemon=True).start()
-                request = _Request(look, end_s, line, answer)
-                self._requests = [*self._requests, request]
+                self._requests = [*self._requests, _Request(look, end_s, line, answer)]
             self._wake()
             return await asyncio.wrap_future(answer)
         except BaseException:
@@ -4562,8 +4562,9 @@ class _Processing:
 
     def _keep_lease(self, until_s: float) -> None:
         """Renew the lease, unless two thirds are left. until_s: as in _Keys.lock()."""
-        least_ns = self.lease.length_ns * (1 - _RENEWAL)
-        if self._worker.left_ns(self.lease.path) < least_ns:
+        if self._worker.left_ns(self.lease.path) < self.lease.length_ns * (
+            1 - _RENEWAL
+        ):
             self._worker.renew(self._task, until_s=until_s)
 
     def try_to_keep_lease(self, wait_s: float) -> None:
@@ -4615,10 +4616,9 @@ class _Processing:
             self.__exit__(*exc_info)
         else:
             loop = asyncio.get_running_loop()
-            ended = loop.run_in_executor(None, self.__exit__, *exc_info)
             # RACE (AsyncProcessing): the coroutine is cancelled before a thread has begun. The
             # shield keeps the end of the delivery in the line for the threads.
-            await asyncio.shield(ended)
+            await asyncio.shield(loop.run_in_executor(None, self.__exit__, *exc_info))
 
     def _end(self, error: BaseException | None) -> None:
         """Finish the task. After an Exception, give it another attempt, or fail it after
@@ -5136,8 +5136,9 @@ class TicketQueue:
             lock.acquire_exclusive()
             self._files.move(f".{name}", name)
             if sum(_stamp_of(it) >= number for it in self._tickets()) > 1:
-                why = "another host was faster"
-                raise FileExistsError(errno.EEXIST, why, self._files.path)
+                raise FileExistsError(
+                    errno.EEXIST, "another host was faster", self._files.path
+                )
         except BaseException:
             # if the file was not renamed, the next _locked(), in any process, removes it
             self._files.remove(name)
@@ -5497,9 +5498,8 @@ class _SharedFiles(_Files):
         # RACE (KeyedOnSharedFileSystem, hosts.py): another host has moved this file out of keys/.
         # This host still takes the target for the same file, and rename() does nothing (stale).
         is_aside = target.startswith("keys/") and _state_of(source) in _LIVE
-        if is_aside and os.path.basename(target) not in self.names("keys"):
+        if is_aside and target[5:] not in self.names("keys"):
             time.sleep(_LONGEST_LOCK_PAUSE_S)
-            self._refresh("keys")
             target = self.move(source, target)
         return target
 

@@ -932,11 +932,11 @@ an error in processing() on the last attempt makes a dead letter | Processing
 - and attempts >= queue.max_attempts:
 + and attempts > queue.max_attempts:
 only a leased task can be attached | Lifecycle
--        leases = self._files.find("inflight")
-+        leases = self._files.find(*STATES)
+-        found = (it for it in self._files.find("inflight")
++        found = (it for it in self._files.find(*STATES)
 processing() renews the lease | Processing
--        if self._worker.left_ns(self.lease.path) < least_ns:
-+        if self._worker.left_ns(self.lease.path) > least_ns:
+-        if self._worker.left_ns(self.lease.path) < self.lease.length_ns *
++        if self._worker.left_ns(self.lease.path) > self.lease.length_ns *
 a child forked in processing() does not end the task | Processing
 -        if os.getpid() != self._pid:
 +        if not self._pid:
@@ -996,11 +996,11 @@ a command that succeeds after the second signal finishes its task | CommandLine
 -        return status != 0 and
 +        return (status != 0 or len(self.signals) > 1) and
 a cancelled end of a block of "async with" settles its task | AsyncProcessing
--            await asyncio.shield(ended)
-+            await ended
+-            await asyncio.shield(loop.run_in_executor(
++            await (loop.run_in_executor(
 the end of a block of "async with" does not block the event loop | AsyncProcessing hangs
--            ended = loop.run_in_executor(None, self.__exit__, *exc_info)
-+            ended = asyncio.sleep(0, self.__exit__(*exc_info))
+-(loop.run_in_executor(None, self.__exit__, *exc_info))
++(asyncio.sleep(0, self.__exit__(*exc_info)))
 a delayed push is not due before its delay is over | Lifecycle
 -_due_after_ns(delay_s) if delay_s != 0
 +_due_after_ns(delay_s) if delay_s > 3600
@@ -1133,7 +1133,7 @@ a host whose queue clock is ahead does not remove files that others write | Lost
 - and changed_ns < _wall_ns() - age_ns:
 + and changed_ns:
 a rename into keys/ that did nothing is made again | KeyedOnSharedFileSystem
--        if is_aside and os.path.basename(target) not in self.names("keys"):
+-        if is_aside and target[5:] not in self.names("keys"):
 +        if not target:
 after the deadline, a rename of a lease that raised an error does not count as done | LostReply
 -        before = None if self.is_fuse or is_late else _Files.lstat(self, source)
