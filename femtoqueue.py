@@ -1631,7 +1631,8 @@ class _Files:
         target = new.prefix + name
         try:
             fd = os.open(source, _CREATE_FLAGS, self._file_mode, dir_fd=old.fd)
-        except OSError:
+        except OSError as error:
+            _raise_if_no_errno(error)
             fd = self.create(f"creating/{new_name}")
         try:
             try:
@@ -2478,8 +2479,7 @@ _MAX_LISTINGS = 8
 def _is_passing(error: BaseException) -> bool:
     """Say whether an error has nothing to do with the task. One without errno is the exception of a
     signal handler."""
-    passing = (None, *_MISSING_ERRNOS, *_TRANSIENT_ERRNOS)
-    return getattr(error, "errno", None) in passing
+    return getattr(error, "errno", None) in (None, *_TRANSIENT_ERRNOS)
 
 
 class _Consumer(_Worker):
@@ -2873,7 +2873,13 @@ class _Maintenance:
         self.done_scan = None
 
     def remove_stale_files(self) -> None:
-        _for_each(self._files.unlink_if_exists, self.stale_files())
+        def remove(path: str) -> None:
+            if path.endswith(".pending"):  # a directory that shrink() made
+                self._files.remove_empty_dir(path)
+            else:
+                self._files.unlink_if_exists(path)
+
+        _for_each(remove, self.stale_files())
 
     def stale_files(self) -> list[str]:
         """Return the files in creating/ of more than an hour, and the checkpoints of more than a
@@ -3584,7 +3590,8 @@ class FemtoQueue:
 
     def tasks(self, state: _State, *, data: bool = True) -> Iterator[FemtoTask]:
         """Iterate over the tasks in a state, in the order of their names, without leasing them. The
-        tasks in flight come worker by worker. A task that waits has the newest payload of its key.
+        tasks in flight come worker by worker. A task that waits has the newest payload of its key,
+        unless its last claim was undone.
 
         state:  one of STATES.
         data:  False: read only the headers. `data` is then b"", and a corrupt task is not noticed.
@@ -3816,8 +3823,7 @@ class _Keys:
         with closing(lock):
             lock.acquire_exclusive(until_s)
             _key_locks[self._holder(tag)] = lock
-            with self._repaired_after_error():
-                yield
+            yield
 
     @contextmanager
     def _repaired_after_error(self) -> Iterator[None]:
@@ -3954,9 +3960,9 @@ class _Keys:
             is_leased = _state_of(path) == "inflight"
             if is_leased and if_in_flight == "reject":
                 raise KeyInFlight(_decode_key(name), _id_of(path))
-            header = _header(payload, name)
             new_id = self._clock.new_id()
-            with self._files.replacement(new_id, header, payload) as new_path:
+            new = self._files.replacement(new_id, _header(payload, name), payload)
+            with self._repaired_after_error(), new as new_path:
                 if path and not is_leased:
                     return self._replace(new_path, path, behind, due_ns)
                 is_update = is_leased and if_in_flight == "update"
@@ -4089,7 +4095,7 @@ class _Keys:
         """Move a task, and return its new path. Raises FileNotFoundError if the task is gone,
         BlockingIOError as lock() does."""
         tag = _tag_of(source)
-        with self.lock(tag, until_s):
+        with self.lock(tag, until_s), self._repaired_after_error():
             path, behind = self._linked(tag)
             is_linked = _id_of(path) == _id_of(source)
             behind = self._locate(behind, "keys") if is_linked else ""
@@ -4166,7 +4172,9 @@ class _Keys:
         self._link(tag, path, behind)
 
     def _written_ns(self, path: str) -> int:
-        return self._files.lstat(path).st_mtime_ns
+        with _ignore_missing():  # RACE (Keyed): another worker claims the task
+            return self._files.lstat(path).st_mtime_ns
+        return _MAX_STAMP_NS
 
     def paths_without_task(self) -> list[str]:
         """Return the paths in keys/ whose hash has no task."""
@@ -5498,9 +5506,11 @@ class _SharedFiles(_Files):
         # RACE (KeyedOnSharedFileSystem, hosts.py): another host has moved this file out of keys/.
         # This host still takes the target for the same file, and rename() does nothing (stale).
         is_aside = target.startswith("keys/") and _state_of(source) in _LIVE
-        if is_aside and target[5:] not in self.names("keys"):
-            time.sleep(_LONGEST_LOCK_PAUSE_S)
-            target = self.move(source, target)
+        for pause_s in itertools.islice(_backoff_s(0.01, 1.0), 10 * is_aside):
+            if target[5:] in self.names("keys"):
+                break
+            time.sleep(pause_s)
+            super().move(source, target)
         return target
 
     def _was_moved(

@@ -3609,6 +3609,26 @@ class Keyed(QueueCase):
         clock.advance(31)
         self.assertEqual(self.drain(q), [b"2"])
 
+    def test_payload_that_can_not_be_moved_does_not_cost_a_repair_each_pop(
+        self,
+    ) -> None:
+        """If a payload can't leave keys/, the repair is not tried again at each pop()."""
+        q = self.queue()
+        task = self.leased_with_buffered(q)
+        q.push_many([b"x"] * 20)
+        os.rename(self.file(task.path), self.file("done", task.id))
+        tries = []
+
+        def fail() -> NoReturn:
+            tries.append(1)
+            raise_errno(errno.EPERM)
+
+        other = self.queue("n2")
+        with hooked(at_call("move", "/keys/", fail)):
+            for _ in range(20):
+                other.done(popped(other))
+        self.assertLess(len(tries), 5)
+
     def test_task_that_a_failed_push_left_in_keys_comes_back(self) -> None:
         """If a push fails while it has the task in keys/, and can't put it back, the next repair of
         keys does."""
@@ -4999,7 +5019,9 @@ class Crash(PlainInterrupted):
         self.foreign = ("notes.txt", f"{1:020d}-0000bbbb00000000")
         self.put(old, b"torn", "creating")
         self.put(self.foreign[0], b"", "creating")
-        os.mkdir(self.file("creating", self.foreign[1]))
+        # the second one is of a process that was killed while it replaced pending/
+        for name in (self.foreign[1], f"{old}.pending"):
+            os.mkdir(self.file("creating", name))
         q.pop()
         self.assertIn(old, self.names("creating"))
         clock.advance(3700)
@@ -5027,6 +5049,32 @@ class Crash(PlainInterrupted):
 
 class Faults(PlainInterrupted):
     """Errors of system calls, and Ctrl-C, lose and duplicate no task."""
+
+    def test_dead_letter_without_a_place_does_not_block_other_tasks(self) -> None:
+        """While failed/ is missing, a corrupt task does not keep other tasks from delivery."""
+        q = self.queue()
+        self.put(f"{1:020d}-0000000000000000", b"rubbish")
+        q.push(b"1")
+        os.rmdir(self.file("failed"))
+        found = []
+        for _ in range(5):
+            with contextlib.suppress(FileNotFoundError):
+                found.append(q.pop())
+        self.assertEqual([task.data for task in found if task], [b"1"])
+
+    def test_exception_of_a_signal_handler_ends_a_push(self) -> None:
+        """A TimeoutError that a signal handler raises during a push is raised by push()."""
+
+        def alarm() -> None:
+            raise TimeoutError("alarm")
+
+        q = self.queue()
+        with (
+            self.assertRaisesRegex(TimeoutError, "alarm"),
+            hooked(at_call("open", "/creating/", alarm, times=1)),
+        ):
+            q.push(b"x")
+        self.assertEqual(self.states(), {})
 
     def test_dot_dot_after_a_symbolic_link_leads_where_the_kernel_leads(self) -> None:
         """The queue "link/../q" is made beside the target of the link, as mkdir(1) would do."""

@@ -329,8 +329,8 @@ a task whose claim failed because of the disk does not block other tasks | Fault
 - and (is_its_own or not _is_passing(error)):
 + and is_its_own:
 a task goes where it was if the system had no descriptor left to read it | Faults
--    passing = (None, *_MISSING_ERRNOS, *_TRANSIENT_ERRNOS)
-+    passing = (None, *_MISSING_ERRNOS)
+-    return getattr(error, "errno", None) in (None, *_TRANSIENT_ERRNOS)
++    return getattr(error, "errno", None) is None
 a scheduled task whose reading failed keeps its due time | Lifecycle
 -        if place.startswith("pending/") and (is_its_own
 +        if (is_its_own
@@ -777,8 +777,7 @@ the lock of a key is taken | KeyedConcurrency
 the lock file of a key is never removed | -
 ; hosts: key ~ crowded|overlapping; nfs: keys ~ crowded|overlapping
              _key_locks[self._holder(tag)] = lock
-             with self._repaired_after_error():
-                 yield
+             yield
 +            os.unlink(lock.path)
 a task in flight is found by its key | Model; hosts: key ~ found nothing
 -        return self._worker.keys.path_of(_key_tag(_encode_key(key))) != ""
@@ -1133,8 +1132,8 @@ a host whose queue clock is ahead does not remove files that others write | Lost
 - and changed_ns < _wall_ns() - age_ns:
 + and changed_ns:
 a rename into keys/ that did nothing is made again | KeyedOnSharedFileSystem
--        if is_aside and target[5:] not in self.names("keys"):
-+        if not target:
+-            if target[5:] in self.names("keys"):
++            if target:
 after the deadline, a rename of a lease that raised an error does not count as done | LostReply
 -        before = None if self.is_fuse or is_late else _Files.lstat(self, source)
 +        before = None if self.is_fuse else _Files.lstat(self, source)
