@@ -6611,7 +6611,6 @@ class _Progress:
     """A task is left if it waits or is leased. The rate is the decrease of the tasks left, or the
     tasks that this worker ends if these are more, per second."""
 
-    waiting = running = 0
     is_paused = False
 
     def __init__(self, files: _Files) -> None:
@@ -6620,20 +6619,11 @@ class _Progress:
         self._last = (0.0, 0, 0)
         # The first sample, and those that saw a task end. The rate is measured over all of them.
         self._ends = deque[tuple[float, int, int]](maxlen=30)
-        self._due_ns: list[int] = []  # when the tasks are due that are not due now
+        self._due_ns: list[int] = []  # when the tasks in scheduled/ are due
 
     def latest_dead_letters(self) -> list[str]:
-        """Return the five tasks that came to failed/ last, of the thousand youngest."""
-
-        def moved_s(entry: _Entry) -> float:
-            # RACE (CommandLine): another process has retried or removed the task
-            with suppress(OSError):
-                return self.files.lstat(entry.path).st_ctime
-            return 0.0
-
-        latest = sorted(self.files.entries("failed")[-1000:], key=moved_s)[::-1]
-        # Each id once: a person may have given a task a second name in failed/.
-        return [*dict.fromkeys(it.id for it in latest)][:5]
+        """Return the ids of the five youngest tasks in failed/."""
+        return [it.id for it in self.files.entries("failed")[-5:]][::-1]
 
     def count_left(self, ended: int) -> None:
         """Add a sample. ended: how many tasks this worker has ended."""
@@ -6643,49 +6633,41 @@ class _Progress:
         self.add_sample(time.monotonic(), self.waiting + self.running, ended)
 
     def count_scheduled(self) -> int:
-        now_ns = _wall_ns()
-        due_ns = [it.stamp_ns for it in self.files.entries("scheduled")]
-        self._due_ns = [it for it in due_ns if it > now_ns]
-        return len(due_ns)
+        self._due_ns = [it.stamp_ns for it in self.files.entries("scheduled")]
+        return len(self._due_ns)
 
     def add_sample(self, now_s: float, left: int, ended: int = 0) -> None:
-        sample = now_s, left, ended
-        has_ended = left < self._last[1] or ended > self._last[2]
-        if has_ended and self._ends and self._pace() is None:
-            self._ends.clear()  # a pause that is over must not lower the rate
-            self._ends.append(self._last)
-        if has_ended or not self._ends:
-            self._ends.append(sample)
-        self._last = sample
+        if not self._ends or left < self._last[1] or ended > self._last[2]:
+            self._ends.append((now_s, left, ended))
+        self._last = now_s, left, ended
 
-    def _pace(self) -> tuple[float, float] | None:
-        """Return the rate and the decrease; 0: not known; None: paused, or no task ends."""
+    def _pace(self) -> tuple[float, float]:
+        """Return the rate and the decrease; 0: not known, or no task ends."""
         begin_s, before, earlier = self._ends[0]
         end_s, left, ended = self._ends[-1]
         span_s = end_s - begin_s
-        if self.is_paused:
-            return None
-        if span_s < 1:
+        if self.is_paused or span_s < 1:
             return 0.0, 0.0
         shrinks = (before - left) / span_s
         rate = max(shrinks, (ended - earlier) / span_s)
         rest_s = self._last[0] - end_s
         # Nothing has ended for the time of five tasks.
         is_stalled = rest_s > 2 and rest_s * rate > 5
-        return None if is_stalled else (rate, shrinks)
+        return (0.0, 0.0) if is_stalled else (rate, shrinks)
 
     def pace_text(self) -> str:
-        due_s = (max(self._due_ns, default=0) - _wall_ns()) / 1e9
+        now_ns = _wall_ns()
+        waits_s = [(it - now_ns) / 1e9 for it in self._due_ns if it > now_ns]
+        due_s = max(waits_s, default=0.0)
         texts = []
-        if self._ends and (pace := self._pace()):
-            rate, shrinks = pace
-            for unit, size in [it for it in _UNITS if rate * it[1] >= 1][-1:]:
-                texts.append(f"{round(rate * size, 1):g}/{unit}")
-            if shrinks > rate / 20 and self._last[1]:  # else it is noise
-                left_s = max(self._last[1] / shrinks, due_s)
-                texts.append(f"about {_rough_time(left_s)} left")
-        if due_s > 0:
-            texts.append(f"{len(self._due_ns)} due in {_rough_time(due_s)}")
+        rate, shrinks = self._pace()
+        for unit, size in [it for it in _UNITS if rate * it[1] >= 1][-1:]:
+            texts.append(f"{round(rate * size, 1):g}/{unit}")
+        if shrinks > rate / 20 and self._last[1]:  # else it is noise
+            left_s = max(self._last[1] / shrinks, due_s)
+            texts.append(f"about {_rough_time(left_s)} left")
+        if waits_s:
+            texts.append(f"{len(waits_s)} due in {_rough_time(due_s)}")
         return "  ".join(texts)
 
     def text(self, counts: Mapping[str, int]) -> str:
@@ -6728,16 +6710,16 @@ class _Output:
         self._is_shown = False
 
     def put(
-        self, data: bytes, end_s: float = float("inf"), begins_line: bool = False
+        self, data: bytes, end_s: float = _FOREVER_S, begins_line: bool = False
     ) -> None:
         """Write bytes; begins_line: on a new line. Raises OSError, and _Stalled if nobody has read
         for _GRACE_S, and the time end_s is over."""
         while not self._lock.acquire(timeout=0.1):
             self._check_reader(end_s)
         try:
-            if begins_line and not self._ends_line:
-                data = b"\n" + data
             if data:
+                if begins_line and not self._ends_line:
+                    data = b"\n" + data
                 self._ends_line = data.endswith(b"\n")
             self._moved_s = time.monotonic()
             self._write(self.clearing() + data + self._drawing(), end_s)
@@ -6761,11 +6743,11 @@ class _Output:
         if time.monotonic() >= max(end_s, self._moved_s + _GRACE_S):
             raise _Stalled
 
-    def write(self, text: str) -> None:
+    def write(self, text: str, end_s: float = _FOREVER_S) -> None:
         """Write a text as lines of its own."""
         # Raise nothing: if the terminal is gone, the running jobs must still finish.
-        with suppress(OSError):
-            self.put(text.encode("utf-8", "backslashreplace"), begins_line=True)
+        with suppress(OSError, _Stalled):
+            self.put(text.encode("utf-8", "backslashreplace"), end_s, True)
 
     @contextmanager
     def reporting(
@@ -6774,22 +6756,18 @@ class _Output:
         """Show what text() returns. Without a terminal, write it every plain_s seconds (0: never)
         if it has changed."""
         least_s = _REDRAW_S if self._has_terminal else plain_s
-        show = self._show if self._has_terminal else self.write
         is_over = threading.Event()
 
         def report() -> None:
-            line = ""
             pause_s = least_s
             while not is_over.wait(pause_s):
-                before = line
                 began_s = time.monotonic()
                 with suppress(OSError):
                     line = text()
-                is_new = self._has_terminal or line != before
-                if is_new and not is_over.is_set():
-                    show(line)
-                # text() may list large directories: it gets at most 1 % of the time.
-                pause_s = max(least_s, 100 * (time.monotonic() - began_s))
+                    # text() may list large directories: it gets at most 1 % of the time.
+                    pause_s = max(least_s, 100 * (time.monotonic() - began_s))
+                    if not is_over.is_set():
+                        self._show(line)
 
         if least_s:
             threading.Thread(target=report, daemon=True).start()
@@ -6800,13 +6778,17 @@ class _Output:
             self._show("")
 
     def _show(self, line: str) -> None:
+        is_new = line != self._line
         self._line = line
-        with suppress(OSError, _Stalled):
-            self.put(b"", end_s=0.0)
+        if self._has_terminal:
+            self.write("", 0.0)
+        elif is_new:
+            self.write(line, 0.0)
 
     def _drawing(self) -> bytes:
         line = self._line.rstrip()[: _terminal_size(2)[0] or 80]
-        self._is_shown = bool(line) and self._ends_line and self._is_foreground()
+        may_draw = self._has_terminal and self._ends_line and bool(line)
+        self._is_shown = may_draw and self._is_foreground()
         if not self._is_shown:
             return b""
         if not os.environ.get("NO_COLOR"):
@@ -6815,7 +6797,7 @@ class _Output:
 
     def clearing(self) -> bytes:
         # a signal handler calls this, too
-        return b"\r\x1b[J" if self._is_shown and self._is_foreground() else b""
+        return b"\r\x1b[J" if self._is_shown else b""
 
     def _is_foreground(self) -> bool:
         with suppress(OSError):  # the terminal is not the one of this session
@@ -6834,10 +6816,11 @@ class _Output:
 
 # The system sends HUP when the terminal is gone. Schedulers send USR1 and USR2 as a warning.
 _STOPS = (*_WorkerPool.stops, "SIGHUP", "SIGUSR1", "SIGUSR2")
-_REQUEST_BYTES = 1024  # the variables of a job, then zero bytes
+_VARIABLES = (b"FEMTOQUEUE_ID", b"FEMTOQUEUE_ATTEMPT", b"FEMTOQUEUE_KEY")
+_REQUEST_BYTES = 1024  # a request has the values of the variables; it is shorter
 # a request to let live on what CMD has left; the others are numbers of signals, and 0
 _FORGET = 255
-_TICK_S = 0.05  # the pause between two looks at the jobs that run
+_TICK_S = 0.05  # the pause between two looks at a job
 
 
 def _processes() -> list[str]:
@@ -6893,17 +6876,43 @@ def _kill(leaders: set[int]) -> None:
 class _Session:
     """A job, as the launcher knows it."""
 
-    # macOS before Python 3.13 has no waitid(). Without a /proc, a zombie counts as running.
-    keeps_zombie = True
+    keeps_zombie = True  # False without a /proc: there, a zombie counts as running
+    pid = 0  # 0: CMD can't be started
     _status: int | None = None
     # the signal that ends the job; 0: only wait for its end; None: no end was asked for
     _number: int | None = None
+    _look_s = 0.0  # when the next look is due: it may read all of /proc
 
-    def __init__(self, popen: Any, link: Any, limit_s: float) -> None:
-        self.popen, self.link = popen, link
-        self.pid: int = popen.pid
+    def __init__(self, requests: Any, words: list[str], limit_s: float) -> None:
+        """Start the job of a request. Raises EOFError if the worker has ended."""
+        import socket
+        import subprocess
+
+        # A message with descriptors is read alone, and as a whole.
+        values, fds, _, _ = socket.recv_fds(requests, _REQUEST_BYTES, 4)
+        if not fds:
+            raise EOFError
+        self.link = socket.socket(fileno=fds.pop())
         # when the next signal is due: SIGTERM at the time limit, or SIGKILL after `_number`
         self._signal_s = time.monotonic() + limit_s
+        os.environb.update(zip(_VARIABLES, values.split(b"\0"), strict=True))
+        try:
+            # An argument of more than 4 MB fails in each system.
+            data = os.pread(fds[0], 1 << 22, 0)
+            command = [os.fsencode(it).replace(b"{}", data) for it in words]
+            start: Any = subprocess.Popen
+            self.popen = start(command, 0, None, *fds, start_new_session=True)
+            self.pid = self.popen.pid
+            self._report("pid", self.pid)
+        except (OSError, ValueError) as error:  # ValueError: a zero byte in the payload
+            self._report("errno", getattr(error, "errno", errno.EINVAL))
+        for fd in fds:
+            os.close(fd)
+
+    def _report(self, name: str, value: int) -> None:
+        # There are so few reports that the call never blocks.
+        with suppress(OSError):  # the worker has ended; is_forgotten() sees it, too
+            self.link.send(f"{name:8}{value:8}".encode())
 
     def is_forgotten(self) -> bool:
         """Obey the worker. Return True if the job is no longer to be cared for."""
@@ -6935,17 +6944,23 @@ class _Session:
         # CMD that has ended before its limit is not late, so look at CMD first.
         if self._status is None and (status := self._ended()) is not None:
             self._status = status
-            _report(self.link, "status", status)
-        is_left = self._status is not None and self._number is None
-        if not is_left and time.monotonic() >= self._signal_s:
+            self._report("status", status)
+        now_s = time.monotonic()
+        is_judged = (
+            self._status is not None and self._number is None
+        )  # by the worker, now
+        if is_judged or now_s < self._look_s:
+            return False
+        self._look_s = now_s + _TICK_S
+        if now_s >= self._signal_s:
             if self._number:
                 _signal({self.pid}, signal.SIGKILL)
             else:
-                _report(self.link, "is_late", 1)
+                self._report("is_late", 1)
                 self._end(signal.SIGTERM)
-        if None in (self._status, self._number) or _groups_of({self.pid}):
+        if self._status is None or _groups_of({self.pid}):
             return False
-        _report(self.link, "is_over", 1)
+        self._report("is_over", 1)
         return True
 
     def _ended(self) -> Any:
@@ -6956,41 +6971,6 @@ class _Session:
         return it and (it.si_status if it.si_code == os.CLD_EXITED else -it.si_status)
 
 
-def _report(link: Any, name: str, value: int) -> None:
-    # There are so few reports that the call never blocks.
-    with suppress(OSError):  # the worker has ended; is_forgotten() sees it, too
-        link.send(f"{name:8}{value:8}".encode())
-
-
-def _start_session(
-    requests: Any, words: list[bytes], limit_s: float, sessions: dict[int, _Session]
-) -> None:
-    """Raises EOFError if the worker has ended."""
-    import socket
-    import subprocess
-
-    _, fds, _, _ = socket.recv_fds(requests, 1, 4)
-    if not fds:
-        raise EOFError
-    link = socket.socket(fileno=fds.pop())
-    # The byte of an end() may have come, too.
-    variables = link.recv(_REQUEST_BYTES, socket.MSG_WAITALL).rstrip(b"\0").split(b"\0")
-    os.environb.update(dict(it.split(b"=", 1) for it in variables))
-    try:
-        # An argument of more than 4 MB fails in each system.
-        data = os.pread(fds[0], 1 << 22, 0)
-        command = [it.replace(b"{}", data) for it in words]
-        start: Any = subprocess.Popen
-        popen = start(command, 0, None, *fds, start_new_session=True)
-        _report(link, "pid", popen.pid)
-        sessions[link.fileno()] = _Session(popen, link, limit_s)
-    except (OSError, ValueError) as error:  # ValueError: a zero byte in the payload
-        _report(link, "errno", getattr(error, "errno", errno.EINVAL))
-        link.close()
-    for fd in fds:
-        os.close(fd)
-
-
 def _handle_signals() -> int:
     """Let no signal end the launcher. Return a descriptor that gets readable."""
     import signal
@@ -6998,7 +6978,7 @@ def _handle_signals() -> int:
     # CMD gets the default action, because a handler, unlike SIG_IGN, does not survive exec().
     for name in _STOPS:
         number = signal.Signals[name]
-        if signal.getsignal(number) not in (signal.SIG_IGN, None):
+        if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, _no_op)
     signal.signal(signal.SIGCHLD, _no_op)
     waking, wake = os.pipe()
@@ -7007,10 +6987,10 @@ def _handle_signals() -> int:
     return waking
 
 
-def _launch(requests: Any, words: list[bytes], limit_s: float) -> None:
+def _launch(requests: Any, words: list[str], limit_s: float) -> None:
     """Start jobs, and end them, until the worker has ended (EOFError)."""
     waking = _handle_signals()
-    _Session.keeps_zombie = hasattr(os, "waitid") and bool(_processes())
+    _Session.keeps_zombie = bool(_processes())
     sessions: dict[int, _Session] = {}  # by the descriptor of the link
     try:
         while True:
@@ -7020,7 +7000,11 @@ def _launch(requests: Any, words: list[bytes], limit_s: float) -> None:
             if waking in ready:  # a child has ended
                 os.read(waking, 1 << 16)
             if requests.fileno() in ready:
-                _start_session(requests, words, limit_s, sessions)
+                it = _Session(requests, words, limit_s)
+                if it.pid:
+                    sessions[it.link.fileno()] = it
+                else:
+                    it.link.close()
             for fd, it in [*sessions.items()]:
                 if (fd in ready and it.is_forgotten()) or it.is_over():
                     it.popen.poll()  # reap CMD
@@ -7048,7 +7032,7 @@ class _Launcher:
                 self.requests.close()
                 # SIGKILL to the worker's process group must not reach the launcher
                 os.setsid()
-                _launch(requests, [*map(os.fsencode, words)], limit_s)
+                _launch(requests, words, limit_s)
             finally:
                 os._exit(0)
         requests.close()
@@ -7080,16 +7064,13 @@ class _CommandJob:
         self.end_s = time.monotonic() + launcher.limit_s
         # The key is passed in UTF-8, whatever the locale is.
         key = (task.key or "").replace("\0", "%00")
-        variables = (
-            f"FEMTOQUEUE_ID={task.id}\0FEMTOQUEUE_ATTEMPT={task.attempts}\0"
-            f"FEMTOQUEUE_KEY={key}"
-        )
+        values = f"{task.id}\0{task.attempts}\0{key}".encode()
         self.link, theirs = socket.socketpair()
-        self.link.send(variables.encode().ljust(_REQUEST_BYTES, b"\0"))
         # CRASH (CommandLine): the launcher may be killed after it has started CMD. So there may be
         # a job, and the first note() learns of the end.
         with theirs, suppress(BrokenPipeError, ConnectionResetError):
-            socket.send_fds(launcher.requests, [b"x"], [*streams, theirs.fileno()])
+            fds = [*streams, theirs.fileno()]
+            socket.send_fds(launcher.requests, [values], fds)
 
     def note(self) -> Any:
         """Read a report into the attribute of its name, and return the name; None: the launcher
@@ -7140,7 +7121,7 @@ class _CommandJob:
 # SIGKILL after 5 s. The threads settle their tasks as after the first signal. _abort() gives back
 # the tasks that are left. The process ends with the status 128 + the signal.
 #
-# TOPIC: whose trouble an error is (_verdict).
+# TOPIC: whose trouble an error is (_judged).
 #
 #   step                errno or event                           what follows
 #   any                 EAGAIN, EMFILE, ENFILE, ENOMEM,          the worker waits, and tries again
@@ -7170,12 +7151,19 @@ def _is_shortage(error: BaseException) -> bool:
     return is_no_thread or is_memory or getattr(error, "errno", 0) in _SHORT_ERRNOS
 
 
-def _verdict(step: str, error: OSError, is_of_task: bool = False) -> BaseException:
-    """Return what an error becomes, by the table above. is_of_task: the try fails."""
-    text = f"{step}: {error}"
-    if _is_shortage(error):
-        return _Shortage(text)
-    return _CommandFailed(text) if is_of_task else SystemExit(text)
+@contextmanager
+def _judged(step: str, directory: str | None = None) -> Iterator[None]:
+    """Raise what an OSError becomes, by the table above. directory: of a file without a name."""
+    try:
+        yield
+    except OSError as error:
+        is_there = not directory and os.path.lexists(error.filename or "")
+        text = f"{step}: {_named(error, directory)}"
+        if _is_shortage(error):
+            raise _Shortage(text) from None
+        if is_there or error.errno in _FULL_ERRNOS:
+            raise _CommandFailed(text) from None
+        raise SystemExit(text) from None
 
 
 class _OutputFile:
@@ -7191,7 +7179,6 @@ class _OutputFile:
         if not (is_regular and it.st_uid == os.geteuid() and it.st_nlink == 1):
             what = "not a regular file of this user, with one link"
             raise OSError(errno.EPERM, what, path)
-        os.set_blocking(self.fd, True)
         self._begin = it.st_size
 
     @property
@@ -7214,12 +7201,17 @@ class _Relay:
         files.callback(os.close, self.pipe)
         files.callback(os.close, self.fd)
 
-    def due(self, data: bytes) -> bytes:
-        """Return what is to be passed on when `data` has come; b"": the end."""
+    def due(self, is_last: bool) -> bytes:
+        """Return what has come and is to be passed on. is_last: also an unfinished line."""
+        data = b""
+        with suppress(BlockingIOError):  # nothing has come
+            data = os.read(self.pipe, _PIPE_BYTES)
         self.tail = (self.tail + data)[-_REASON_BYTES:]
         if not self._is_by_lines:
             return data
-        text = self._rest + (data or b"\n" * bool(self._rest))
+        text = self._rest + data
+        if is_last and text:
+            text = text.removesuffix(b"\n") + b"\n"
         end = len(text) if len(text) > _LINE_BYTES else text.rfind(b"\n") + 1
         self._rest = text[end:]
         return text[:end]
@@ -7250,17 +7242,19 @@ class _CommandPool(_WorkerPool):
         self._progress = _Progress(_open_files(os.fspath(queue.data_dir), False))
         self._jobs = set[_CommandJob]()
         self._is_told = threading.Event()  # set when the first signal has come
-        self._output_dir = options.output_dir and os.path.abspath(options.output_dir)
 
     def run_reported(self) -> int:
-        before = self._progress.files.count("failed")
+        import signal
+
+        failed = self._progress.files.count("failed")
         trouble = ""
+        if os.getpid() == 1:
+            # the system reaps what PID 1 inherits
+            signal.signal(signal.SIGCHLD, signal.SIG_IGN)
         try:
-            if os.getpid() == 1:
-                threading.Thread(target=_reap_inherited, daemon=True).start()
             with self.output.reporting(self._progress_text, _REPORT_S):
                 self.run()
-        # SystemExit: see _verdict(). RuntimeError: the system allows no more threads.
+        # SystemExit: see _judged(). RuntimeError: the system allows no more threads.
         except (SystemExit, RuntimeError, OSError, MemoryError) as error:
             trouble = f"femtoqueue: {_text_of(error, self._queue.data_dir)}\n"
         # Now a thread that is stuck in a write may hold the lock of the stream.
@@ -7269,8 +7263,7 @@ class _CommandPool(_WorkerPool):
         self.output.write(trouble + self._progress_text())
         if trouble:
             return 2
-        failed = self._progress.files.count("failed") - before
-        has_failed = failed > 0 or self.counts["failed"] > 0
+        has_failed = self._progress.files.count("failed") > failed
         return int(self._drain and (has_failed or not self._queue.join(0)))
 
     def _progress_text(self) -> str:
@@ -7327,19 +7320,17 @@ class _CommandPool(_WorkerPool):
 
     def _try(self, task: FemtoTask, files: ExitStack) -> None:
         payload = _payload_file(task.data, files)
-        try:
+        with _judged(self._cannot_run):
             outputs = self._outputs(task.id, files)
             streams = [payload, outputs[0].fd, outputs[-1].fd]
             job = _CommandJob(self._launcher, task, streams)
-        except OSError as error:
-            raise _verdict(self._cannot_run, error) from None
         files.callback(job.link.close)
         self._jobs.add(job)
         if len(self.signals) > 1:
             # RACE (CommandLine): the main thread ran _abort() before it knew the job
             job.end(self.signals[-1])
         try:
-            self._follow(job, [] if self._output_dir else outputs)
+            self._follow(job, [] if self._options.output_dir else outputs)
         except _Stalled:
             _log().warning("task %s: output is lost: nobody reads it", task.id)
         finally:
@@ -7357,18 +7348,11 @@ class _CommandPool(_WorkerPool):
 
     def _outputs(self, ident: str, files: ExitStack) -> list[Any]:
         """Return where CMD's output leads to: one for both streams, or two."""
-        if self._output_dir:
-            path = f"{self._output_dir}/{ident}"
-            try:
-                os.makedirs(self._output_dir, 0o700, exist_ok=True)
-                return [_OutputFile(f"{path}.{it}", files) for it in ("out", "err")]
-            except OSError as error:
-                is_of_task = error.errno in _FULL_ERRNOS or os.path.lexists(
-                    error.filename
-                )
-                raise _verdict(
-                    "its output can't be written", error, is_of_task
-                ) from None
+        if directory := self._options.output_dir:
+            with _judged("its output can't be written"):
+                os.makedirs(directory, 0o700, exist_ok=True)
+                paths = f"{directory}/{ident}.out", f"{directory}/{ident}.err"
+                return [_OutputFile(it, files) for it in paths]
         is_alone = self._options.jobs == 1
         streams = [self._stdout, self.output]
         if is_alone and self._stdout is self.output:
@@ -7388,7 +7372,6 @@ class _CommandPool(_WorkerPool):
                     text = "task %s: its command can't be killed; waiting"
                     _log().warning(text, job.task.id)
                     warn_s = 3600.0
-                self._relay(job, relays)
                 if fds[0] in ready and job.note() == "status" and not job.is_late:
                     # The signal may have ended only a shell, while a program of the shell still
                     # saves its state. So wait for the whole job.
@@ -7400,23 +7383,17 @@ class _CommandPool(_WorkerPool):
                         # kills what CMD has left.
                         job.end(_FORGET)
                         job.is_over = 1
-            self._relay(job, relays)
-            for relay in relays:
-                self._pass_on(job, relay, b"")
+                for relay in relays:
+                    self._pass_on(job, relay)
         except (OSError, _Stalled):
             job.end(signal.SIGTERM)
             self._follow(job, [])
             raise
 
-    def _relay(self, job: _CommandJob, relays: list[_Relay]) -> None:
-        for relay in relays:
-            with suppress(BlockingIOError):  # nothing has come
-                self._pass_on(job, relay, os.read(relay.pipe, _PIPE_BYTES))
-
-    def _pass_on(self, job: _CommandJob, relay: _Relay, data: bytes) -> None:
+    def _pass_on(self, job: _CommandJob, relay: _Relay) -> None:
         """After a stop, drop output whose reader is gone: the running jobs must still finish."""
         try:
-            if due := relay.due(data):
+            if due := relay.due(bool(job.is_over)):
                 relay.stream.put(due, job.end_s)
         except OSError as error:
             # RACE (CommandLine): Ctrl-C ends `tee` in `femtoqueue work ... | tee log`, and the
@@ -7430,7 +7407,8 @@ class _CommandPool(_WorkerPool):
         error = OSError(job.errno, os.strerror(job.errno))
         is_argument = any("{}" in it for it in self._options.after_dashes)
         if not (is_argument and error.errno in (errno.E2BIG, errno.EINVAL)):
-            raise _verdict(self._cannot_run, error)
+            with _judged(self._cannot_run):
+                raise error
         text = f"the payload can't be an argument of the command, in place of {{}}: {error}"
         self._queue.fail(job.task, text + _try_text(job.task))
         raise _CommandFailed(text)
@@ -7459,25 +7437,14 @@ def _try_text(task: FemtoTask) -> str:
     return f" (try {task.attempts})"
 
 
-def _reap_inherited() -> None:
-    # what PID 1 inherits
-    with suppress(ChildProcessError):
-        while True:
-            os.wait()
-
-
 def _payload_file(data: bytes, files: ExitStack) -> int:
     """Return the descriptor of a file without a name."""
     import tempfile
 
-    try:
+    with _judged("its payload can't be written", tempfile.gettempdir()):
         file = files.enter_context(tempfile.TemporaryFile(buffering=0))  # noqa: SIM115
         _write_all(file.fileno(), data)
         file.seek(0)
-    except OSError as error:
-        _named(error, tempfile.gettempdir())
-        is_of_task = error.errno in _FULL_ERRNOS
-        raise _verdict("its payload can't be written", error, is_of_task) from None
     return file.fileno()
 
 

@@ -11355,16 +11355,6 @@ class CommandLine(CommandCase):
             process.send_signal(signal.SIGINT)
             self.assertEqual(process.wait(PATIENCE_S), 128 + signal.SIGINT)
 
-    def test_dead_letter_that_is_removed_during_a_look_of_top_comes_last(self) -> None:
-        q = self.queue()
-        first, second = leased(q), leased(q)
-        q.fail(first)
-        q.fail(second)
-        remove = functools.partial(os.unlink, self.file("failed", second.id))
-        with hooked(at_call("lstat stat", second.id, remove, times=1)):
-            ids = self.progress().latest_dead_letters()
-        self.assertEqual(ids, [first.id, second.id])
-
     def test_top_shows_a_dead_letter_that_a_person_moved_to_failed_under_the_name_of_its_lease(
         self,
     ) -> None:
@@ -11373,11 +11363,8 @@ class CommandLine(CommandCase):
         os.rename(
             self.file(task.path), self.file("failed", os.path.basename(task.path))
         )
-        progress = self.progress()
-        lines = [*through_seam("lines of top")(q, progress)]
+        lines = [*through_seam("lines of top")(q, self.progress())]
         self.assertEqual(lines[-2:], ["LATEST DEAD LETTERS", task.id])
-        self.put(f"failed/{task.id}", b"", "")
-        self.assertEqual(progress.latest_dead_letters(), [task.id])
 
     def start_work(self, script: str, *words: str) -> Command:
         """Start a process of `femtoqueue work`, which runs a shell script for each task."""

@@ -1055,7 +1055,7 @@ the second signal ends `work` even if the write of a log line blocks | CommandLi
 -    if status > 128:
 +    if status > 256:
 a signal to all processes of a scheduler's job does not end the launcher | CommandLine
--        if signal.getsignal(number) not in (signal.SIG_IGN, None):
+-        if signal.getsignal(number) != signal.SIG_IGN:
 +        if not number:
 the younger of two pushes during a listing does not come first | Races
 -                self.names = older
