@@ -5424,7 +5424,7 @@ class _WorkerPool:
         # delivery is counted. The thread that removes the task counts the delivery.
         self._running: dict[int, FemtoTask] = {}
         # held while `_running` or `counts` changes
-        self._changed = threading.Condition()
+        self._changed = threading.Lock()
         self._take_lock = threading.Lock()  # held by the thread that takes a task
         # When the current series of errors with a task_id began (monotonic clock). inf: there is no
         # series.
@@ -5587,7 +5587,6 @@ class _WorkerPool:
             # RACE: _process() and _abort(), in two threads, end the same delivery.
             if self._running.pop(id(task), None) is not None:
                 self.counts[outcome] += 1
-            self._changed.notify_all()
 
     def _handle(self, task: FemtoTask) -> None:
         try:
@@ -6586,13 +6585,13 @@ def _write_all(fd: int, data: bytes) -> None:
 
 def _named(error: Any, name: Any) -> Any:
     """Give an OSError of the system a file name, if it has none."""
-    if getattr(error, "errno", None) is not None and error.filename is None:
+    if error.errno and not error.filename:
         error.filename = name
     return error
 
 
-def _text_of(error: BaseException, name: Any = None) -> str:
-    return str(_named(error, name)) or type(error).__name__
+def _text_of(error: BaseException) -> str:
+    return str(error) or type(error).__name__
 
 
 def _printable(text: str) -> str:
@@ -6627,45 +6626,36 @@ class _Progress:
 
     def count_left(self, ended: int) -> None:
         """Add a sample. ended: how many tasks this worker has ended."""
-        self.waiting = self.files.count("pending") + self.count_scheduled()
+        self._due_ns = [it.stamp_ns for it in self.files.entries("scheduled")]
+        self.waiting = self.files.count("pending") + len(self._due_ns)
         self.running = sum(map(self.files.count, self.files.node_dirs()))
         self.is_paused = self.files.exists("PAUSED")
         self.add_sample(time.monotonic(), self.waiting + self.running, ended)
-
-    def count_scheduled(self) -> int:
-        self._due_ns = [it.stamp_ns for it in self.files.entries("scheduled")]
-        return len(self._due_ns)
 
     def add_sample(self, now_s: float, left: int, ended: int = 0) -> None:
         if not self._ends or left < self._last[1] or ended > self._last[2]:
             self._ends.append((now_s, left, ended))
         self._last = now_s, left, ended
 
-    def _pace(self) -> tuple[float, float]:
-        """Return the rate and the decrease; 0: not known, or no task ends."""
+    def pace_text(self) -> str:
         begin_s, before, earlier = self._ends[0]
         end_s, left, ended = self._ends[-1]
-        span_s = end_s - begin_s
-        if self.is_paused or span_s < 1:
-            return 0.0, 0.0
+        span_s = max(end_s - begin_s, 0.001)
         shrinks = (before - left) / span_s
         rate = max(shrinks, (ended - earlier) / span_s)
         rest_s = self._last[0] - end_s
         # Nothing has ended for the time of five tasks.
         is_stalled = rest_s > 2 and rest_s * rate > 5
-        return (0.0, 0.0) if is_stalled else (rate, shrinks)
-
-    def pace_text(self) -> str:
         now_ns = _wall_ns()
         waits_s = [(it - now_ns) / 1e9 for it in self._due_ns if it > now_ns]
         due_s = max(waits_s, default=0.0)
         texts = []
-        rate, shrinks = self._pace()
-        for unit, size in [it for it in _UNITS if rate * it[1] >= 1][-1:]:
-            texts.append(f"{round(rate * size, 1):g}/{unit}")
-        if shrinks > rate / 20 and self._last[1]:  # else it is noise
-            left_s = max(self._last[1] / shrinks, due_s)
-            texts.append(f"about {_rough_time(left_s)} left")
+        if span_s >= 1 and not (self.is_paused or is_stalled):
+            for unit, size in [it for it in _UNITS if rate * it[1] >= 1][-1:]:
+                texts.append(f"{round(rate * size, 1):g}/{unit}")
+            if shrinks > rate / 20 and self._last[1]:  # else it is noise
+                left_s = max(self._last[1] / shrinks, due_s)
+                texts.append(f"about {_rough_time(left_s)} left")
         if waits_s:
             texts.append(f"{len(waits_s)} due in {_rough_time(due_s)}")
         return "  ".join(texts)
@@ -6692,7 +6682,7 @@ def _terminal_size(fd: int) -> tuple[int, int]:
     return 0, 0
 
 
-class _Stalled(Exception):
+class _Stalled(TimeoutError):
     """Nobody reads the output."""
 
 
@@ -6746,7 +6736,7 @@ class _Output:
     def write(self, text: str, end_s: float = _FOREVER_S) -> None:
         """Write a text as lines of its own."""
         # Raise nothing: if the terminal is gone, the running jobs must still finish.
-        with suppress(OSError, _Stalled):
+        with suppress(OSError):
             self.put(text.encode("utf-8", "backslashreplace"), end_s, True)
 
     @contextmanager
@@ -6983,7 +6973,7 @@ def _handle_signals() -> int:
     signal.signal(signal.SIGCHLD, _no_op)
     waking, wake = os.pipe()
     os.set_blocking(wake, False)
-    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    signal.set_wakeup_fd(wake)
     return waking
 
 
@@ -7256,7 +7246,7 @@ class _CommandPool(_WorkerPool):
                 self.run()
         # SystemExit: see _judged(). RuntimeError: the system allows no more threads.
         except (SystemExit, RuntimeError, OSError, MemoryError) as error:
-            trouble = f"femtoqueue: {_text_of(error, self._queue.data_dir)}\n"
+            trouble = f"femtoqueue: {_text_of(error)}\n"
         # Now a thread that is stuck in a write may hold the lock of the stream.
         if len(self.signals) > 1:
             return 128 + self.signals[-1]
@@ -7285,10 +7275,12 @@ class _CommandPool(_WorkerPool):
 
     def _abort(self) -> None:
         """Pass the second signal to all jobs, and give back the tasks of those that do not end."""
-        for job in [*self._jobs]:
-            job.end(self.signals[-1])
-        with self._changed:
-            self._changed.wait_for(lambda: not self._running, _GRACE_S + 1)
+        end_s = time.monotonic() + _GRACE_S + 1
+        while self._running and time.monotonic() < end_s:
+            # RACE (CommandLine): a thread starts a job after the signal, so look again
+            for job in [*self._jobs]:
+                job.end(self.signals[-1])
+            time.sleep(_TICK_S)
         super()._abort()
 
     def _is_passing(self, error: BaseException) -> bool:
@@ -7319,16 +7311,19 @@ class _CommandPool(_WorkerPool):
         self._queue.release(task, front=True, counted=False)
 
     def _try(self, task: FemtoTask, files: ExitStack) -> None:
-        payload = _payload_file(task.data, files)
+        import tempfile
+
+        with _judged("its payload can't be written", tempfile.gettempdir()):
+            file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
+            payload = files.enter_context(file).fileno()
+            _write_all(payload, task.data)
+            file.seek(0)
         with _judged(self._cannot_run):
             outputs = self._outputs(task.id, files)
             streams = [payload, outputs[0].fd, outputs[-1].fd]
             job = _CommandJob(self._launcher, task, streams)
         files.callback(job.link.close)
         self._jobs.add(job)
-        if len(self.signals) > 1:
-            # RACE (CommandLine): the main thread ran _abort() before it knew the job
-            job.end(self.signals[-1])
         try:
             self._follow(job, [] if self._options.output_dir else outputs)
         except _Stalled:
@@ -7385,7 +7380,7 @@ class _CommandPool(_WorkerPool):
                         job.is_over = 1
                 for relay in relays:
                     self._pass_on(job, relay)
-        except (OSError, _Stalled):
+        except OSError:
             job.end(signal.SIGTERM)
             self._follow(job, [])
             raise
@@ -7402,16 +7397,16 @@ class _CommandPool(_WorkerPool):
             if not (is_gone and self._is_told.wait(_ONE_SIGNAL_S)):
                 raise _named(error, _STREAM_NAMES[relay.stream.fd]) from None
 
-    def _refuse(self, job: _CommandJob) -> NoReturn:
+    def _refuse(self, job: _CommandJob) -> None:
         """Raise what follows if CMD could not be started."""
         error = OSError(job.errno, os.strerror(job.errno))
         is_argument = any("{}" in it for it in self._options.after_dashes)
-        if not (is_argument and error.errno in (errno.E2BIG, errno.EINVAL)):
-            with _judged(self._cannot_run):
-                raise error
-        text = f"the payload can't be an argument of the command, in place of {{}}: {error}"
-        self._queue.fail(job.task, text + _try_text(job.task))
-        raise _CommandFailed(text)
+        if is_argument and error.errno in (errno.E2BIG, errno.EINVAL):
+            text = f"the payload can't be an argument of the command, in place of {{}}: {error}"
+            self._queue.fail(job.task, text + _try_text(job.task))
+            raise _CommandFailed(text)
+        with _judged(self._cannot_run):
+            raise error
 
     def _reason(self, job: _CommandJob, tail: bytes) -> str:
         status = job.status or 0
@@ -7435,17 +7430,6 @@ class _CommandPool(_WorkerPool):
 def _try_text(task: FemtoTask) -> str:
     """Return what ends the first line of a reason, for _task_row()."""
     return f" (try {task.attempts})"
-
-
-def _payload_file(data: bytes, files: ExitStack) -> int:
-    """Return the descriptor of a file without a name."""
-    import tempfile
-
-    with _judged("its payload can't be written", tempfile.gettempdir()):
-        file = files.enter_context(tempfile.TemporaryFile(buffering=0))  # noqa: SIM115
-        _write_all(file.fileno(), data)
-        file.seek(0)
-    return file.fileno()
 
 
 # ==================================================================================================

@@ -11212,9 +11212,10 @@ class CommandLine(CommandCase):
         )
         self.queue().schedule(b"x", (time.time() + 7000) * 1e6)
         progress = self.progress()
-        self.assertEqual(progress.count_scheduled(), 1)
-        for sample in ends:
-            progress.add_sample(*sample)
+        progress.count_left(0)
+        began_s = time.monotonic()
+        for now_s, *counts in ends:
+            progress.add_sample(began_s + now_s, *counts)
         self.assertEqual(progress.pace_text(), "20/s  about 2 h left  1 due in 2 h")
 
     @unittest.skipUnless(sys.platform == "linux", "needs a terminal of Linux")

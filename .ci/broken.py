@@ -707,8 +707,8 @@ a worker in a PID namespace signals no process of the host's /proc | CommandLine
 -        if os.readlink("/proc/self") == str(os.getpid()):
 +        if os.readlink("/proc/self"):
 an environment that is too large makes no dead letters | CommandLine
--        if not (is_argument and error.errno in (errno.E2BIG, errno.EINVAL)):
-+        if error.errno not in (errno.E2BIG, errno.EINVAL):
+-        if is_argument and error.errno in (errno.E2BIG, errno.EINVAL):
++        if error.errno in (errno.E2BIG, errno.EINVAL):
 a slow reader gets all output | CommandLine
 -max(end_s, self._moved_s + _GRACE_S)
 +end_s
@@ -1007,9 +1007,8 @@ a member whose ticket was removed gets no turn with another member's number | Ti
 -            is_first = member == first
 +            is_first |= member == first
 a payload that does not fit in TMPDIR fails the tries of its task only | CommandLine
- TemporaryFile(buffering=0))  # noqa: SIM115
--        _write_all(file.fileno(), data)
-+        os.write(file.fileno(), data) == len(data) or os.write(9999, b"")
+-            _write_all(payload, task.data)
++            os.write(payload, task.data) == len(task.data) or os.write(9999, b"")
 check(repair=True) does not touch tasks in flight | Checking
 -                if self._repair and entry.directory in _WAITING_DIRS:
 +                if self._repair and entry.directory:
