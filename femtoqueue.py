@@ -6611,12 +6611,12 @@ class _Progress:
     tasks that this worker ends if these are more, per second."""
 
     is_paused = False
+    _last = 0.0, 0, 0  # the latest sample
 
     def __init__(self, files: _Files) -> None:
         self.files = files
-        # A sample: the time, the number of tasks left, and how many this worker has ended.
-        self._last = (0.0, 0, 0)
-        # The first sample, and those that saw a task end. The rate is measured over all of them.
+        # A sample: the time, the number of tasks left, and how many this worker has ended. The rate
+        # is measured over the first sample, and those that saw a task end.
         self._ends = deque[tuple[float, int, int]](maxlen=30)
         self._due_ns: list[int] = []  # when the tasks in scheduled/ are due
 
@@ -6653,8 +6653,8 @@ class _Progress:
         if span_s >= 1 and not (self.is_paused or is_stalled):
             for unit, size in [it for it in _UNITS if rate * it[1] >= 1][-1:]:
                 texts.append(f"{round(rate * size, 1):g}/{unit}")
-            if shrinks > rate / 20 and self._last[1]:  # else it is noise
-                left_s = max(self._last[1] / shrinks, due_s)
+            if shrinks > rate / 20 and left:  # else it is noise
+                left_s = max(left / shrinks, due_s)
                 texts.append(f"about {_rough_time(left_s)} left")
         if waits_s:
             texts.append(f"{len(waits_s)} due in {_rough_time(due_s)}")
@@ -6690,14 +6690,15 @@ class _Output:
     """A standard stream, for several threads. On a terminal, a progress line is below the output
     while this process group is in the foreground."""
 
+    _ends_line = True  # no line is unfinished
+    _moved_s = 0.0  # when bytes were last written
+    _line = ""  # the latest progress
+    _is_shown = False
+
     def __init__(self, fd: int = 2) -> None:
         self.fd = fd
         self._has_terminal = os.isatty(2) and os.environ.get("TERM", "dumb") != "dumb"
         self._lock = threading.Lock()  # held during a write
-        self._ends_line = True  # no line is unfinished
-        self._moved_s = 0.0  # when bytes were last written
-        self._line = ""  # to show at the bottom of the terminal
-        self._is_shown = False
 
     def put(
         self, data: bytes, end_s: float = _FOREVER_S, begins_line: bool = False
@@ -6721,13 +6722,12 @@ class _Output:
 
         left = memoryview(data)
         while left:
+            self._check_reader(end_s)
             # A pipe that select() finds writable takes 4096 bytes without blocking.
-            if not select.select([], [self.fd], [], 0.1)[1]:
-                self._check_reader(end_s)
-                continue
-            with suppress(BlockingIOError):  # another process has set O_NONBLOCK
-                left = left[os.write(self.fd, left[:4096]) :]
-                self._moved_s = time.monotonic()
+            if select.select([], [self.fd], [], 0.1)[1]:
+                with suppress(BlockingIOError):  # another process has set O_NONBLOCK
+                    left = left[os.write(self.fd, left[:4096]) :]
+                    self._moved_s = time.monotonic()
 
     def _check_reader(self, end_s: float) -> None:
         if time.monotonic() >= max(end_s, self._moved_s + _GRACE_S):
@@ -6778,21 +6778,18 @@ class _Output:
     def _drawing(self) -> bytes:
         line = self._line.rstrip()[: _terminal_size(2)[0] or 80]
         may_draw = self._has_terminal and self._ends_line and bool(line)
-        self._is_shown = may_draw and self._is_foreground()
-        if not self._is_shown:
+        with suppress(OSError):  # the terminal is not the one of this session
+            may_draw &= os.tcgetpgrp(2) == os.getpgrp()
+        self._is_shown = may_draw
+        if not may_draw:
             return b""
         if not os.environ.get("NO_COLOR"):
             line = re.sub(r"\b\d+ failed\b", "\x1b[31m\\g<0>\x1b[0m", line)
-        return line.encode("ascii", "backslashreplace")
+        return line.encode()
 
     def clearing(self) -> bytes:
         # a signal handler calls this, too
         return b"\r\x1b[J" if self._is_shown else b""
-
-    def _is_foreground(self) -> bool:
-        with suppress(OSError):  # the terminal is not the one of this session
-            return os.tcgetpgrp(2) == os.getpgrp()
-        return True
 
 
 # ==================================================================================================
@@ -6807,7 +6804,6 @@ class _Output:
 # The system sends HUP when the terminal is gone. Schedulers send USR1 and USR2 as a warning.
 _STOPS = (*_WorkerPool.stops, "SIGHUP", "SIGUSR1", "SIGUSR2")
 _VARIABLES = (b"FEMTOQUEUE_ID", b"FEMTOQUEUE_ATTEMPT", b"FEMTOQUEUE_KEY")
-_REQUEST_BYTES = 1024  # a request has the values of the variables; it is shorter
 # a request to let live on what CMD has left; the others are numbers of signals, and 0
 _FORGET = 255
 _TICK_S = 0.05  # the pause between two looks at a job
@@ -6878,8 +6874,8 @@ class _Session:
         import socket
         import subprocess
 
-        # A message with descriptors is read alone, and as a whole.
-        values, fds, _, _ = socket.recv_fds(requests, _REQUEST_BYTES, 4)
+        # A message with descriptors is read alone, and as a whole: it is shorter.
+        values, fds, _, _ = socket.recv_fds(requests, 4096, 4)
         if not fds:
             raise EOFError
         self.link = socket.socket(fileno=fds.pop())
@@ -6896,6 +6892,7 @@ class _Session:
             self._report("pid", self.pid)
         except (OSError, ValueError) as error:  # ValueError: a zero byte in the payload
             self._report("errno", getattr(error, "errno", errno.EINVAL))
+            self.link.close()
         for fd in fds:
             os.close(fd)
 
@@ -6988,13 +6985,11 @@ def _launch(requests: Any, words: list[str], limit_s: float) -> None:
                 [requests.fileno(), waking, *sessions], _TICK_S if sessions else 3600.0
             )
             if waking in ready:  # a child has ended
-                os.read(waking, 1 << 16)
+                os.read(waking, 4096)
             if requests.fileno() in ready:
                 it = _Session(requests, words, limit_s)
                 if it.pid:
                     sessions[it.link.fileno()] = it
-                else:
-                    it.link.close()
             for fd, it in [*sessions.items()]:
                 if (fd in ready and it.is_forgotten()) or it.is_over():
                     it.popen.poll()  # reap CMD
@@ -7037,7 +7032,8 @@ class _Launcher:
 class _CommandJob:
     """A job, as the worker knows it."""
 
-    pid = is_over = is_stopped = 0
+    pid = 0
+    is_over = is_stopped = False
     errno = 0  # why CMD could not be started
     is_late = 0  # 1: the time limit was over before CMD had ended
     is_ending = 0  # 1: the worker has asked for the end
@@ -7059,8 +7055,7 @@ class _CommandJob:
         # CRASH (CommandLine): the launcher may be killed after it has started CMD. So there may be
         # a job, and the first note() learns of the end.
         with theirs, suppress(BrokenPipeError, ConnectionResetError):
-            fds = [*streams, theirs.fileno()]
-            socket.send_fds(launcher.requests, [values], fds)
+            socket.send_fds(launcher.requests, [values], [*streams, theirs.fileno()])
 
     def note(self) -> Any:
         """Read a report into the attribute of its name, and return the name; None: the launcher
@@ -7073,25 +7068,27 @@ class _CommandJob:
         # CRASH (CommandLine): the launcher has died, and its child has executed CMD or has ended.
         # If it died before it reported the pid, CMD is known by its standard input, a file that
         # only this job has.
-        _kill({self.pid} if self.pid else self._sessions_of_stdin())
-        self.is_over = 1
+        if self.pid:
+            _kill({self.pid})
+        else:
+            self._kill_by_stdin()
+        self.is_over = True
         return None
 
-    def end(self, number: int = 0) -> None:
-        """Have the job ended by a signal (0: none). It is over when no process is left."""
+    def end(self, number: int) -> None:
+        """Have the job ended by a signal. It is over when no process is left. 0: only wait for
+        that; _FORGET: the job is over now."""
         self.is_ending = 1
         with suppress(OSError):  # the launcher has ended; note() sees it, too
             self.link.send(bytes([number]))
 
-    def _sessions_of_stdin(self) -> set[int]:
-        found = set[int]()
-        payload = os.fstat(self._stdin)
+    def _kill_by_stdin(self) -> None:
         for name in _processes():
             # RACE (CommandLine): it has just ended; or it belongs to another user
             with suppress(OSError):
-                if os.path.samestat(os.stat(f"/proc/{name}/fd/0"), payload):
-                    found.add(os.getsid(int(name)))
-        return found
+                status = os.stat(f"/proc/{name}/fd/0")
+                if os.path.samestat(status, os.fstat(self._stdin)):
+                    _kill({os.getsid(int(name))})
 
 
 # ==================================================================================================
@@ -7127,7 +7124,7 @@ _REASON_BYTES = 4096  # the end of CMD's standard error
 # with -j 2 or more, a line is kept until its end, but not if it is longer
 _LINE_BYTES = 1 << 24
 _PIPE_BYTES = 1 << 20  # a pipe holds at most so many bytes (Linux: pipe-max-size)
-_SHORT_ERRNOS = (errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ETXTBSY)
+_SHORT_ERRNOS = (*_TRANSIENT_ERRNOS, errno.EAGAIN, errno.ETXTBSY)
 _FULL_ERRNOS = (*_OUT_OF_SPACE_ERRNOS, errno.EFBIG)
 
 
@@ -7137,8 +7134,8 @@ class _Shortage(Exception):
 
 def _is_shortage(error: BaseException) -> bool:
     is_no_thread = str(error) == "can't start new thread"
-    is_memory = isinstance(error, MemoryError)
-    return is_no_thread or is_memory or getattr(error, "errno", 0) in _SHORT_ERRNOS
+    is_short = getattr(error, "errno", 0) in _SHORT_ERRNOS
+    return is_short or is_no_thread or isinstance(error, MemoryError)
 
 
 @contextmanager
@@ -7180,10 +7177,12 @@ class _OutputFile:
 class _Relay:
     """A pipe, and the stream that its bytes are for. tail: the last bytes that came."""
 
+    tail = b""
+    _rest = b""  # an unfinished line
+
     def __init__(self, stream: _Output, is_by_lines: bool, files: ExitStack) -> None:
         self.stream = stream
         self._is_by_lines = is_by_lines
-        self.tail = self._rest = b""  # _rest: an unfinished line
         # The end of the pipe has no meaning, because a program that the job has left may hold the
         # pipe for ever. So the writing end stays open here.
         self.pipe, self.fd = os.pipe()
@@ -7227,8 +7226,7 @@ class _CommandPool(_WorkerPool):
         self._cannot_run = f"{options.after_dashes[0]} can't be run"
         self.output = _Output()
         # A write to standard output that waits for a reader must not delay the log.
-        is_same = os.path.sameopenfile(1, 2)
-        self._stdout = self.output if is_same else _Output(1)
+        self._stdout = self.output if os.path.sameopenfile(1, 2) else _Output(1)
         self._progress = _Progress(_open_files(os.fspath(queue.data_dir), False))
         self._jobs = set[_CommandJob]()
         self._is_told = threading.Event()  # set when the first signal has come
@@ -7254,7 +7252,7 @@ class _CommandPool(_WorkerPool):
         if trouble:
             return 2
         has_failed = self._progress.files.count("failed") > failed
-        return int(self._drain and (has_failed or not self._queue.join(0)))
+        return self._drain and (has_failed or not self._queue.join(0))
 
     def _progress_text(self) -> str:
         with suppress(OSError):  # pop() meets the same trouble, and raises the error
@@ -7284,31 +7282,30 @@ class _CommandPool(_WorkerPool):
         super()._abort()
 
     def _is_passing(self, error: BaseException) -> bool:
-        if not _is_shortage(error):
-            return False
-        _log().warning("%s; trying again", error)
-        self._is_told.wait(_BASE_INTERVAL_S)
-        return True
+        is_passing = _is_shortage(error)
+        if is_passing:
+            _warn_once(f"{error}; trying again")
+            self._is_told.wait(_BASE_INTERVAL_S)
+        return is_passing
 
     # A task
 
     def _run_command(self, task: FemtoTask) -> None:
         """Raises _CommandFailed if the try fails, and SystemExit for trouble of this worker."""
-        has_logged = False
-        while not (has_logged and self._is_told.wait(_BASE_INTERVAL_S)):
+        while True:
             try:
                 with ExitStack() as files:
                     self._try(task, files)
                 return
             except _Shortage as error:
-                if not has_logged:
-                    _log().warning("task %s waits: %s", task.id, error)
-                has_logged = True
+                _warn_once(f"task {task.id} waits: {error}")
             except (_CommandFailed, LeaseLost):
                 raise
             except Exception as error:  # a missing module, no reader of the output, ...
                 raise SystemExit(_text_of(error)) from error
-        self._queue.release(task, front=True, counted=False)
+            if self._is_told.wait(_BASE_INTERVAL_S):
+                self._queue.release(task, front=True, counted=False)
+                return
 
     def _try(self, task: FemtoTask, files: ExitStack) -> None:
         import tempfile
@@ -7359,25 +7356,21 @@ class _CommandPool(_WorkerPool):
         import signal
 
         fds = [job.link.fileno(), *(it.pipe for it in relays)]
-        warn_s = _GRACE_S + 1
         try:
             while not job.is_over:
-                ready = _readable(fds, warn_s)
+                ready = _readable(fds, _GRACE_S + 1)
                 if not ready and (job.is_late or job.is_ending):
-                    text = "task %s: its command can't be killed; waiting"
-                    _log().warning(text, job.task.id)
-                    warn_s = 3600.0
+                    _warn_once(
+                        f"task {job.task.id}: its command can't be killed; waiting"
+                    )
                 if fds[0] in ready and job.note() == "status" and not job.is_late:
                     # The signal may have ended only a shell, while a program of the shell still
                     # saves its state. So wait for the whole job.
                     job.is_stopped = self._ended_by_stop(job)
-                    if job.is_stopped:
-                        job.end()
-                    elif not job.is_ending:
-                        # CRASH (CommandLine): if the worker dies before this line, the launcher
-                        # kills what CMD has left.
-                        job.end(_FORGET)
-                        job.is_over = 1
+                    job.is_over = not (job.is_stopped or job.is_ending)
+                    # CRASH (CommandLine): if the worker dies before this line, the launcher kills
+                    # what CMD has left.
+                    job.end(_FORGET if job.is_over else 0)
                 for relay in relays:
                     self._pass_on(job, relay)
         except OSError:
@@ -7388,7 +7381,7 @@ class _CommandPool(_WorkerPool):
     def _pass_on(self, job: _CommandJob, relay: _Relay) -> None:
         """After a stop, drop output whose reader is gone: the running jobs must still finish."""
         try:
-            if due := relay.due(bool(job.is_over)):
+            if due := relay.due(job.is_over):
                 relay.stream.put(due, job.end_s)
         except OSError as error:
             # RACE (CommandLine): Ctrl-C ends `tee` in `femtoqueue work ... | tee log`, and the
@@ -7419,11 +7412,11 @@ class _CommandPool(_WorkerPool):
     def _ended_by_stop(self, job: _CommandJob) -> bool:
         """Return True if CMD failed, perhaps by the signal that stops this worker."""
         # RACE (CommandLine): a scheduler signals both, and CMD ends before the signal has come to
-        # this worker. So if such a signal has ended CMD, wait for it. Before the last attempt
+        # this worker. So if a signal may have ended CMD, wait for it. Before the last attempt
         # fails, wait always: CMD may have caught the signal.
         status = job.status or 0
-        may_be = not {-status, status - 128}.isdisjoint(self.stop_numbers)
-        may_be |= job.task.attempts == self._options.max_attempts
+        is_last = job.task.attempts == self._options.max_attempts
+        may_be = is_last or not 0 < status <= 128
         return status != 0 and self._is_told.wait(_ONE_SIGNAL_S if may_be else 0)
 
 

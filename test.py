@@ -11005,7 +11005,7 @@ class CommandLine(CommandCase):
         self.queue(None).push_many([b"x"] * 2)
         command = "work", "jobs", "-q", "--max-attempts", "1", "--drain", "--", "true"
         status, _, err = run_guarded(*words, code + main, *command, env=self.env)
-        self.assertEqual((status, err.count(" waits: true can't be run")), (0, 1), err)
+        self.assertEqual((status, err.count(" waits: true can't be run")), (0, 3), err)
         self.assertEqual(self.states(), {"done": 2})
 
     def test_error_of_the_worker_is_no_failed_try_of_its_task(self) -> None:

@@ -698,11 +698,13 @@ work() goes on after an exception that has no text | Work
 -        with suppress(Exception):  # str() of the handler's exception may raise
 +        with suppress(ValueError):
 if a worker is killed while a job ends, no process of the job is left | CommandLine
+         if not request:  # the worker has ended, or its thread has
 -            _kill({self.pid})
 +            pass
 if the launcher is killed, no process of a job is left | CommandLine
--        _kill({self.pid} if self.pid else self._sessions_of_stdin())
-+        pass
+-            _kill({self.pid})
++            pass
+         else:
 a worker in a PID namespace signals no process of the host's /proc | CommandLine
 -        if os.readlink("/proc/self") == str(os.getpid()):
 +        if os.readlink("/proc/self"):
@@ -1016,10 +1018,8 @@ only its user can read a new queue | Faults
 -    _make_dir(data_dir, 0o700, is_durable)
 +    _make_dir(data_dir, 0o755, is_durable)
 a program that outlives its shell during a stop keeps its task until the program ends | CommandLine
--                    if job.is_stopped:
--                        job.end()
-+                    if len(self.signals) > 1:
-+                        job.end()
+-                    job.is_over = not (job.is_stopped or job.is_ending)
++                    job.is_over = len(self.signals) < 2
 a command that succeeds after the second signal finishes its task | CommandLine
 -        return status != 0 and
 +        return (status != 0 or len(self.signals) > 1) and
@@ -1179,8 +1179,8 @@ the exit status of `pop` on an empty queue is 1 | CommandLine
 a lease that `pop` can't print is given back | CommandLine
 -            q.release(task, front=True, counted=False)
 the exit status of `work --drain` is 1 if a task failed | CommandLine
--        return int(self._drain and (
-+        return int(bool(self.signals) and (
+-        return self._drain and (
++        return bool(self.signals) and (
 the exit status of `check` is 1 if it finds something that is not repaired | CommandLine
 -    return not all(it.repaired for it in findings)
 +    return not all(it.text for it in findings)
