@@ -6584,7 +6584,6 @@ def _write_all(fd: int, data: bytes) -> None:
 
 
 def _named(error: Any, name: Any) -> Any:
-    """Give an OSError of the system a file name, if it has none."""
     if error.errno and not error.filename:
         error.filename = name
     return error
@@ -6768,12 +6767,11 @@ class _Output:
             self._show("")
 
     def _show(self, line: str) -> None:
-        is_new = line != self._line
+        before = self._line
         self._line = line
-        if self._has_terminal:
-            self.write("", 0.0)
-        elif is_new:
-            self.write(line, 0.0)
+        if self._has_terminal or line == before:
+            line = ""  # put() draws `_line`
+        self.write(line, 0.0)
 
     def _drawing(self) -> bytes:
         line = self._line.rstrip()[: _terminal_size(2)[0] or 80]
@@ -6836,15 +6834,17 @@ def _groups_of(leaders: set[int]) -> list[int]:
         with suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
             state, _, group, session, *more = file.read().rpartition(b")")[2].split()
             # A process whose first thread has ended has the state Z, too: more[13] is num_threads.
-            if int(session) in leaders and (state not in b"ZX" or int(more[13]) > 1):
+            if int(session) in leaders and (state != b"Z" or int(more[13]) > 1):
                 groups.add(int(group))
     return sorted(groups)
 
 
 def _signal(leaders: set[int], *numbers: int) -> bool:
     """Return whether a process of the sessions got a signal."""
-    groups = _groups_of(leaders)
-    return sum(_is_signalled(it, number) for it in groups for number in numbers) > 0
+    results = [
+        _is_signalled(it, number) for it in _groups_of(leaders) for number in numbers
+    ]
+    return True in results
 
 
 def _kill(leaders: set[int]) -> None:
@@ -6874,14 +6874,14 @@ class _Session:
         import socket
         import subprocess
 
-        # A message with descriptors is read alone, and as a whole: it is shorter.
+        # A message with descriptors is read alone. No message is longer.
         values, fds, _, _ = socket.recv_fds(requests, 4096, 4)
         if not fds:
             raise EOFError
         self.link = socket.socket(fileno=fds.pop())
         # when the next signal is due: SIGTERM at the time limit, or SIGKILL after `_number`
         self._signal_s = time.monotonic() + limit_s
-        os.environb.update(zip(_VARIABLES, values.split(b"\0"), strict=True))
+        os.environb.update(zip(_VARIABLES, values.split(b"\0"), strict=False))
         try:
             # An argument of more than 4 MB fails in each system.
             data = os.pread(fds[0], 1 << 22, 0)
@@ -6933,9 +6933,8 @@ class _Session:
             self._status = status
             self._report("status", status)
         now_s = time.monotonic()
-        is_judged = (
-            self._status is not None and self._number is None
-        )  # by the worker, now
+        # until the next request, the worker judges how CMD ended
+        is_judged = self._status is not None and self._number is None
         if is_judged or now_s < self._look_s:
             return False
         self._look_s = now_s + _TICK_S
@@ -7023,9 +7022,8 @@ class _Launcher:
         requests.close()
 
     def stop(self) -> None:
-        """Let the launcher end, and reap it."""
         self.requests.close()
-        with suppress(ChildProcessError):  # PID 1 may have reaped it
+        with suppress(ChildProcessError):  # PID 1 ignores SIGCHLD
             os.waitpid(self._pid, 0)
 
 
@@ -7048,9 +7046,8 @@ class _CommandJob:
         self.task = task
         self._stdin = streams[0]
         self.end_s = time.monotonic() + launcher.limit_s
-        # The key is passed in UTF-8, whatever the locale is.
-        key = (task.key or "").replace("\0", "%00")
-        values = f"{task.id}\0{task.attempts}\0{key}".encode()
+        # the key: in UTF-8, whatever the locale is, and up to a zero byte
+        values = f"{task.id}\0{task.attempts}\0{task.key or ''}".encode()
         self.link, theirs = socket.socketpair()
         # CRASH (CommandLine): the launcher may be killed after it has started CMD. So there may be
         # a job, and the first note() learns of the end.
@@ -7236,8 +7233,7 @@ class _CommandPool(_WorkerPool):
 
         failed = self._progress.files.count("failed")
         trouble = ""
-        if os.getpid() == 1:
-            # the system reaps what PID 1 inherits
+        if os.getpid() == 1:  # the system reaps what this process inherits
             signal.signal(signal.SIGCHLD, signal.SIG_IGN)
         try:
             with self.output.reporting(self._progress_text, _REPORT_S):
@@ -7272,7 +7268,7 @@ class _CommandPool(_WorkerPool):
         _write_stop_line(self.output.clearing() or b"\n")
 
     def _abort(self) -> None:
-        """Pass the second signal to all jobs, and give back the tasks of those that do not end."""
+        """End all jobs by the second signal, and give back the tasks of those that do not end."""
         end_s = time.monotonic() + _GRACE_S + 1
         while self._running and time.monotonic() < end_s:
             # RACE (CommandLine): a thread starts a job after the signal, so look again
@@ -7391,7 +7387,6 @@ class _CommandPool(_WorkerPool):
                 raise _named(error, _STREAM_NAMES[relay.stream.fd]) from None
 
     def _refuse(self, job: _CommandJob) -> None:
-        """Raise what follows if CMD could not be started."""
         error = OSError(job.errno, os.strerror(job.errno))
         is_argument = any("{}" in it for it in self._options.after_dashes)
         if is_argument and error.errno in (errno.E2BIG, errno.EINVAL):
