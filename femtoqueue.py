@@ -6220,7 +6220,7 @@ def _open_files(data_dir: str, is_durable: bool) -> _Files:
     root = _OpenFile(None, data_dir, _ROOT_FLAGS)
     with suppress(FileNotFoundError):  # the working directory was removed
         # For messages, for inotify, and for a data_dir that is removed and made anew. Not
-        # os.path.abspath(): it would drop both parts of "link/..".
+        # a normalized path: it would lack both parts of "link/..".
         root.path = os.path.join(os.getcwd(), data_dir)
     fs_type = _fs_type(root)
     if fs_type not in (0, *_LOCAL_TYPES):
@@ -7706,7 +7706,7 @@ def _since_s(at: Any) -> Any:
 
 
 def _task_row(q: FemtoQueue, task: FemtoTask) -> dict[str, Any]:
-    """Return the fields of a task that `ls` and `show` print, in the order of the table."""
+    """Return the fields of a task that the commands ls and show print, in this order."""
     # the attempts of a dead letter of `work`: see _try_text()
     told = re.match(r"(?m).*\(try (\d+)\)$", task.error or "")
     return {
