@@ -4719,7 +4719,8 @@ class _WorkerPool:
         self.counts: Counter[str] = Counter()  # by the fields of WorkCounts
         # by the id() of the task, until its delivery is counted
         self._running: dict[int, FemtoTask] = {}
-        self._changed = threading.Condition()  # held while a delivery is counted
+        # held while `_running` or `counts` changes
+        self._changed = threading.Lock()
         self._take_lock = threading.Lock()  # held by the thread that takes a task
         self._is_interruptible = False  # True: the second signal interrupts the handler
         self._error: BaseException | None = None  # the exception that ends the pool
@@ -4845,7 +4846,6 @@ class _WorkerPool:
             # _process() and _abort() may end the same delivery, in two threads: count it once.
             if self._running.pop(id(task), None) is not None:
                 self.counts[_lease_of(task).outcome or "lost"] += 1
-            self._changed.notify_all()
 
     def _handle(self, task: FemtoTask) -> None:
         try:
@@ -5406,7 +5406,7 @@ def _open_files(data_dir: str, is_durable: bool) -> _Files:
     root = _OpenFile(None, data_dir, _ROOT_FLAGS)
     with suppress(FileNotFoundError):  # the working directory was removed
         # For messages, for inotify, and for a data_dir that is removed and made anew. Not
-        # os.path.abspath(): it would drop both parts of "link/..".
+        # a normalized path: it would lack both parts of "link/..".
         root.path = os.path.join(os.getcwd(), data_dir)
     fs_type = _fs_type(root)
     if fs_type not in (0, *_LOCAL_TYPES):
@@ -5633,14 +5633,13 @@ def _write_all(fd: int, data: bytes) -> None:
 
 
 def _named(error: Any, name: Any) -> Any:
-    """Give an OSError of the system a file name, if it has none."""
-    if getattr(error, "errno", None) is not None and error.filename is None:
+    if error.errno and not error.filename:
         error.filename = name
     return error
 
 
-def _text_of(error: BaseException, name: Any = None) -> str:
-    return str(_named(error, name)) or type(error).__name__
+def _text_of(error: BaseException) -> str:
+    return str(error) or type(error).__name__
 
 
 def _printable(text: str) -> str:
@@ -5659,68 +5658,50 @@ class _Progress:
     """A task is left if it waits or is leased. The rate is the decrease of the tasks left, or the
     tasks that this worker ends if these are more, per second."""
 
-    waiting = running = 0
     is_paused = False
+    _last = 0.0, 0, 0  # the latest sample
 
     def __init__(self, files: _Files) -> None:
         self.files = files
-        # A sample: the time, the number of tasks left, and how many this worker has ended.
-        self._last = (0.0, 0, 0)
-        # The first sample, and those that saw a task end. The rate is measured over all of them.
+        # A sample: the time, the number of tasks left, and how many this worker has ended. The rate
+        # is measured over the first sample, and those that saw a task end.
         self._ends = deque[tuple[float, int, int]](maxlen=30)
-        self._due_ns: list[int] = []  # when the tasks are due that are not due now
+        self._due_ns: list[int] = []  # when the tasks in scheduled/ are due
 
     def count_left(self, ended: int) -> None:
         """Add a sample. ended: how many tasks this worker has ended."""
-        self.waiting = self.files.count("pending") + self.count_scheduled()
+        self._due_ns = [it.stamp_ns for it in self.files.entries("scheduled")]
+        self.waiting = self.files.count("pending") + len(self._due_ns)
         self.running = sum(map(self.files.count, self.files.node_dirs()))
         self.is_paused = self.files.exists("PAUSED")
         self.add_sample(time.monotonic(), self.waiting + self.running, ended)
 
-    def count_scheduled(self) -> int:
-        now_ns = _wall_ns()
-        due_ns = [it.stamp_ns for it in self.files.entries("scheduled")]
-        self._due_ns = [it for it in due_ns if it > now_ns]
-        return len(due_ns)
-
     def add_sample(self, now_s: float, left: int, ended: int = 0) -> None:
-        sample = now_s, left, ended
-        has_ended = left < self._last[1] or ended > self._last[2]
-        if has_ended and self._ends and self._pace() is None:
-            self._ends.clear()  # a pause that is over must not lower the rate
-            self._ends.append(self._last)
-        if has_ended or not self._ends:
-            self._ends.append(sample)
-        self._last = sample
+        if not self._ends or left < self._last[1] or ended > self._last[2]:
+            self._ends.append((now_s, left, ended))
+        self._last = now_s, left, ended
 
-    def _pace(self) -> tuple[float, float] | None:
-        """Return the rate and the decrease; 0: not known; None: paused, or no task ends."""
+    def pace_text(self) -> str:
         begin_s, before, earlier = self._ends[0]
         end_s, left, ended = self._ends[-1]
-        span_s = end_s - begin_s
-        if self.is_paused:
-            return None
-        if span_s < 1:
-            return 0.0, 0.0
+        span_s = max(end_s - begin_s, 0.001)
         shrinks = (before - left) / span_s
         rate = max(shrinks, (ended - earlier) / span_s)
         rest_s = self._last[0] - end_s
         # Nothing has ended for the time of five tasks.
         is_stalled = rest_s > 2 and rest_s * rate > 5
-        return None if is_stalled else (rate, shrinks)
-
-    def pace_text(self) -> str:
-        due_s = (max(self._due_ns, default=0) - _wall_ns()) / 1e9
+        now_ns = _wall_ns()
+        waits_s = [(it - now_ns) / 1e9 for it in self._due_ns if it > now_ns]
+        due_s = max(waits_s, default=0.0)
         texts = []
-        if self._ends and (pace := self._pace()):
-            rate, shrinks = pace
+        if span_s >= 1 and not (self.is_paused or is_stalled):
             for unit, size in [it for it in _UNITS if rate * it[1] >= 1][-1:]:
                 texts.append(f"{round(rate * size, 1):g}/{unit}")
-            if shrinks > rate / 20 and self._last[1]:  # else it is noise
-                left_s = max(self._last[1] / shrinks, due_s)
+            if shrinks > rate / 20 and left:  # else it is noise
+                left_s = max(left / shrinks, due_s)
                 texts.append(f"about {_rough_time(left_s)} left")
-        if due_s > 0:
-            texts.append(f"{len(self._due_ns)} due in {_rough_time(due_s)}")
+        if waits_s:
+            texts.append(f"{len(waits_s)} due in {_rough_time(due_s)}")
         return "  ".join(texts)
 
     def text(self, counts: Mapping[str, int]) -> str:
@@ -5745,7 +5726,7 @@ def _terminal_size(fd: int) -> tuple[int, int]:
     return 0, 0
 
 
-class _Stalled(Exception):
+class _Stalled(TimeoutError):
     """Nobody reads the output."""
 
 
@@ -5753,26 +5734,27 @@ class _Output:
     """A standard stream, for several threads. On a terminal, a progress line is below the output
     while this process group is in the foreground."""
 
+    _ends_line = True  # no line is unfinished
+    _moved_s = 0.0  # when bytes were last written
+    _line = ""  # the latest progress
+    _is_shown = False
+
     def __init__(self, fd: int = 2) -> None:
         self.fd = fd
         self._has_terminal = os.isatty(2) and os.environ.get("TERM", "dumb") != "dumb"
         self._lock = threading.Lock()  # held during a write
-        self._ends_line = True  # no line is unfinished
-        self._moved_s = 0.0  # when bytes were last written
-        self._line = ""  # to show at the bottom of the terminal
-        self._is_shown = False
 
     def put(
-        self, data: bytes, end_s: float = float("inf"), begins_line: bool = False
+        self, data: bytes, end_s: float = _FOREVER_S, begins_line: bool = False
     ) -> None:
         """Write bytes; begins_line: on a new line. Raises OSError, and _Stalled if nobody has read
         for _GRACE_S, and the time end_s is over."""
         while not self._lock.acquire(timeout=0.1):
             self._check_reader(end_s)
         try:
-            if begins_line and not self._ends_line:
-                data = b"\n" + data
             if data:
+                if begins_line and not self._ends_line:
+                    data = b"\n" + data
                 self._ends_line = data.endswith(b"\n")
             self._moved_s = time.monotonic()
             self._write(self.clearing() + data + self._drawing(), end_s)
@@ -5784,23 +5766,22 @@ class _Output:
 
         left = memoryview(data)
         while left:
+            self._check_reader(end_s)
             # A pipe that select() finds writable takes 4096 bytes without blocking.
-            if not select.select([], [self.fd], [], 0.1)[1]:
-                self._check_reader(end_s)
-                continue
-            with suppress(BlockingIOError):  # another process has set O_NONBLOCK
-                left = left[os.write(self.fd, left[:4096]) :]
-                self._moved_s = time.monotonic()
+            if select.select([], [self.fd], [], 0.1)[1]:
+                with suppress(BlockingIOError):  # another process has set O_NONBLOCK
+                    left = left[os.write(self.fd, left[:4096]) :]
+                    self._moved_s = time.monotonic()
 
     def _check_reader(self, end_s: float) -> None:
         if time.monotonic() >= max(end_s, self._moved_s + _GRACE_S):
             raise _Stalled
 
-    def write(self, text: str) -> None:
+    def write(self, text: str, end_s: float = _FOREVER_S) -> None:
         """Write a text as lines of its own."""
         # Raise nothing: if the terminal is gone, the running jobs must still finish.
         with suppress(OSError):
-            self.put(text.encode("utf-8", "backslashreplace"), begins_line=True)
+            self.put(text.encode("utf-8", "backslashreplace"), end_s, True)
 
     @contextmanager
     def reporting(
@@ -5809,22 +5790,18 @@ class _Output:
         """Show what text() returns. Without a terminal, write it every plain_s seconds (0: never)
         if it has changed."""
         least_s = _REDRAW_S if self._has_terminal else plain_s
-        show = self._show if self._has_terminal else self.write
         is_over = threading.Event()
 
         def report() -> None:
-            line = ""
             pause_s = least_s
             while not is_over.wait(pause_s):
-                before = line
                 began_s = time.monotonic()
                 with suppress(OSError):
                     line = text()
-                is_new = self._has_terminal or line != before
-                if is_new and not is_over.is_set():
-                    show(line)
-                # text() may list large directories: it gets at most 1 % of the time.
-                pause_s = max(least_s, 100 * (time.monotonic() - began_s))
+                    # text() may list large directories: it gets at most 1 % of the time.
+                    pause_s = max(least_s, 100 * (time.monotonic() - began_s))
+                    if not is_over.is_set():
+                        self._show(line)
 
         if least_s:
             threading.Thread(target=report, daemon=True).start()
@@ -5835,27 +5812,27 @@ class _Output:
             self._show("")
 
     def _show(self, line: str) -> None:
+        before = self._line
         self._line = line
-        with suppress(OSError, _Stalled):
-            self.put(b"", end_s=0.0)
+        if self._has_terminal or line == before:
+            line = ""  # put() draws `_line`
+        self.write(line, 0.0)
 
     def _drawing(self) -> bytes:
         line = self._line.rstrip()[: _terminal_size(2)[0] or 80]
-        self._is_shown = bool(line) and self._ends_line and self._is_foreground()
-        if not self._is_shown:
+        may_draw = self._has_terminal and self._ends_line and bool(line)
+        with suppress(OSError):  # the terminal is not the one of this session
+            may_draw &= os.tcgetpgrp(2) == os.getpgrp()
+        self._is_shown = may_draw
+        if not may_draw:
             return b""
         if not os.environ.get("NO_COLOR"):
             line = re.sub(r"\b\d+ failed\b", "\x1b[31m\\g<0>\x1b[0m", line)
-        return line.encode("ascii", "backslashreplace")
+        return line.encode()
 
     def clearing(self) -> bytes:
         # a signal handler calls this, too
-        return b"\r\x1b[J" if self._is_shown and self._is_foreground() else b""
-
-    def _is_foreground(self) -> bool:
-        with suppress(OSError):  # the terminal is not the one of this session
-            return os.tcgetpgrp(2) == os.getpgrp()
-        return True
+        return b"\r\x1b[J" if self._is_shown else b""
 
 
 # ==================================================================================================
@@ -5869,10 +5846,10 @@ class _Output:
 
 # The system sends HUP when the terminal is gone. Schedulers send USR1 and USR2 as a warning.
 _STOPS = (*_WorkerPool.stops, "SIGHUP", "SIGUSR1", "SIGUSR2")
-_REQUEST_BYTES = 1024  # the variables of a job, then zero bytes
+_VARIABLES = (b"FEMTOQUEUE_ID", b"FEMTOQUEUE_ATTEMPT", b"FEMTOQUEUE_KEY")
 # a request to let live on what CMD has left; the others are numbers of signals, and 0
 _FORGET = 255
-_TICK_S = 0.05  # the pause between two looks at the jobs that run
+_TICK_S = 0.05  # the pause between two looks at a job
 
 
 def _processes() -> list[str]:
@@ -5902,15 +5879,17 @@ def _groups_of(leaders: set[int]) -> list[int]:
         with suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
             state, _, group, session, *more = file.read().rpartition(b")")[2].split()
             # A process whose first thread has ended has the state Z, too: more[13] is num_threads.
-            if int(session) in leaders and (state not in b"ZX" or int(more[13]) > 1):
+            if int(session) in leaders and (state != b"Z" or int(more[13]) > 1):
                 groups.add(int(group))
     return sorted(groups)
 
 
 def _signal(leaders: set[int], *numbers: int) -> bool:
     """Return whether a process of the sessions got a signal."""
-    groups = _groups_of(leaders)
-    return sum(_is_signalled(it, number) for it in groups for number in numbers) > 0
+    results = [
+        _is_signalled(it, number) for it in _groups_of(leaders) for number in numbers
+    ]
+    return True in results
 
 
 def _kill(leaders: set[int]) -> None:
@@ -5928,17 +5907,44 @@ def _kill(leaders: set[int]) -> None:
 class _Session:
     """A job, as the launcher knows it."""
 
-    # macOS before Python 3.13 has no waitid(). Without a /proc, a zombie counts as running.
-    keeps_zombie = True
+    keeps_zombie = True  # False without a /proc: there, a zombie counts as running
+    pid = 0  # 0: CMD can't be started
     _status: int | None = None
     # the signal that ends the job; 0: only wait for its end; None: no end was asked for
     _number: int | None = None
+    _look_s = 0.0  # when the next look is due: it may read all of /proc
 
-    def __init__(self, popen: Any, link: Any, limit_s: float) -> None:
-        self.popen, self.link = popen, link
-        self.pid: int = popen.pid
+    def __init__(self, requests: Any, words: list[str], limit_s: float) -> None:
+        """Start the job of a request. Raises EOFError if the worker has ended."""
+        import socket
+        import subprocess
+
+        # A message with descriptors is read alone. No message is longer.
+        values, fds, _, _ = socket.recv_fds(requests, 4096, 4)
+        if not fds:
+            raise EOFError
+        self.link = socket.socket(fileno=fds.pop())
         # when the next signal is due: SIGTERM at the time limit, or SIGKILL after `_number`
         self._signal_s = time.monotonic() + limit_s
+        os.environb.update(zip(_VARIABLES, values.split(b"\0"), strict=False))
+        try:
+            # An argument of more than 4 MB fails in each system.
+            data = os.pread(fds[0], 1 << 22, 0)
+            command = [os.fsencode(it).replace(b"{}", data) for it in words]
+            start: Any = subprocess.Popen
+            self.popen = start(command, 0, None, *fds, start_new_session=True)
+            self.pid = self.popen.pid
+            self._report("pid", self.pid)
+        except (OSError, ValueError) as error:  # ValueError: a zero byte in the payload
+            self._report("errno", getattr(error, "errno", errno.EINVAL))
+            self.link.close()
+        for fd in fds:
+            os.close(fd)
+
+    def _report(self, name: str, value: int) -> None:
+        # There are so few reports that the call never blocks.
+        with suppress(OSError):  # the worker has ended; is_forgotten() sees it, too
+            self.link.send(f"{name:8}{value:8}".encode())
 
     def is_forgotten(self) -> bool:
         """Obey the worker. Return True if the job is no longer to be cared for."""
@@ -5970,17 +5976,22 @@ class _Session:
         # CMD that has ended before its limit is not late, so look at CMD first.
         if self._status is None and (status := self._ended()) is not None:
             self._status = status
-            _report(self.link, "status", status)
-        is_left = self._status is not None and self._number is None
-        if not is_left and time.monotonic() >= self._signal_s:
+            self._report("status", status)
+        now_s = time.monotonic()
+        # until the next request, the worker judges how CMD ended
+        is_judged = self._status is not None and self._number is None
+        if is_judged or now_s < self._look_s:
+            return False
+        self._look_s = now_s + _TICK_S
+        if now_s >= self._signal_s:
             if self._number:
                 _signal({self.pid}, signal.SIGKILL)
             else:
-                _report(self.link, "is_late", 1)
+                self._report("is_late", 1)
                 self._end(signal.SIGTERM)
-        if None in (self._status, self._number) or _groups_of({self.pid}):
+        if self._status is None or _groups_of({self.pid}):
             return False
-        _report(self.link, "is_over", 1)
+        self._report("is_over", 1)
         return True
 
     def _ended(self) -> Any:
@@ -5991,41 +6002,6 @@ class _Session:
         return it and (it.si_status if it.si_code == os.CLD_EXITED else -it.si_status)
 
 
-def _report(link: Any, name: str, value: int) -> None:
-    # There are so few reports that the call never blocks.
-    with suppress(OSError):  # the worker has ended; is_forgotten() sees it, too
-        link.send(f"{name:8}{value:8}".encode())
-
-
-def _start_session(
-    requests: Any, words: list[bytes], limit_s: float, sessions: dict[int, _Session]
-) -> None:
-    """Raises EOFError if the worker has ended."""
-    import socket
-    import subprocess
-
-    _, fds, _, _ = socket.recv_fds(requests, 1, 4)
-    if not fds:
-        raise EOFError
-    link = socket.socket(fileno=fds.pop())
-    # The byte of an end() may have come, too.
-    variables = link.recv(_REQUEST_BYTES, socket.MSG_WAITALL).rstrip(b"\0").split(b"\0")
-    os.environb.update(dict(it.split(b"=", 1) for it in variables))
-    try:
-        # An argument of more than 4 MB fails in each system.
-        data = os.pread(fds[0], 1 << 22, 0)
-        command = [it.replace(b"{}", data) for it in words]
-        start: Any = subprocess.Popen
-        popen = start(command, 0, None, *fds, start_new_session=True)
-        _report(link, "pid", popen.pid)
-        sessions[link.fileno()] = _Session(popen, link, limit_s)
-    except (OSError, ValueError) as error:  # ValueError: a zero byte in the payload
-        _report(link, "errno", getattr(error, "errno", errno.EINVAL))
-        link.close()
-    for fd in fds:
-        os.close(fd)
-
-
 def _handle_signals() -> int:
     """Let no signal end the launcher. Return a descriptor that gets readable."""
     import signal
@@ -6033,19 +6009,19 @@ def _handle_signals() -> int:
     # CMD gets the default action, because a handler, unlike SIG_IGN, does not survive exec().
     for name in _STOPS:
         number = signal.Signals[name]
-        if signal.getsignal(number) not in (signal.SIG_IGN, None):
+        if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, _no_op)
     signal.signal(signal.SIGCHLD, _no_op)
     waking, wake = os.pipe()
     os.set_blocking(wake, False)
-    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    signal.set_wakeup_fd(wake)
     return waking
 
 
-def _launch(requests: Any, words: list[bytes], limit_s: float) -> None:
+def _launch(requests: Any, words: list[str], limit_s: float) -> None:
     """Start jobs, and end them, until the worker has ended (EOFError)."""
     waking = _handle_signals()
-    _Session.keeps_zombie = hasattr(os, "waitid") and bool(_processes())
+    _Session.keeps_zombie = bool(_processes())
     sessions: dict[int, _Session] = {}  # by the descriptor of the link
     try:
         while True:
@@ -6053,9 +6029,11 @@ def _launch(requests: Any, words: list[bytes], limit_s: float) -> None:
                 [requests.fileno(), waking, *sessions], _TICK_S if sessions else 3600.0
             )
             if waking in ready:  # a child has ended
-                os.read(waking, 1 << 16)
+                os.read(waking, 4096)
             if requests.fileno() in ready:
-                _start_session(requests, words, limit_s, sessions)
+                it = _Session(requests, words, limit_s)
+                if it.pid:
+                    sessions[it.link.fileno()] = it
             for fd, it in [*sessions.items()]:
                 if (fd in ready and it.is_forgotten()) or it.is_over():
                     it.popen.poll()  # reap CMD
@@ -6083,22 +6061,22 @@ class _Launcher:
                 self.requests.close()
                 # SIGKILL to the worker's process group must not reach the launcher
                 os.setsid()
-                _launch(requests, [*map(os.fsencode, words)], limit_s)
+                _launch(requests, words, limit_s)
             finally:
                 os._exit(0)
         requests.close()
 
     def stop(self) -> None:
-        """Let the launcher end, and reap it."""
         self.requests.close()
-        with suppress(ChildProcessError):  # PID 1 may have reaped it
+        with suppress(ChildProcessError):  # PID 1 ignores SIGCHLD
             os.waitpid(self._pid, 0)
 
 
 class _CommandJob:
     """A job, as the worker knows it."""
 
-    pid = is_over = is_stopped = 0
+    pid = 0
+    is_over = is_stopped = False
     errno = 0  # why CMD could not be started
     is_late = 0  # 1: the time limit was over before CMD had ended
     is_ending = 0  # 1: the worker has asked for the end
@@ -6113,18 +6091,13 @@ class _CommandJob:
         self.task = task
         self._stdin = streams[0]
         self.end_s = time.monotonic() + launcher.limit_s
-        # The key is passed in UTF-8, whatever the locale is.
-        key = (task.key or "").replace("\0", "%00")
-        variables = (
-            f"FEMTOQUEUE_ID={task.id}\0FEMTOQUEUE_ATTEMPT={task.attempts}\0"
-            f"FEMTOQUEUE_KEY={key}"
-        )
+        # the key: in UTF-8, whatever the locale is, and up to a zero byte
+        values = f"{task.id}\0{task.attempts}\0{task.key or ''}".encode()
         self.link, theirs = socket.socketpair()
-        self.link.send(variables.encode().ljust(_REQUEST_BYTES, b"\0"))
         # CRASH (CommandLine): the launcher may be killed after it has started CMD. So there may be
         # a job, and the first note() learns of the end.
         with theirs, suppress(BrokenPipeError, ConnectionResetError):
-            socket.send_fds(launcher.requests, [b"x"], [*streams, theirs.fileno()])
+            socket.send_fds(launcher.requests, [values], [*streams, theirs.fileno()])
 
     def note(self) -> Any:
         """Read a report into the attribute of its name, and return the name; None: the launcher
@@ -6137,25 +6110,27 @@ class _CommandJob:
         # CRASH (CommandLine): the launcher has died, and its child has executed CMD or has ended.
         # If it died before it reported the pid, CMD is known by its standard input, a file that
         # only this job has.
-        _kill({self.pid} if self.pid else self._sessions_of_stdin())
-        self.is_over = 1
+        if self.pid:
+            _kill({self.pid})
+        else:
+            self._kill_by_stdin()
+        self.is_over = True
         return None
 
-    def end(self, number: int = 0) -> None:
-        """Have the job ended by a signal (0: none). It is over when no process is left."""
+    def end(self, number: int) -> None:
+        """Have the job ended by a signal. It is over when no process is left. 0: only wait for
+        that; _FORGET: the job is over now."""
         self.is_ending = 1
         with suppress(OSError):  # the launcher has ended; note() sees it, too
             self.link.send(bytes([number]))
 
-    def _sessions_of_stdin(self) -> set[int]:
-        found = set[int]()
-        payload = os.fstat(self._stdin)
+    def _kill_by_stdin(self) -> None:
         for name in _processes():
             # RACE (CommandLine): it has just ended; or it belongs to another user
             with suppress(OSError):
-                if os.path.samestat(os.stat(f"/proc/{name}/fd/0"), payload):
-                    found.add(os.getsid(int(name)))
-        return found
+                status = os.stat(f"/proc/{name}/fd/0")
+                if os.path.samestat(status, os.fstat(self._stdin)):
+                    _kill({os.getsid(int(name))})
 
 
 # ==================================================================================================
@@ -6175,7 +6150,7 @@ class _CommandJob:
 # SIGKILL after 5 s. The threads settle their tasks as after the first signal. _abort() gives back
 # the tasks that are left. The process ends with the status 128 + the signal.
 #
-# TOPIC: whose trouble an error is (_verdict).
+# TOPIC: whose trouble an error is (_judged).
 #
 #   step                errno or event                           what follows
 #   any                 EAGAIN, EMFILE, ENFILE, ENOMEM,          the worker waits, and tries again
@@ -6191,7 +6166,7 @@ _REASON_BYTES = 4096  # the end of CMD's standard error
 # with -j 2 or more, a line is kept until its end, but not if it is longer
 _LINE_BYTES = 1 << 24
 _PIPE_BYTES = 1 << 20  # a pipe holds at most so many bytes (Linux: pipe-max-size)
-_SHORT_ERRNOS = (errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ETXTBSY)
+_SHORT_ERRNOS = (*_TRANSIENT_ERRNOS, errno.EAGAIN, errno.ETXTBSY)
 _FULL_ERRNOS = (*_OUT_OF_SPACE_ERRNOS, errno.EFBIG)
 
 
@@ -6201,16 +6176,23 @@ class _Shortage(Exception):
 
 def _is_shortage(error: BaseException) -> bool:
     is_no_thread = str(error) == "can't start new thread"
-    is_memory = isinstance(error, MemoryError)
-    return is_no_thread or is_memory or getattr(error, "errno", 0) in _SHORT_ERRNOS
+    is_short = getattr(error, "errno", 0) in _SHORT_ERRNOS
+    return is_short or is_no_thread or isinstance(error, MemoryError)
 
 
-def _verdict(step: str, error: OSError, is_of_task: bool = False) -> BaseException:
-    """Return what an error becomes, by the table above. is_of_task: the try fails."""
-    text = f"{step}: {error}"
-    if _is_shortage(error):
-        return _Shortage(text)
-    return _CommandFailed(text) if is_of_task else SystemExit(text)
+@contextmanager
+def _judged(step: str, directory: str | None = None) -> Iterator[None]:
+    """Raise what an OSError becomes, by the table above. directory: of a file without a name."""
+    try:
+        yield
+    except OSError as error:
+        is_there = not directory and os.path.lexists(error.filename or "")
+        text = f"{step}: {_named(error, directory)}"
+        if _is_shortage(error):
+            raise _Shortage(text) from None
+        if is_there or error.errno in _FULL_ERRNOS:
+            raise _CommandFailed(text) from None
+        raise SystemExit(text) from None
 
 
 class _OutputFile:
@@ -6226,7 +6208,6 @@ class _OutputFile:
         if not (is_regular and it.st_uid == os.geteuid() and it.st_nlink == 1):
             what = "not a regular file of this user, with one link"
             raise OSError(errno.EPERM, what, path)
-        os.set_blocking(self.fd, True)
         self._begin = it.st_size
 
     @property
@@ -6238,10 +6219,12 @@ class _OutputFile:
 class _Relay:
     """A pipe, and the stream that its bytes are for. tail: the last bytes that came."""
 
+    tail = b""
+    _rest = b""  # an unfinished line
+
     def __init__(self, stream: _Output, is_by_lines: bool, files: ExitStack) -> None:
         self.stream = stream
         self._is_by_lines = is_by_lines
-        self.tail = self._rest = b""  # _rest: an unfinished line
         # The end of the pipe has no meaning, because a program that the job has left may hold the
         # pipe for ever. So the writing end stays open here.
         self.pipe, self.fd = os.pipe()
@@ -6249,12 +6232,17 @@ class _Relay:
         files.callback(os.close, self.pipe)
         files.callback(os.close, self.fd)
 
-    def due(self, data: bytes) -> bytes:
-        """Return what is to be passed on when `data` has come; b"": the end."""
+    def due(self, is_last: bool) -> bytes:
+        """Return what has come and is to be passed on. is_last: also an unfinished line."""
+        data = b""
+        with suppress(BlockingIOError):  # nothing has come
+            data = os.read(self.pipe, _PIPE_BYTES)
         self.tail = (self.tail + data)[-_REASON_BYTES:]
         if not self._is_by_lines:
             return data
-        text = self._rest + (data or b"\n" * bool(self._rest))
+        text = self._rest + data
+        if is_last and text:
+            text = text.removesuffix(b"\n") + b"\n"
         end = len(text) if len(text) > _LINE_BYTES else text.rfind(b"\n") + 1
         self._rest = text[end:]
         return text[:end]
@@ -6280,33 +6268,32 @@ class _CommandPool(_WorkerPool):
         self._cannot_run = f"{options.after_dashes[0]} can't be run"
         self.output = _Output()
         # A write to standard output that waits for a reader must not delay the log.
-        is_same = os.path.sameopenfile(1, 2)
-        self._stdout = self.output if is_same else _Output(1)
+        self._stdout = self.output if os.path.sameopenfile(1, 2) else _Output(1)
         self._progress = _Progress(_open_files(os.fspath(queue.data_dir), False))
         self._jobs = set[_CommandJob]()
         self._is_told = threading.Event()  # set when the first signal has come
-        self._output_dir = options.output_dir and os.path.abspath(options.output_dir)
 
     def run_reported(self) -> int:
-        before = self._progress.files.count("failed")
+        import signal
+
+        failed = self._progress.files.count("failed")
         trouble = ""
+        if os.getpid() == 1:  # the system reaps what this process inherits
+            signal.signal(signal.SIGCHLD, signal.SIG_IGN)
         try:
-            if os.getpid() == 1:
-                threading.Thread(target=_reap_inherited, daemon=True).start()
             with self.output.reporting(self._progress_text, _REPORT_S):
                 self.run()
-        # SystemExit: see _verdict(). RuntimeError: the system allows no more threads.
+        # SystemExit: see _judged(). RuntimeError: the system allows no more threads.
         except (SystemExit, RuntimeError, OSError, MemoryError) as error:
-            trouble = f"femtoqueue: {_text_of(error, self._queue.data_dir)}\n"
+            trouble = f"femtoqueue: {_text_of(error)}\n"
         # Now a thread that is stuck in a write may hold the lock of the stream.
         if len(self.signals) > 1:
             return 128 + self.signals[-1]
         self.output.write(trouble + self._progress_text())
         if trouble:
             return 2
-        failed = self._progress.files.count("failed") - before
-        has_failed = failed > 0 or self.counts["failed"] > 0
-        return int(self._drain and (has_failed or not self._queue.join(0)))
+        has_failed = self._progress.files.count("failed") > failed
+        return self._drain and (has_failed or not self._queue.join(0))
 
     def _progress_text(self) -> str:
         with suppress(OSError):  # pop() meets the same trouble, and raises the error
@@ -6326,17 +6313,19 @@ class _CommandPool(_WorkerPool):
         _write_stop_line(self.output.clearing() or b"\n")
 
     def _abort(self) -> None:
-        """Pass the second signal to all jobs, and give back the tasks of those that do not end."""
-        for job in [*self._jobs]:
-            job.end(self.signals[-1])
-        with self._changed:
-            self._changed.wait_for(lambda: not self._running, _GRACE_S + 1)
+        """End all jobs by the second signal, and give back the tasks of those that do not end."""
+        end_s = time.monotonic() + _GRACE_S + 1
+        while self._running and time.monotonic() < end_s:
+            # RACE (CommandLine): a thread starts a job after the signal, so look again
+            for job in [*self._jobs]:
+                job.end(self.signals[-1])
+            time.sleep(_TICK_S)
         super()._abort()
 
     def _is_passing(self, error: BaseException) -> bool:
         if not _is_shortage(error):
             return super()._is_passing(error)
-        _log().warning("%s; trying again", error)
+        _warn_once(f"{error}; trying again")
         self._is_told.wait(_BASE_INTERVAL_S)
         return True
 
@@ -6344,37 +6333,37 @@ class _CommandPool(_WorkerPool):
 
     def _run_command(self, task: FemtoTask) -> None:
         """Raises _CommandFailed if the try fails, and SystemExit for trouble of this worker."""
-        has_logged = False
-        while not (has_logged and self._is_told.wait(_BASE_INTERVAL_S)):
+        while True:
             try:
                 with ExitStack() as files:
                     self._try(task, files)
                 return
             except _Shortage as error:
-                if not has_logged:
-                    _log().warning("task %s waits: %s", task.id, error)
-                has_logged = True
+                _warn_once(f"task {task.id} waits: {error}")
             except (_CommandFailed, LeaseLost):
                 raise
             except Exception as error:  # a missing module, no reader of the output, ...
                 raise SystemExit(_text_of(error)) from error
-        self._queue.release(task, front=True, counted=False)
+            if self._is_told.wait(_BASE_INTERVAL_S):
+                self._queue.release(task, front=True, counted=False)
+                return
 
     def _try(self, task: FemtoTask, files: ExitStack) -> None:
-        payload = _payload_file(task.data, files)
-        try:
+        import tempfile
+
+        with _judged("its payload can't be written", tempfile.gettempdir()):
+            file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
+            payload = files.enter_context(file).fileno()
+            _write_all(payload, task.data)
+            file.seek(0)
+        with _judged(self._cannot_run):
             outputs = self._outputs(task.id, files)
             streams = [payload, outputs[0].fd, outputs[-1].fd]
             job = _CommandJob(self._launcher, task, streams)
-        except OSError as error:
-            raise _verdict(self._cannot_run, error) from None
         files.callback(job.link.close)
         self._jobs.add(job)
-        if len(self.signals) > 1:
-            # RACE (CommandLine): the main thread ran _abort() before it knew the job
-            job.end(self.signals[-1])
         try:
-            self._follow(job, [] if self._output_dir else outputs)
+            self._follow(job, [] if self._options.output_dir else outputs)
         except _Stalled:
             _log().warning("task %s: output is lost: nobody reads it", task.id)
         finally:
@@ -6392,18 +6381,11 @@ class _CommandPool(_WorkerPool):
 
     def _outputs(self, ident: str, files: ExitStack) -> list[Any]:
         """Return where CMD's output leads to: one for both streams, or two."""
-        if self._output_dir:
-            path = f"{self._output_dir}/{ident}"
-            try:
-                os.makedirs(self._output_dir, 0o700, exist_ok=True)
-                return [_OutputFile(f"{path}.{it}", files) for it in ("out", "err")]
-            except OSError as error:
-                is_of_task = error.errno in _FULL_ERRNOS or os.path.lexists(
-                    error.filename
-                )
-                raise _verdict(
-                    "its output can't be written", error, is_of_task
-                ) from None
+        if directory := self._options.output_dir:
+            with _judged("its output can't be written"):
+                os.makedirs(directory, 0o700, exist_ok=True)
+                paths = f"{directory}/{ident}.out", f"{directory}/{ident}.err"
+                return [_OutputFile(it, files) for it in paths]
         is_alone = self._options.jobs == 1
         streams = [self._stdout, self.output]
         if is_alone and self._stdout is self.output:
@@ -6415,43 +6397,32 @@ class _CommandPool(_WorkerPool):
         import signal
 
         fds = [job.link.fileno(), *(it.pipe for it in relays)]
-        warn_s = _GRACE_S + 1
         try:
             while not job.is_over:
-                ready = _readable(fds, warn_s)
+                ready = _readable(fds, _GRACE_S + 1)
                 if not ready and (job.is_late or job.is_ending):
-                    text = "task %s: its command can't be killed; waiting"
-                    _log().warning(text, job.task.id)
-                    warn_s = 3600.0
-                self._relay(job, relays)
+                    _warn_once(
+                        f"task {job.task.id}: its command can't be killed; waiting"
+                    )
                 if fds[0] in ready and job.note() == "status" and not job.is_late:
                     # The signal may have ended only a shell, while a program of the shell still
                     # saves its state. So wait for the whole job.
                     job.is_stopped = self._ended_by_stop(job)
-                    if job.is_stopped:
-                        job.end()
-                    elif not job.is_ending:
-                        # CRASH (CommandLine): if the worker dies before this line, the launcher
-                        # kills what CMD has left.
-                        job.end(_FORGET)
-                        job.is_over = 1
-            self._relay(job, relays)
-            for relay in relays:
-                self._pass_on(job, relay, b"")
-        except (OSError, _Stalled):
+                    job.is_over = not (job.is_stopped or job.is_ending)
+                    # CRASH (CommandLine): if the worker dies before this line, the launcher kills
+                    # what CMD has left.
+                    job.end(_FORGET if job.is_over else 0)
+                for relay in relays:
+                    self._pass_on(job, relay)
+        except OSError:
             job.end(signal.SIGTERM)
             self._follow(job, [])
             raise
 
-    def _relay(self, job: _CommandJob, relays: list[_Relay]) -> None:
-        for relay in relays:
-            with suppress(BlockingIOError):  # nothing has come
-                self._pass_on(job, relay, os.read(relay.pipe, _PIPE_BYTES))
-
-    def _pass_on(self, job: _CommandJob, relay: _Relay, data: bytes) -> None:
+    def _pass_on(self, job: _CommandJob, relay: _Relay) -> None:
         """After a stop, drop output whose reader is gone: the running jobs must still finish."""
         try:
-            if due := relay.due(data):
+            if due := relay.due(job.is_over):
                 relay.stream.put(due, job.end_s)
         except OSError as error:
             # RACE (CommandLine): Ctrl-C ends `tee` in `femtoqueue work ... | tee log`, and the
@@ -6460,15 +6431,15 @@ class _CommandPool(_WorkerPool):
             if not (is_gone and self._is_told.wait(_ONE_SIGNAL_S)):
                 raise _named(error, _STREAM_NAMES[relay.stream.fd]) from None
 
-    def _refuse(self, job: _CommandJob) -> NoReturn:
-        """Raise what follows if CMD could not be started."""
+    def _refuse(self, job: _CommandJob) -> None:
         error = OSError(job.errno, os.strerror(job.errno))
         is_argument = any("{}" in it for it in self._options.after_dashes)
-        if not (is_argument and error.errno in (errno.E2BIG, errno.EINVAL)):
-            raise _verdict(self._cannot_run, error)
-        text = f"the payload can't be an argument of the command, in place of {{}}: {error}"
-        self._queue.fail(job.task, text + _try_text(job.task))
-        raise _CommandFailed(text)
+        if is_argument and error.errno in (errno.E2BIG, errno.EINVAL):
+            text = f"the payload can't be an argument of the command, in place of {{}}: {error}"
+            self._queue.fail(job.task, text + _try_text(job.task))
+            raise _CommandFailed(text)
+        with _judged(self._cannot_run):
+            raise error
 
     def _reason(self, job: _CommandJob, tail: bytes) -> str:
         status = job.status or 0
@@ -6481,39 +6452,17 @@ class _CommandPool(_WorkerPool):
     def _ended_by_stop(self, job: _CommandJob) -> bool:
         """Return True if CMD failed, perhaps by the signal that stops this worker."""
         # RACE (CommandLine): a scheduler signals both, and CMD ends before the signal has come to
-        # this worker. So if such a signal has ended CMD, wait for it. Before the last attempt
+        # this worker. So if a signal may have ended CMD, wait for it. Before the last attempt
         # fails, wait always: CMD may have caught the signal.
         status = job.status or 0
-        may_be = not {-status, status - 128}.isdisjoint(self.stop_numbers)
-        may_be |= job.task.attempts == self._options.max_attempts
+        is_last = job.task.attempts == self._options.max_attempts
+        may_be = is_last or not 0 < status <= 128
         return status != 0 and self._is_told.wait(_ONE_SIGNAL_S if may_be else 0)
 
 
 def _try_text(task: FemtoTask) -> str:
     """Return what ends the first line of a reason, for _task_row()."""
     return f" (try {task.attempts})"
-
-
-def _reap_inherited() -> None:
-    # what PID 1 inherits
-    with suppress(ChildProcessError):
-        while True:
-            os.wait()
-
-
-def _payload_file(data: bytes, files: ExitStack) -> int:
-    """Return the descriptor of a file without a name."""
-    import tempfile
-
-    try:
-        file = files.enter_context(tempfile.TemporaryFile(buffering=0))  # noqa: SIM115
-        _write_all(file.fileno(), data)
-        file.seek(0)
-    except OSError as error:
-        _named(error, tempfile.gettempdir())
-        is_of_task = error.errno in _FULL_ERRNOS
-        raise _verdict("its payload can't be written", error, is_of_task) from None
-    return file.fileno()
 
 
 # ==================================================================================================
@@ -6795,7 +6744,7 @@ def _since_s(at: Any) -> Any:
 
 
 def _task_row(q: FemtoQueue, task: FemtoTask) -> dict[str, Any]:
-    """Return the fields of a task that `ls` and `show` print, in the order of the table."""
+    """Return the fields of a task that the commands ls and show print, in this order."""
     preview = ""
     if task.size_bytes:  # otherwise the file may be a FIFO
         with suppress(OSError), open(f"{q.data_dir}/{task.path}", "rb") as file:

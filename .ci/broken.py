@@ -679,17 +679,19 @@ work() goes on after an exception that has no text | Work
 -        with suppress(Exception):  # str() of the handler's exception may raise
 +        with suppress(ValueError):
 if a worker is killed while a job ends, no process of the job is left | CommandLine
+         if not request:  # the worker has ended, or its thread has
 -            _kill({self.pid})
 +            pass
 if the launcher is killed, no process of a job is left | CommandLine
--        _kill({self.pid} if self.pid else self._sessions_of_stdin())
-+        pass
+-            _kill({self.pid})
++            pass
+         else:
 a worker in a PID namespace signals no process of the host's /proc | CommandLine
 -        if os.readlink("/proc/self") == str(os.getpid()):
 +        if os.readlink("/proc/self"):
 an environment that is too large makes no dead letters | CommandLine
--        if not (is_argument and error.errno in (errno.E2BIG, errno.EINVAL)):
-+        if error.errno not in (errno.E2BIG, errno.EINVAL):
+-        if is_argument and error.errno in (errno.E2BIG, errno.EINVAL):
++        if error.errno in (errno.E2BIG, errno.EINVAL):
 a slow reader gets all output | CommandLine
 -max(end_s, self._moved_s + _GRACE_S)
 +end_s
@@ -977,9 +979,8 @@ a member whose ticket was removed gets no turn with another member's number | Ti
 -            is_first = member == first
 +            is_first |= member == first
 a payload that does not fit in TMPDIR fails the tries of its task only | CommandLine
- TemporaryFile(buffering=0))  # noqa: SIM115
--        _write_all(file.fileno(), data)
-+        os.write(file.fileno(), data) == len(data) or os.write(9999, b"")
+-            _write_all(payload, task.data)
++            os.write(payload, task.data) == len(task.data) or os.write(9999, b"")
 check(repair=True) does not touch tasks in flight | Checking
 -                if self._repair and entry.directory in _WAITING_DIRS:
 +                if self._repair and entry.directory:
@@ -987,10 +988,8 @@ only its user can read a new queue | Faults
 -    _make_dir(data_dir, 0o700, is_durable)
 +    _make_dir(data_dir, 0o755, is_durable)
 a program that outlives its shell during a stop keeps its task until the program ends | CommandLine
--                    if job.is_stopped:
--                        job.end()
-+                    if len(self.signals) > 1:
-+                        job.end()
+-                    job.is_over = not (job.is_stopped or job.is_ending)
++                    job.is_over = len(self.signals) < 2
 a command that succeeds after the second signal finishes its task | CommandLine
 -        return status != 0 and
 +        return (status != 0 or len(self.signals) > 1) and
@@ -1025,7 +1024,7 @@ the second signal ends `work` even if the write of a log line blocks | CommandLi
 -    if status > 128:
 +    if status > 256:
 a signal to all processes of a scheduler's job does not end the launcher | CommandLine
--        if signal.getsignal(number) not in (signal.SIG_IGN, None):
+-        if signal.getsignal(number) != signal.SIG_IGN:
 +        if not number:
 the younger of two pushes during a listing does not come first | Races
 -            self.names = older
@@ -1159,8 +1158,8 @@ the exit status of `pop` on an empty queue is 1 | CommandLine
 a lease that `pop` can't print is given back | CommandLine
 -            q.release(task, front=True, counted=False)
 the exit status of `work --drain` is 1 if a task failed | CommandLine
--        return int(self._drain and (
-+        return int(bool(self.signals) and (
+-        return self._drain and (
++        return bool(self.signals) and (
 the exit status of `check` is 1 if it finds something that is not repaired | CommandLine
 -    return not all(it.repaired for it in findings)
 +    return not all(it.text for it in findings)
