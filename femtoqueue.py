@@ -3830,7 +3830,7 @@ class _Keys:
         """Run a repair soon if the block raises: it may have left a task in keys/."""
         try:
             yield
-        except (FemtoQueueError, FileNotFoundError):
+        except FileNotFoundError:
             raise
         except BaseException:
             self._worker.maintenance.sooner("repair", 0)
@@ -4180,8 +4180,7 @@ class _Keys:
         """Return the paths in keys/ whose hash has no task."""
         names = sorted(self._files.names("keys"))
         names = [it for it in names if _parse_tag(it) or _FORMS["keys"](it)]
-        live = self._files.find(*_LIVE) if names else ()
-        busy = {_tag_of(entry.id) for entry in live}
+        busy = {_tag_of(it.id) for it in (self._files.find(*_LIVE) if names else ())}
         return [f"keys/{it}" for it in names if _tag_of(it) not in busy]
 
 
@@ -4926,8 +4925,9 @@ def _node_stats(worker: _Worker, directory: str) -> NodeStats:
     if is_free and any(entry.boot == worker.clock.boot for entry in leases):
         liveness = "dead"
     expired = sum(entry.stamp_ns <= worker.clock.now_ns() for entry in leases)
-    node = directory.removeprefix("inflight-")
-    return NodeStats(node, len(leases), expired, liveness)
+    return NodeStats(
+        directory.removeprefix("inflight-"), len(leases), expired, liveness
+    )
 
 
 class _Inspector:
@@ -5546,8 +5546,8 @@ class _SharedLeaseDir(_LeaseDir):
         if super().claim(directory, name, lease):
             return True
         # If the listing raises an error, the caller undoes the claim.
-        is_checked = not self._files.is_fuse
-        return is_checked and lease.name in self._files.names(self.directory)
+        files = self._files
+        return not files.is_fuse and lease.name in files.names(self.directory)
 
 
 class _SharedKeys(_Keys):

@@ -1137,8 +1137,8 @@ after the deadline, a rename of a lease that raised an error does not count as d
 -        before = None if self.is_fuse or is_late else _Files.lstat(self, source)
 +        before = None if self.is_fuse else _Files.lstat(self, source)
 a claim whose reply was lost is a delivery | InterruptedOnSharedFileSystem
--        is_checked = not self._files.is_fuse
-+        is_checked = not name
+-        return not files.is_fuse and lease.name
++        return not name and lease.name
 a sync of a file that another host moved is not an error | Healed
 -    sync_file = _afresh(_Files.sync_file)
 +    _sync = _afresh(_Files.sync_file)
