@@ -3161,9 +3161,9 @@ class FemtoQueue:
         """
         length_ns = _lease_length_ns("lease_ms", lease_ms, self._length_ns)
         _notice_fork()
-        return await self._worker.waits.wait_for_async(
-            lambda: self._worker.take_oldest(length_ns), _end_s(timeout), ""
-        )
+        # without a reference to this object, which a thread would keep alive for a while
+        look = functools.partial(self._worker.take_oldest, length_ns)
+        return await self._worker.waits.wait_for_async(look, _end_s(timeout), "")
 
     def take(
         self,
@@ -4284,6 +4284,7 @@ class _Request(NamedTuple):
     look: _Look[FemtoTask]
     end_s: float
     line: str
+    loop: Any
     answer: Any  # a concurrent.futures.Future
 
 
@@ -4361,20 +4362,23 @@ class _Waits:
         from concurrent.futures import Future
 
         answer: Future[FemtoTask | None] = Future()
+        request = _Request(look, end_s, line, asyncio.get_running_loop(), answer)
         try:
             with self._lock:
                 if not self._requests:
                     threading.Thread(target=self._serve, daemon=True).start()
-                self._requests = [*self._requests, _Request(look, end_s, line, answer)]
+                self._requests = [*self._requests, request]
             self._wake()
             return await asyncio.wrap_future(answer)
         except BaseException:
             # RACE (Coroutines): the coroutine was cancelled, and the thread answers with a task
             # before the cancel() here. Put the task back, in a thread: its key may be locked.
             if not answer.cancel() and answer.exception() is None:
-                threading.Thread(
-                    target=self._give_back, args=(answer.result(),), daemon=True
-                ).start()
+                give_back = functools.partial(self._give_back, answer.result())
+                try:
+                    threading.Thread(target=give_back, daemon=True).start()
+                except RuntimeError:  # the interpreter ends
+                    give_back()
             raise
 
     def _serve(self) -> None:
@@ -4383,22 +4387,26 @@ class _Waits:
             # RACE (Coroutines): a coroutine adds its request now. If this thread does not see the
             # request, the coroutine sees an empty list, and starts another thread.
             with self._lock:
-                requests = [it for it in self._requests if not it.answer.done()]
+                requests = [
+                    it
+                    for it in self._requests
+                    if not it.answer.done() and not it.loop.is_closed()
+                ]
                 self._requests = requests
             if not requests:
                 return
             linger_s = time.monotonic() + _SERVER_LINGER_S
             end_s = min(linger_s, *(it.end_s for it in requests))
-            self._request = requests[0]
             try:
                 self.wait_for(functools.partial(self._look_for, requests), end_s)
             except BaseException as error:
-                with suppress(Exception):  # InvalidStateError: cancelled
-                    self._request.answer.set_exception(error)
+                for request in requests:
+                    with suppress(Exception):  # InvalidStateError: it has an answer
+                        request.answer.set_exception(error)
 
     def _look_for(self, requests: list[_Request]) -> bool | None:
         """Look for the first request of each line; after an answer, for the next of the same line.
-        Return True if a request was added, to end the wait. An error is of `_request`."""
+        Return True if a request was added, to end the wait."""
         from concurrent.futures import InvalidStateError
 
         empty_lines = set[str]()
@@ -4407,8 +4415,14 @@ class _Waits:
             is_over = time.monotonic() >= request.end_s
             if request.answer.done() or (request.line in empty_lines and not is_over):
                 continue
-            self._request = request
-            task = request.look()
+            if not request.loop.is_running():  # it could not take the task
+                continue
+            try:
+                task = request.look()
+            except BaseException as error:
+                with suppress(Exception):  # InvalidStateError: cancelled
+                    request.answer.set_exception(error)
+                continue
             if task is None:
                 empty_lines.add(request.line)
             if task is not None or is_over:
@@ -4625,7 +4639,12 @@ class _Processing:
             loop = asyncio.get_running_loop()
             # RACE (AsyncProcessing): the coroutine is cancelled before a thread has begun. The
             # shield keeps the end of the delivery in the line for the threads.
-            await asyncio.shield(loop.run_in_executor(None, self.__exit__, *exc_info))
+            try:
+                ended = loop.run_in_executor(None, self.__exit__, *exc_info)
+            except RuntimeError:  # the executor is shut down
+                self.__exit__(*exc_info)
+            else:
+                await asyncio.shield(ended)
 
     def _end(self, error: BaseException | None) -> None:
         """Finish the task. After an Exception, give it another attempt, or fail it after
@@ -4664,6 +4683,7 @@ class _Processing:
 _ONE_SIGNAL_S = 0.3
 # the pause between two looks at `signals`, while handlers run in threads
 _SIGNAL_POLL_S = 0.15
+_TROUBLE_S = 30.0  # work() ends if nothing but errors of single tasks comes for so long
 _AFTER_FAILURE = {
     "retried": "to be retried",
     "failed": "a dead letter",
@@ -4723,6 +4743,8 @@ class _WorkerPool:
         self._take_lock = threading.Lock()  # held by the thread that takes a task
         self._is_interruptible = False  # True: the second signal interrupts the handler
         self._error: BaseException | None = None  # the exception that ends the pool
+        # when the present series of errors of single tasks has lasted for too long
+        self._trouble_end_s = _FOREVER_S
 
     def run(self) -> WorkCounts:
         """Work, and return the counts. Raises the exception that ended the pool."""
@@ -4733,6 +4755,8 @@ class _WorkerPool:
                 self._work()
             if len(self.signals) > 1:
                 self._abort()
+            elif isinstance(self._error, OSError) and self.signals:
+                _log().error("work ends by a signal; before it: %s", self._error)
             elif self._error:
                 raise self._error
         return WorkCounts(**self.counts)
@@ -4792,6 +4816,7 @@ class _WorkerPool:
             self._give_back(task)
             task = None
         else:
+            self._trouble_end_s = _FOREVER_S
             self._running[id(task)] = task
         return task
 
@@ -4833,10 +4858,13 @@ class _WorkerPool:
     def _is_passing(self, error: BaseException) -> bool:
         """Return True, after a pause, if the pool can go on after an error of its own."""
         ident = getattr(error, "task_id", "")
-        if ident:
-            _log().error("task %s is passed over: %r", ident, error)
-            time.sleep(_BASE_INTERVAL_S)  # it may be the only task
-        return bool(ident)
+        now_s = time.monotonic()
+        self._trouble_end_s = min(self._trouble_end_s, now_s + _TROUBLE_S)
+        if not ident or (now_s >= self._trouble_end_s and not self._running):
+            return False
+        _log().error("task %s is passed over: %r", ident, error)
+        time.sleep(_BASE_INTERVAL_S)  # it may be the only task
+        return True
 
     def _count(self, task: FemtoTask) -> None:
         with self._changed:
@@ -5105,10 +5133,10 @@ class TicketQueue:
 
     def register(self) -> tuple[int, str]:
         """Take the next ticket, and return its number, and the name of its file in queue_dir. The
-        number is one more than the highest in line, and 1 if nobody is in line. The name stands for
-        the member: pass it to remove(). The call blocks only while another process or thread takes
-        a ticket, or runs maybe_cleanup(). Raises OSError, also if this host was cut off from the
-        network again and again."""
+        number is 1 or more. Where other hosts write, it begins at 1 again when nobody is in line.
+        The name stands for the member: pass it to remove(). The call blocks only while another
+        process or thread takes a ticket, or runs maybe_cleanup(). Raises OSError, also if this host
+        was cut off from the network again and again."""
         held = self._join_line(_FOREVER_S)
         # If Ctrl-C comes before this line, the lock ends with the last reference to `held`.
         self._held_tickets[held.member] = held
@@ -5121,17 +5149,25 @@ class TicketQueue:
         while True:
             try:
                 _make_dir(self._files.path, 0o700, sync=False)
-                with self._locked(until_s):
-                    return self._join_locked()
+                with self._locked(until_s) as last:
+                    return self._join_locked(last)
             except OSError as error:
                 redraws += 1
                 if redraws > _MAX_REDRAWS or error.errno not in _REDRAW_ERRNOS:
                     raise
             time.sleep(_REDRAW_PAUSE_S)
 
-    def _join_locked(self) -> _HeldTicket:
-        """Take the next ticket. The caller is in _locked()."""
-        number = max(map(_stamp_of, self._tickets()), default=0) + 1
+    def _join_locked(self, last: _FileLock) -> _HeldTicket:
+        """Take the next ticket. The caller has locked the file "last"."""
+        noted = b""
+        if not self._files.is_shared:  # else what is read may be old
+            noted = os.pread(last.fd or 0, 20, 0)
+        numbers = [
+            int(noted) if noted.isdigit() else 0,
+            *map(_stamp_of, self._tickets()),
+        ]
+        number = max(numbers) + 1
+        os.pwrite(last.fd or 0, b"%020d" % number, 0)
         began_s = time.time()
         name = f"{number:020d}~{self._boot}~{os.urandom(8).hex()}"
         lock = self._files.open_lock(f".{name}")
@@ -5312,9 +5348,9 @@ class TicketQueue:
         return False
 
     @contextmanager
-    def _locked(self, until_s: float = _FOREVER_S) -> Iterator[None]:
-        """Hold the lock of the file "last" for the block. Raises as acquire_exclusive() does, and
-        FileNotFoundError if queue_dir is missing."""
+    def _locked(self, until_s: float = _FOREVER_S) -> Iterator[_FileLock]:
+        """Hold the lock of the file "last" for the block, and yield the file. Raises as
+        acquire_exclusive() does, and FileNotFoundError if queue_dir is missing."""
         self._files.dirs.refresh()
         with closing(self._files.open_lock("last")) as lock:
             lock.acquire_exclusive(until_s)
@@ -5326,7 +5362,7 @@ class TicketQueue:
             for name in self._files.names(""):
                 if name[0] == "." and _parse_ticket(name[1:]):
                     self._files.unlink_if_exists(name)
-            yield
+            yield lock
 
     def _tickets(self) -> list[str]:
         self._files.dirs.refresh()  # another process may have made the directory anew
@@ -5633,7 +5669,7 @@ def _write_all(fd: int, data: bytes) -> None:
 
 
 def _named(error: Any, name: Any) -> Any:
-    if error.errno and not error.filename:
+    if error.errno and not error.filename and name:
         error.filename = name
     return error
 
@@ -6289,7 +6325,8 @@ class _CommandPool(_WorkerPool):
         # Now a thread that is stuck in a write may hold the lock of the stream.
         if len(self.signals) > 1:
             return 128 + self.signals[-1]
-        self.output.write(trouble + self._progress_text())
+        if text := trouble + self._progress_text():
+            self.output.write(text)
         if trouble:
             return 2
         has_failed = self._progress.files.count("failed") > failed
@@ -6607,6 +6644,9 @@ def _parser_of(name: str) -> Any:
             if "unrecognized" in message and name == "push":
                 message += "; put a PAYLOAD that begins with - after --"
             raise ValueError(f"{message}; see {self.prog} --help")
+
+        def print_help(self, file: object = None) -> None:
+            _put(1, self.format_help())  # raises OSError, on a full disk
 
     summary, _, notes = run.__doc__.partition("\n\n")
     parser = Parser(
@@ -7286,7 +7326,12 @@ def _top_lines(q: FemtoQueue, progress: _Progress) -> Iterator[str]:
     yield f"{q.data_dir} {time.strftime('%H:%M:%S')}  {progress.pace_text()}"
     yield from _field_lines(_figures(q))
     yield ""
-    yield from _task_table(_task_rows(q, "inflight", "failed"))
+    rows = [*_task_rows(q, "inflight")]
+    for task in reversed(deque(q.tasks("failed", data=False), 20)):
+        row = _task_row(q, task)
+        row["data_preview"] += f"  {_preview((task.error or '').encode())}"
+        rows.append(row)
+    yield from _task_table(rows)
 
 
 # Command line: maintenance

@@ -335,7 +335,10 @@ a scheduled task whose reading failed keeps its due time | Lifecycle
 -        if place.startswith("pending/") and (is_its_own
 +        if (is_its_own
 work() pauses after a task that it passes over | TroubleOfOneTask
--            time.sleep(_BASE_INTERVAL_S)  # it may be the only task
+-        time.sleep(_BASE_INTERVAL_S)  # it may be the only task
+work() ends if nothing but errors of single tasks comes | TroubleOfOneTask hangs
+-        if not ident or (now_s >= self._trouble_end_s and not self._running):
++        if not ident:
 root changes the mode only of a file that it made itself | ManyUsers
 -            fd = super()._open(flags | os.O_EXCL, self._mode)
 +            fd = super()._open(flags, self._mode)
@@ -819,8 +822,10 @@ a part of the maintenance pauses for longer than it took | Faults
 -                self.next_s[what] = ended_s + max(every_s, rest_s)
 +                self.next_s[what] = ended_s
 an error of a listing is raised in the coroutine that waits | Coroutines
--                    self._request.answer.set_exception(error)
-+                    self._request.answer.set_result(None)
+             except BaseException as error:
+                 with suppress(Exception):  # InvalidStateError: cancelled
+-                    request.answer.set_exception(error)
++                    request.answer.set_result(None)
 a payload that no link names does not replace a younger payload | Keyed
 -            if known and self._written_ns(stray) <= self._written_ns(known):
 +            if not stray:
@@ -994,11 +999,11 @@ a command that succeeds after the second signal finishes its task | CommandLine
 -        return status != 0 and
 +        return (status != 0 or len(self.signals) > 1) and
 a cancelled end of a block of "async with" settles its task | AsyncProcessing
--            await asyncio.shield(loop.run_in_executor(
-+            await (loop.run_in_executor(
+-                await asyncio.shield(ended)
++                await ended
 the end of a block of "async with" does not block the event loop | AsyncProcessing hangs
--(loop.run_in_executor(None, self.__exit__, *exc_info))
-+(asyncio.sleep(0, self.__exit__(*exc_info)))
+-                ended = loop.run_in_executor(None, self.__exit__, *exc_info)
++                ended = asyncio.sleep(0, self.__exit__(*exc_info))
 a delayed push is not due before its delay is over | Lifecycle
 -_due_after_ns(delay_s) if delay_s != 0
 +_due_after_ns(delay_s) if delay_s > 3600
@@ -1059,10 +1064,8 @@ a task that a wait gives back is not counted | Coroutines hangs
 -        self._lease_dir.orphans.setdefault(task.path, _lease_of(task).source)
 +        self._lease_dir.orphans.setdefault(task.path)
 a cancelled coroutine does not wait for the lock of a key | Coroutines hangs
--                    target=self._give_back, args=(answer.result(),), daemon=True
--                ).start()
-+                    target=self._give_back, args=(answer.result(),), daemon=True
-+                ).run()
+-                    threading.Thread(target=give_back, daemon=True).start()
++                    give_back()
 work() raises the error of a task that can't be ended | Work
 -                self._error = self._error or error
 `release --all` does not take a lease that was renewed after the look | CommandLine
@@ -1107,7 +1110,7 @@ a member that touched its ticket too late gets no turn | SharedTickets
 -        self._late_s = 0.75 * self._stale_s
 +        self._late_s = 2.0 * self._stale_s
 tickets are drawn in order | Tickets
--        number = max(map(_stamp_of, self._tickets()), default=0) + 1
+-        number = max(numbers) + 1
 +        number = 1
 a forked child holds none of its parent's tickets | Tickets
 -        self._held_tickets.clear()
