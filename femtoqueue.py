@@ -2795,8 +2795,8 @@ class _Maintenance:
                 self._files.shrink(self._worker.clock.new_id())
 
     def _enqueue_due(self) -> None:
-        """Move the due tasks to the back of pending/. Stop after _BASE_INTERVAL_S, and go on in the
-        next run, because other threads must be able to renew their leases."""
+        """Move the due tasks to the back of pending/. Stop after _BASE_INTERVAL_S, because other
+        threads must be able to renew their leases, and go on when no task waits."""
         self._changed_ns = self._files.lstat("scheduled").st_mtime_ns
         self._first_due_ns = _MAX_STAMP_NS
         names = sorted(filter(_FORMS["scheduled"], self._files.names("scheduled")))
@@ -2808,7 +2808,7 @@ class _Maintenance:
         in_time = itertools.takewhile(lambda _: time.monotonic() < end_s, due)
         _for_each(self._worker.enqueue_scheduled, in_time)
         if time.monotonic() >= end_s:
-            self.sooner("enqueue", 0)
+            self._first_due_ns = 0
 
     def reclaim_ended(self) -> None:
         with self._lock:  # check(repair=True) calls this method without the lock

@@ -1882,6 +1882,17 @@ class ReplacedClock(QueueCase):
             with self.both_clocks(now_s + 0.001):
                 q.done(self.pop(q))
 
+    def test_many_due_tasks_are_delivered_one_after_the_other(self) -> None:
+        """While due tasks are left, no pop() returns None, though each run moves only some."""
+        clock = self.clock()
+        self.set_constant("longest pause", 20)
+        q = self.queue()
+        for _ in range(20):
+            q.schedule(b"x", 0)
+        move = at_call("move", "/scheduled/", lambda: clock.advance(0.3))
+        with hooked(move):
+            self.assertEqual(len(self.drain(q)), 20)
+
     def test_due_task_is_found_at_once_when_the_date_alone_is_set_forward(self) -> None:
         """If only the wall clock is set forward, the next pop() finds the tasks that are due."""
         clock = self.clock()
