@@ -264,11 +264,10 @@ def _boot_tag(boot_id: str, directory: _OpenFile) -> str:
 
 
 class _OpenFile:
-    """An open file or directory. It is closed with the last reference at the latest.
+    """An open file or directory. It is closed with the last reference at the latest."""
 
-    A call names a file in an open directory by `prefix + name` and `dir_fd=fd`. Where the system
-    has no such calls (Windows), fd is None, and prefix is the path of the directory."""
-
+    # A call names a file in an open directory by `prefix + name` and `dir_fd=fd`. Where the system
+    # has no such calls (Windows), fd is None, and prefix is the path of the directory.
     fd: int | None = None
     prefix = ""
 
@@ -1144,10 +1143,10 @@ _process_id = os.getpid()
 
 
 class _FileLock(_OpenFile):
-    """An open file or directory that can be locked.
+    """An open file or directory that can be locked."""
 
-    An exception from a signal handler (Ctrl-C) may come between any two lines, and the lock must
-    end then, too: with the last reference to this object."""
+    # An exception from a signal handler (Ctrl-C) may come between any two lines, and the lock must
+    # end then, too: with the last reference to this object.
 
     parent: _OpenFile
     fd: Any
@@ -2612,12 +2611,13 @@ class _Consumer(_Worker):
         return task
 
     def _undo_claim(self, lease: _Lease, error: BaseException) -> None:
-        """Undo a claim after an error, by this table. A task from scheduled/ goes where it was.
-
-        error                                   where the task goes       counted
-        of this task alone (task_id)            the back of pending/      yes, unless it is locked
-        another OSError, but not a passing one  the back of pending/      no
-        any other, such as Ctrl-C               where it was              no"""
+        """Undo a claim after an error."""
+        # error                                   where the task goes   counted
+        # of this task alone (task_id)            the back of pending/  yes, unless it is locked
+        # another OSError, but not a passing one  the back of pending/  no
+        # any other, such as Ctrl-C               where it was          no
+        #
+        # A task from scheduled/ goes where it was.
         if not lease.path:
             return
         place = lease.source
