@@ -3367,8 +3367,8 @@ class FemtoQueue:
             if now := self._files.find_id(ident, *_LIVE, *_ENDED):
                 why += f"; now it is {now.path}"
             # A name with "~" begins with the deadline, as 20 digits.
-            is_over = "~" in name and name < f"{self._clock.now_ns():020d}"
-            raise LeaseLost(ident, is_over, why)
+            has_expired = "~" in name and name < f"{self._clock.now_ns():020d}"
+            raise LeaseLost(ident, has_expired, why)
         return task
 
     # Working
@@ -4374,11 +4374,11 @@ class _Waits:
             # RACE (Coroutines): the coroutine was cancelled, and the thread answers with a task
             # before the cancel() here. Put the task back, in a thread: its key may be locked.
             if not answer.cancel() and answer.exception() is None:
-                give_back = functools.partial(self._give_back, answer.result())
+                put_back = functools.partial(self._put_back, answer.result())
                 try:
-                    threading.Thread(target=give_back, daemon=True).start()
+                    threading.Thread(target=put_back, daemon=True).start()
                 except RuntimeError:  # the interpreter ends
-                    give_back()
+                    put_back()
             raise
 
     def _serve(self) -> None:
@@ -4412,8 +4412,8 @@ class _Waits:
         empty_lines = set[str]()
         for request in requests:
             # first, so that a look follows the timeout
-            is_over = time.monotonic() >= request.end_s
-            if request.answer.done() or (request.line in empty_lines and not is_over):
+            is_late = time.monotonic() >= request.end_s
+            if request.answer.done() or (request.line in empty_lines and not is_late):
                 continue
             if not request.loop.is_running():  # it could not take the task
                 continue
@@ -4425,15 +4425,15 @@ class _Waits:
                 continue
             if task is None:
                 empty_lines.add(request.line)
-            if task is not None or is_over:
+            if task is not None or is_late:
                 try:
                     request.answer.set_result(task)
                 except InvalidStateError:
                     # RACE (Coroutines): the coroutine was cancelled, or close() was called.
-                    self._give_back(task)
+                    self._put_back(task)
         return self._requests is not requests or None
 
-    def _give_back(self, task: FemtoTask | None) -> None:
+    def _put_back(self, task: FemtoTask | None) -> None:
         """Put a task back, uncounted: the wait that found it has ended."""
         # In a forked child the task belongs to the parent.
         if task is None or os.getpid() != self._pid:
@@ -4791,8 +4791,8 @@ class _WorkerPool:
             self._error = self._error or error
 
     def _is_stopping(self) -> bool:
-        is_over = time.monotonic() >= self._end_s
-        return bool(is_over or self.signals or self._error or self._is_stopped())
+        is_late = time.monotonic() >= self._end_s
+        return bool(is_late or self.signals or self._error or self._is_stopped())
 
     def _take(self) -> FemtoTask | None:
         """Take a task, put it into `_running`, and return it. Return None if none comes soon."""
@@ -5826,17 +5826,17 @@ class _Output:
         """Show what text() returns. Without a terminal, write it every plain_s seconds (0: never)
         if it has changed."""
         least_s = _REDRAW_S if self._has_terminal else plain_s
-        is_over = threading.Event()
+        has_ended = threading.Event()
 
         def report() -> None:
             pause_s = least_s
-            while not is_over.wait(pause_s):
+            while not has_ended.wait(pause_s):
                 began_s = time.monotonic()
                 with suppress(OSError):
                     line = text()
                     # text() may list large directories: it gets at most 1 % of the time.
                     pause_s = max(least_s, 100 * (time.monotonic() - began_s))
-                    if not is_over.is_set():
+                    if not has_ended.is_set():
                         self._show(line)
 
         if least_s:
@@ -5844,7 +5844,7 @@ class _Output:
         try:
             yield
         finally:
-            is_over.set()
+            has_ended.set()
             self._show("")
 
     def _show(self, line: str) -> None:

@@ -929,7 +929,7 @@ a `pop` that can't print the payload does not print the path of the lease | Comm
 +                sys.stdout.buffer.write(task.data)
 a cancelled pop_async() loses no task | Coroutines hangs
                      # RACE (Coroutines): the coroutine was cancelled, or close() was called.
--                    self._give_back(task)
+-                    self._put_back(task)
 +                    pass
 Ctrl-C in processing() does not count an attempt | Processing
 -            queue.release(task, front=True, counted=False)
@@ -1064,8 +1064,8 @@ a task that a wait gives back is not counted | Coroutines hangs
 -        self._lease_dir.orphans.setdefault(task.path, _lease_of(task).source)
 +        self._lease_dir.orphans.setdefault(task.path)
 a cancelled coroutine does not wait for the lock of a key | Coroutines hangs
--                    threading.Thread(target=give_back, daemon=True).start()
-+                    give_back()
+-                    threading.Thread(target=put_back, daemon=True).start()
++                    put_back()
 work() raises the error of a task that can't be ended | Work
 -                self._error = self._error or error
 `release --all` does not take a lease that was renewed after the look | CommandLine
@@ -1083,8 +1083,8 @@ a worker that runs a task is not idle | Work
 -            if not self._running and time.monotonic() >= self._idle_end_s:
 +            if time.monotonic() >= self._idle_end_s:
 a worker takes no task after its time limit | Work
--        is_over = time.monotonic() >= self._end_s
-+        is_over = not self._end_s
+-        is_late = time.monotonic() >= self._end_s
++        is_late = not self._end_s
 release() refuses a delay together with front=True | Lifecycle
 -        if front and delay_s:
 +        if front and delay_s < 0:
