@@ -10281,7 +10281,7 @@ $ femtoqueue work jobs -q --drain --max-attempts 1 --task-timeout 100ms --time-l
 $ gone pids
 $ cat jobs/failed/$x.error -> killed after 0.1s (try 1)
 $ femtoqueue push jobs y -> ...
-$ femtoqueue work jobs -q --task-timeout 9s -- sh -c \
+$ femtoqueue work jobs -q --task-timeout 1s -- sh -c \
  'sleep 1000 & echo $!; kill -INT $(worker); exit 130' > pids -> ! ...
 $ gone pids
 $ states -> failed 1, pending 1
