@@ -1114,7 +1114,7 @@ def _finish_read(fd: int, head: bytes, ident: str) -> _Record:
 #   undoing. A stopped process may hold it for ever. So maintenance, coroutines and the thread that
 #   renews leases only try to take it. A thread takes no second one, but in a signal handler.
 # - _Worker.lock is held while a task is claimed, renewed, settled or reclaimed, and during
-#   maintenance.
+#   maintenance. To settle a task with a key, the lock of the key is enough.
 # - inflight-<node>/ is locked by its worker, shared. Another process tries to take the exclusive
 #   lock, to find out whether the worker is dead, and holds it while it reclaims the leases.
 # - The lock of a log handler: a thread may log a message while it holds any of the locks above.
@@ -2212,8 +2212,7 @@ class _LeaseDir:
 #    Invariant: the rename (or unlink) commits the change, and for the holder of a lease it also
 #    tests the fence. The reason in failed/ and the file in checkpoints/ are changed only after it.
 #    Lock: a thread holds the worker's lock while it claims, renews, settles or reclaims a task, but
-#    not while it reads or writes a payload for a caller. For a task with a key, the lock of the key
-#    is enough to settle it.
+#    not while it reads or writes a payload for a caller. See TOPIC: locks.
 # ==================================================================================================
 
 
@@ -4439,7 +4438,7 @@ class _Waits:
         if task is None or os.getpid() != self._pid:
             return
         self._lease_dir.orphans.setdefault(task.path, _lease_of(task).source)
-        key_lock = self._worker.keys.lock_of(task.id, _FOREVER_S)
+        key_lock = self._worker.keys.lock_of(task.id)
         # After an error, the next reclaim puts the task back.
         with suppress(OSError), key_lock, self._worker.lock:
             self._worker.reclaim(task.path)
@@ -4807,7 +4806,7 @@ class _WorkerPool:
             else:
                 task = queue.pop(_BASE_INTERVAL_S)
         except (OSError, MemoryError) as error:
-            if not self._is_passing(error):
+            if not self._may_go_on(error):
                 raise
         if task is None:
             if not self._running and time.monotonic() >= self._idle_end_s:
@@ -4841,7 +4840,7 @@ class _WorkerPool:
             if not lease.outcome:
                 if getattr(error, "errno", None) in _ONE_FILE_ERRNOS:
                     time.sleep(_BASE_INTERVAL_S)
-                elif not self._is_passing(error):
+                elif not self._may_go_on(error):
                     self._error = self._error or error
             if not has_begun:
                 self._give_back(task)
@@ -4855,7 +4854,7 @@ class _WorkerPool:
         then = _AFTER_FAILURE.get(outcome, outcome)
         return f"{task.id}: try {task.attempts} failed, {then}: {why}"
 
-    def _is_passing(self, error: BaseException) -> bool:
+    def _may_go_on(self, error: BaseException) -> bool:
         """Return True, after a pause, if the pool can go on after an error of its own."""
         ident = getattr(error, "task_id", "")
         now_s = time.monotonic()
@@ -5539,10 +5538,11 @@ class _SharedFiles(_Files):
         except FileNotFoundError:
             if before is None or not self._was_moved(before, began_ns, source, target):
                 raise
+        if not target.startswith("keys/") or _state_of(source) not in _LIVE:
+            return target
         # RACE (KeyedOnSharedFileSystem, hosts.py): another host has moved this file out of keys/.
         # This host still takes the target for the same file, and rename() does nothing (stale).
-        is_aside = target.startswith("keys/") and _state_of(source) in _LIVE
-        for pause_s in itertools.islice(_backoff_s(0.01, 1.0), 10 * is_aside):
+        for pause_s in itertools.islice(_backoff_s(0.01, 1.0), 10):
             if target[5:] in self.names("keys"):
                 break
             time.sleep(pause_s)
@@ -6359,9 +6359,9 @@ class _CommandPool(_WorkerPool):
             time.sleep(_TICK_S)
         super()._abort()
 
-    def _is_passing(self, error: BaseException) -> bool:
+    def _may_go_on(self, error: BaseException) -> bool:
         if not _is_shortage(error):
-            return super()._is_passing(error)
+            return super()._may_go_on(error)
         _warn_once(f"{error}; trying again")
         self._is_told.wait(_BASE_INTERVAL_S)
         return True
