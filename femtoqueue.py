@@ -448,8 +448,9 @@ _RELEASE_NS = 1_795_824_000 * 10**9  # 2026-11-28, the date of this release
 _MAX_ATTEMPTS = 999_999  # a name has room for six digits
 _DETACHED = "00000000"  # the <boot> of a detached lease
 _MAX_KEY_BYTES = 200
-_ID_LENGTH = 37
-_TAG_LENGTH = 16
+# where the id and its tag begin in a path, counted from the end
+_ID_AT = -37
+_TAG_AT = -16
 
 _NS = "0[0-8][0-9]{18}"
 _ID = f"({_NS}-[0-9a-f]{{16}})"
@@ -528,11 +529,11 @@ def _state_of(path: str) -> str:
 
 
 def _id_of(path: str) -> str:
-    return path[-_ID_LENGTH:]
+    return path[_ID_AT:]
 
 
 def _tag_of(ident: str) -> str:
-    return ident[-_TAG_LENGTH:]
+    return ident[_TAG_AT:]
 
 
 def _stamp_of(path: str) -> int:
@@ -550,9 +551,9 @@ def _ends_at(path: str) -> bool:
     return not path or path.startswith(_ENDED)
 
 
-def _is_keyed(ident: str) -> bool:
-    """Say whether an id's tag is the hash of a key."""
-    return ident[21] > "7"
+def _is_keyed(path: str) -> bool:
+    """Say whether the tag of an id, or of the id in a path, is the hash of a key."""
+    return path[_TAG_AT] > "7"
 
 
 def _date_ns() -> int:
@@ -763,6 +764,10 @@ class FemtoTask:
     Two tasks are equal if `id`, `data`, `attempts` and `key` are equal.
     """
 
+    checkpoint: bytes | None = None
+    error: str | None = None
+    since: datetime | None = None
+
     def __init__(
         self,
         id: str,
@@ -778,10 +783,7 @@ class FemtoTask:
         # comparison in a handler.
         self.attempts: int | Any = attempts
         self.key = key
-        self.checkpoint: bytes | None = None
-        self.error: str | None = None
         self.size_bytes: int | None = len(data)
-        self.since: datetime | None = None
         self._lease = _lease
         self._anchor_ns = _anchor_ns  # of the queue clock, for `until`
 
@@ -1707,10 +1709,13 @@ class _Files:
         dirs = self.dirs
         old = dirs[directory]
         new = dirs[new_directory]
-        name = old.prefix + name
-        new_name = new.prefix + new_name
         try:
-            os.replace(name, new_name, src_dir_fd=old.fd, dst_dir_fd=new.fd)
+            os.replace(
+                old.prefix + name,
+                new.prefix + new_name,
+                src_dir_fd=old.fd,
+                dst_dir_fd=new.fd,
+            )
         except OSError as error:
             # RACE (Shrinking): another thread has refreshed the directories.
             if error.errno not in _MISSING_ERRNOS or not (
@@ -1724,7 +1729,7 @@ class _Files:
         # source would stay, and the finished task would be delivered again for ever. So the source
         # is removed here. To save time, this is not done after a first delivery: if the source
         # stays then, the end of the next delivery removes the source.
-        if "~1~" not in source and _ends_at(target) and directory != "creating":
+        if "~1~" not in source and directory != "creating" and _ends_at(target):
             self.unlink_if_exists(source)
         return target
 
@@ -2035,7 +2040,7 @@ class _Batch:
             if renamed != lost:
                 names.append(renamed.partition("/")[2])
             pending = self._files.dirs["pending"]
-            while names and not _is_keyed(_id_of(names[-1])):
+            while names and not _is_keyed(names[-1]):
                 if os.access(pending.prefix + names[-1], os.F_OK, dir_fd=pending.fd):
                     break
                 names.pop()
@@ -2134,7 +2139,7 @@ class _LeaseDir:
         deadline_ns = (
             int(time.monotonic() * 1e9) + self._clock.anchor_ns + lease.length_ns
         )
-        new_name = f"0{deadline_ns}~{attempts}~{self._boot}~{name[-_ID_LENGTH:]}"
+        new_name = f"0{deadline_ns}~{attempts}~{self._boot}~{name[_ID_AT:]}"
         lease.name = new_name
         lease.path = f"{self.directory}/{new_name}"
         lease.source = f"{directory}/{name}"
@@ -2144,12 +2149,15 @@ class _LeaseDir:
             # RACE (LeaseDirectoryLost): another process has moved or removed the directory.
             return False
         try:
-            where = dirs[directory]
-            old = where.prefix + name
-            new = held.prefix + new_name
+            old = dirs[directory]
             # CRASH (Crash, faults.py): after the rename, the task is leased, and the name counts
             # this attempt.
-            os.rename(old, new, src_dir_fd=where.fd, dst_dir_fd=held.fd)
+            os.rename(
+                old.prefix + name,
+                held.prefix + new_name,
+                src_dir_fd=old.fd,
+                dst_dir_fd=held.fd,
+            )
         except OSError as error:
             # RACE (Concurrency, LeaseDirectoryLost): another process moves the task first, or
             # removes our lease directory.
@@ -2247,7 +2255,7 @@ class _Worker:
     def move_task(self, source: str, target: str, until_s: float = _FOREVER_S) -> str:
         """Move a task's file, and return its path, which may be another for a task with a key.
         target "": remove the file. until_s: as in _Keys.lock()."""
-        if _is_keyed(_id_of(source)):
+        if _is_keyed(source):
             return self.keys.move_keyed(source, target, until_s)
         return self.files.move(source, target)
 
@@ -2260,13 +2268,15 @@ class _Worker:
         """Rename the file of a leased task, for its holder, and return the new path. outcome: the
         field of WorkCounts that counts the delivery, or "" if it goes on. Raises LeaseLost. After
         an OSError of a later step, the task has moved."""
-        ident = lease.path[-_ID_LENGTH:]
-        is_keyed = ident[21] > "7"  # inlined: a call would be 3 % of done()
-        with self.keys.lock(ident[-_TAG_LENGTH:]) if is_keyed else self.lock:
+        tag = lease.path[_TAG_AT:]
+        is_keyed = tag >= "8"  # inlined: a call would be 3 % of done()
+        with self.keys.lock(tag) if is_keyed else self.lock:
             try:
                 # RACE (Model): another worker moves the file first
-                move = self.keys.move_keyed if is_keyed else self.files.move
-                gone_to = move(lease.path, target)
+                if is_keyed:
+                    gone_to = self.keys.move_keyed(lease.path, target)
+                else:
+                    gone_to = self.files.move(lease.path, target)
             except FileNotFoundError:
                 # a missing data_dir or state directory is disk trouble, and raises here
                 directory = os.path.dirname(target)
@@ -2274,7 +2284,7 @@ class _Worker:
                 raise self.lease_lost(lease) from None
             lease.outcome = outcome
         if lease.has_checkpoint and _ends_at(target):
-            self.files.remove(f"checkpoints/{ident}")
+            self.files.remove(f"checkpoints/{_id_of(lease.path)}")
         return gone_to
 
     def lease_lost(self, lease: _Lease) -> LeaseLost:
@@ -2293,9 +2303,7 @@ class _Worker:
         lease = _lease_of(task)
         if self.keep_done:
             try:
-                gone_to = self.move_leased(
-                    lease, f"done/{lease.path[-_ID_LENGTH:]}", "done"
-                )
+                gone_to = self.move_leased(lease, f"done/{lease.path[_ID_AT:]}", "done")
             except OSError as error:
                 # If the lease is gone, only a step after the rename has failed.
                 refused = (*_OUT_OF_SPACE_ERRNOS, errno.EISDIR, errno.EPERM)
@@ -2573,22 +2581,21 @@ class _Consumer(_Worker):
     def _deliver(self, lease: _Lease) -> FemtoTask | None:
         """Read a claimed task, and return it. Return None if it became a dead letter, waits again,
         or is gone."""
-        path = lease.path
         waiting = lease.source
-        ident = path[-_ID_LENGTH:]
+        ident = waiting[_ID_AT:]
         before = 0
         if "~" in waiting:
             before = _attempts_of(waiting)
         if self.max_attempts is not None and before >= self.max_attempts:
             why = f"delivered {before} times without done() or fail(): max_attempts reached"
-            self.quarantine(path, why)
+            self.quarantine(lease.path, why)
             return None
         data = None
         try:
             data, key = self.files.read(self.lease_dir.directory, lease.name, ident)
             payload = data if key is None else self.keys.to_deliver(lease, data)
         except CorruptTask as error:
-            self.quarantine(path, error.reason)
+            self.quarantine(lease.path, error.reason)
             return None
         except FileNotFoundError as error:
             # a person moved the lease, or the lease directory
@@ -3543,7 +3550,7 @@ class FemtoQueue:
         )
         if "failed" in wanted:
             for name in filter(_parse_reason, files.names("failed")):
-                if not files.exists(f"failed/{name[:_ID_LENGTH]}"):
+                if not files.exists(f"failed/{name.removesuffix('.error')}"):
                     files.unlink_if_older(f"failed/{name}", before_s)
         return count
 
@@ -3851,7 +3858,7 @@ class _Keys:
         self, path: str, until_s: float = _FOREVER_S
     ) -> AbstractContextManager[Any]:
         """Return lock() for the path or id of a task with a key, else a nullcontext()."""
-        is_keyed = _is_keyed(_id_of(path))
+        is_keyed = _is_keyed(path)
         return self.lock(_tag_of(path), until_s) if is_keyed else nullcontext()
 
     def _linked(self, tag: str) -> tuple[str, str]:
