@@ -300,20 +300,35 @@ a finished task is not delivered, even if a second name of it came back | Lifecy
 +        if not source and
 the claim is one rename: a task is leased once | Crash
 ; faults: SIGKILL; hosts: calm ~ leased twice|stands in; nfs: calm ~ leased twice|stands in
--            os.rename(old, new, src_dir_fd=where.fd, dst_dir_fd=held.fd)
-+            os.link(old, new, src_dir_fd=where.fd, dst_dir_fd=held.fd)
+-            os.rename(
+-                old.prefix + name,
+-                held.prefix + new_name,
+-                src_dir_fd=old.fd,
+-                dst_dir_fd=held.fd,
+-            )
++            new = held.prefix + new_name
++            os.link(old.prefix + name, new, src_dir_fd=old.fd, dst_dir_fd=held.fd)
 +            with suppress(FileNotFoundError):
-+                os.unlink(old, dir_fd=where.fd)
++                os.unlink(old.prefix + name, dir_fd=old.fd)
 the claim is one rename: a task is in one state at each instant | Crash; faults: SIGKILL
--            os.rename(old, new, src_dir_fd=where.fd, dst_dir_fd=held.fd)
-+            with open(os.open(old, os.O_RDONLY, dir_fd=where.fd), "rb") as file:
+-            os.rename(
+-                old.prefix + name,
+-                held.prefix + new_name,
+-                src_dir_fd=old.fd,
+-                dst_dir_fd=held.fd,
+-            )
++            fd = os.open(old.prefix + name, os.O_RDONLY, dir_fd=old.fd)
++            with open(fd, "rb") as file:
 +                content = file.read()
-+            os.unlink(old, dir_fd=where.fd)
++            os.unlink(old.prefix + name, dir_fd=old.fd)
 +            with open(f"{self._files.path}/{lease.path}", "wb") as file:
 +                file.write(content)
 a claim moves a task only into the directory whose lock the worker holds | LeaseDirectoryLost
--            os.rename(old, new, src_dir_fd=where.fd, dst_dir_fd=held.fd)
-+            os.rename(old, f"{self._files.path}/{lease.path}", src_dir_fd=where.fd)
+-                held.prefix + new_name,
+-                src_dir_fd=old.fd,
+-                dst_dir_fd=held.fd,
++                f"{self._files.path}/{lease.path}",
++                src_dir_fd=old.fd,
 work() passes over a task that can't be read | TroubleOfOneTask
 -            error.task_id = ident  # type: ignore[union-attr]
 a task that can't be read has its attempts counted | TroubleOfOneTask
@@ -463,8 +478,12 @@ a push writes only into the directory that the queue has opened | Faults
 -            fd = os.open(source, _CREATE_FLAGS, self._file_mode, dir_fd=old.fd)
 +            fd = os.open(f"{old.path}/{source}", _CREATE_FLAGS, self._file_mode)
 a move stays in the directories that the queue has opened | Faults
--            os.replace(name, new_name, src_dir_fd=old.fd, dst_dir_fd=new.fd)
-+            os.replace(f"{self.path}/{source}", f"{self.path}/{target}")
+-                old.prefix + name,
+-                new.prefix + new_name,
+-                src_dir_fd=old.fd,
+-                dst_dir_fd=new.fd,
++                f"{self.path}/{source}",
++                f"{self.path}/{target}",
 a read stays in the directory that the queue has opened | Faults
 -                fd = os.open(where.prefix + name, _READ_FLAGS, dir_fd=where.fd)
 +                fd = os.open(f"{where.path}/{name}", _READ_FLAGS)
@@ -742,7 +761,7 @@ attempts are counted | Model
 -        attempts = min(_attempts_of(name) + 1, _MAX_ATTEMPTS) if "~" in name else 1
 +        attempts = 1
 a corrupt task goes to failed/, and pop() goes on | Corruption
--            self.quarantine(path, error.reason)
+-            self.quarantine(lease.path, error.reason)
 a worker that lost its lease can't end the task | Model
 ; fuzz: lives; storm: ~ settled:; hosts: cut ~ \(\) by .*, when|not refused
 -                raise self.lease_lost(lease) from None
