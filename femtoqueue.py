@@ -75,7 +75,7 @@ Terms that are not explained elsewhere:
 The parts of this file, in their order. A part uses the parts above it. The names of later parts
 that it uses stand in .ci/lint.py.
 
-    core          System · Names · Errors and values · Records · File locks · Files · Queue clock ·
+    core          System · Names · Errors and values · Records · Open files · Files · Queue clock ·
                   Batch · Lease directory · Worker · Delivery · Maintenance
     interface     FemtoQueue
     on top        Keys · Waiting · Processing · Worker pool · Inspection · Tickets ·
@@ -146,7 +146,7 @@ __all__ = [
 __version__ = "1.0.0"
 
 # ==================================================================================================
-# 1. System: system calls and constants that Python lacks, open directories, and small helpers.
+# 1. System: system calls and constants that Python lacks, and small helpers.
 #    Invariant: time.time() and time.monotonic() are looked up in the module `time` at each call,
 #    because a program under test may replace them. A replaced clock may stand still.
 # ==================================================================================================
@@ -261,56 +261,6 @@ def _read_boot_id() -> str | None:
 def _boot_tag(boot_id: str, directory: _OpenFile) -> str:
     """Return 8 hex digits. Processes that get the same ones see each other's flocks."""
     return f"{binascii.crc32(f'{boot_id} {directory.status().st_dev}'.encode()):08x}"
-
-
-class _OpenFile:
-    """An open file or directory. It is closed with the last reference at the latest."""
-
-    # A call names a file in an open directory by `prefix + name` and `dir_fd=fd`. Where the system
-    # has no such calls (Windows), fd is None, and prefix is the path of the directory.
-    fd: int | None = None
-    prefix = ""
-
-    def __init__(
-        self, parent: _OpenFile | None, name: str, flags: int = _DIR_FLAGS
-    ) -> None:
-        # data_dir has no parent: its name is a path
-        self.parent = parent
-        self.name = parent.prefix + name if parent else name
-        self.path: str = os.path.join(parent.path, name) if parent else name
-        try:
-            if _HAS_DIR_FDS:
-                self.fd = self._open(flags)
-            else:
-                self.prefix = os.path.join(self.path, "")
-                os.stat(self.prefix)
-        except OSError as error:
-            if error.errno:  # else the error of a signal handler
-                error.filename = self.path
-            raise
-
-    def _open(self, flags: int, mode: int = 0) -> int:
-        dir_fd = self.parent.fd if self.parent else None
-        return os.open(self.name, flags, mode, dir_fd=dir_fd)
-
-    def status(self) -> os.stat_result:
-        return os.stat(self.path if self.fd is None else self.fd)
-
-    def is_at_path(self) -> bool:
-        with _ignore_missing():
-            dir_fd = self.parent.fd if self.parent else None
-            return os.path.samestat(os.lstat(self.name, dir_fd=dir_fd), self.status())
-        return False
-
-    def close(self) -> None:
-        fd, self.fd = self.fd, None
-        if fd is not None:
-            os.close(fd)
-
-    def __del__(self) -> None:
-        with suppress(Exception):
-            # the interpreter ends, and has cleared what close() needs
-            self.close()
 
 
 def _follow_owner(fd: Any, data_dir: os.stat_result, mode: int) -> None:
@@ -1094,9 +1044,9 @@ def _finish_read(fd: int, head: bytes, ident: str) -> _Record:
 
 
 # ==================================================================================================
-# 5. File locks: flock(2) on files and directories, not held by forked children.
-#    Invariant: a lock ends with close(), with the last reference to the lock, or with the process.
-#    A forked child never keeps a lock.
+# 5. Open files: files and directories that are held open, and their locks by flock(2).
+#    Invariant: a lock ends with close(), with the last reference to the open file, or with the
+#    process: Ctrl-C may come between any two lines. A forked child never keeps a lock.
 # ==================================================================================================
 
 # TOPIC: fork(), and what a forked child has.
@@ -1134,7 +1084,7 @@ _NO_FLOCK_ERRNOS = (
     errno.EBADF,
     errno.EINVAL,
 )
-_LOCK_FLAGS = os.O_RDWR | os.O_CREAT | _NO_FOLLOW_OR_BLOCK
+_LOCK_FLAGS = os.O_RDWR | _NO_FOLLOW_OR_BLOCK
 # The pauses between two attempts to take a lock. Not flock() itself waits: it has no timeout, and a
 # cut network leaves the request with the servers of GlusterFS for ever.
 _LOCK_PAUSE_S = 0.00005
@@ -1144,52 +1094,56 @@ _LONG_WAIT_S = 5.0  # a longer wait for a lock is logged
 _process_id = os.getpid()
 
 
-class _FileLock(_OpenFile):
-    """An open file or directory that can be locked."""
+class _OpenFile:
+    """An open file or directory, which can be locked. It is closed with the last reference at the
+    latest."""
 
-    # An exception from a signal handler (Ctrl-C) may come between any two lines, and the lock must
-    # end then, too: with the last reference to this object.
-
-    parent: _OpenFile
-    fd: Any
+    # A call names a file in an open directory by `prefix + name` and `dir_fd=fd`. Where the system
+    # has no such calls (Windows), fd is None, and prefix is the path of the directory.
+    fd: Any = None
+    prefix = ""
+    _may_be_locked = False
 
     def __init__(
-        self, parent: _OpenFile, name: str, flags: int = _LOCK_FLAGS, mode: int = 0
+        self,
+        parent: _OpenFile | None,
+        name: str,
+        flags: int = _DIR_FLAGS,
+        mode: int = 0,
     ) -> None:
-        self._mode = mode
-        super().__init__(parent, name, flags)
+        # data_dir has no parent: its name is a path
+        self.parent = parent
+        self.name = parent.prefix + name if parent else name
+        self.path: str = os.path.join(parent.path, name) if parent else name
+        try:
+            if _HAS_DIR_FDS:
+                dir_fd = parent.fd if parent else None
+                self.fd = os.open(self.name, flags, mode, dir_fd=dir_fd)
+            else:
+                self.prefix = os.path.join(self.path, "")
+                os.stat(self.prefix)
+        except OSError as error:
+            if error.errno:  # else the error of a signal handler
+                error.filename = self.path
+            raise
+
+    def status(self) -> os.stat_result:
+        return os.stat(self.path if self.fd is None else self.fd)
+
+    def is_at_path(self) -> bool:
+        with _ignore_missing():
+            dir_fd = self.parent.fd if self.parent else None
+            return os.path.samestat(os.lstat(self.name, dir_fd=dir_fd), self.status())
+        return False
+
+    def try_lock(self, how: str = "LOCK_EX") -> bool | None:
+        """Try to take the lock. Return None if flock does not work here."""
+        if fcntl is None:
+            return None
         # If another thread forks before this line, and this process dies before that child, the
         # child's copy of the descriptor keeps the lock.
         _fork_hooks[self] = _OpenFile.close
-
-    def _open(self, flags: int, mode: int = 0) -> int:
-        # Without O_CREAT: in a sticky directory, the kernel refuses O_CREAT for another user's
-        # file (fs.protected_regular).
-        old_flags = flags & ~os.O_CREAT
-        try:
-            return super()._open(old_flags)
-        except FileNotFoundError:
-            if flags == old_flags:
-                raise
-        # RACE (ManyUsers): another process makes the file between our two calls of open(). O_EXCL
-        # keeps us from giving a mode to that file, which may be a link to a file elsewhere.
-        try:
-            fd = super()._open(flags | os.O_EXCL, self._mode)
-        except FileExistsError:
-            return super()._open(old_flags)
-        _follow_owner(fd, self.parent.status(), self._mode)
-        return fd
-
-    def try_shared(self) -> bool | None:
-        return self._try("LOCK_SH")
-
-    def try_exclusive(self) -> bool | None:
-        return self._try("LOCK_EX")
-
-    def _try(self, how: str) -> bool | None:
-        """Try to take a lock. Return None if flock does not work here."""
-        if fcntl is None:
-            return None
+        self._may_be_locked = True
         try:
             fcntl.flock(self.fd, getattr(fcntl, how) | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -1204,9 +1158,8 @@ class _FileLock(_OpenFile):
         """Take the exclusive lock. Raises BlockingIOError if it is not free at the time until_s
         (monotonic clock; 0: try once), OSError if flock does not work here."""
         began_s = time.monotonic()
-        for pause_s in _backoff_s(_LOCK_PAUSE_S, _LONGEST_LOCK_PAUSE_S):
-            if locked := self.try_exclusive():
-                return
+        pause_s = _LOCK_PAUSE_S
+        while not (locked := self.try_lock()):
             if locked is None:
                 raise OSError(errno.ENOTSUP, _NO_FLOCK, self.path)
             now_s = time.monotonic()
@@ -1216,19 +1169,28 @@ class _FileLock(_OpenFile):
             if now_s >= began_s + _LONG_WAIT_S:
                 _warn_once(f"waiting for {self.path}, which another process has locked")
             time.sleep(min(pause_s, until_s - now_s))
+            pause_s = min(2 * pause_s, _LONGEST_LOCK_PAUSE_S)
 
     def close(self) -> None:
         """Unlock and close the file. A forked child only closes its copy."""
-        # Closing alone is not enough: the copy of a forked child would keep the lock.
+        if self.fd is None:
+            return
         try:
             try:
-                if fcntl and self.fd is not None and os.getpid() == _process_id:
+                # Closing alone is not enough: the copy of a forked child would keep the lock.
+                if self._may_be_locked and os.getpid() == _process_id:
                     fcntl.flock(self.fd, fcntl.LOCK_UN)
             finally:
-                super().close()
+                fd, self.fd = self.fd, None
+                os.close(fd)
         except OSError as error:
             # the work under the lock is done, or flock does not work here
             _raise_if_no_errno(error)
+
+    def __del__(self) -> None:
+        with suppress(Exception):
+            # the interpreter ends, and has cleared what close() needs
+            self.close()
 
 
 # Maps objects to functions. A forked child calls each function with its object.
@@ -1592,18 +1554,34 @@ class _Files:
 
     # Locking
 
-    def open_lock(self, path: str, flags: int = _LOCK_FLAGS) -> _FileLock:
-        """Open a file to lock it. Those who may not write to data_dir may not read the file either:
-        flock() needs only reading, and they could stop all others."""
+    def open_lock(self, path: str) -> _OpenFile:
+        """Open a file to lock it."""
         if fcntl is None:
             raise OSError(errno.ENOTSUP, _NO_FLOCK, f"{self.path}/{path}")
         directory, _, name = path.rpartition("/")
-        return _FileLock(self.dirs[directory], name, flags, self.lock_mode)
+        return _OpenFile(self.dirs[directory], name, _LOCK_FLAGS)
 
-    def lock_dir(self, directory: str) -> _FileLock:
-        return _FileLock(self.root, directory, _DIR_FLAGS)
+    def make_lock(self, path: str) -> _OpenFile:
+        """Open a file to lock it. If it is missing, make it. Those who may not write to data_dir
+        may not read the file either: flock() needs only reading, and they could stop all others."""
+        # First without O_CREAT: in a sticky directory, the kernel refuses O_CREAT for another
+        # user's file (fs.protected_regular).
+        with suppress(FileNotFoundError):
+            return self.open_lock(path)
+        # RACE (ManyUsers): another process makes the file between our two calls of open(). O_EXCL
+        # keeps us from giving a mode to that file, which may be a link to a file elsewhere.
+        with suppress(FileExistsError):
+            directory, _, name = path.rpartition("/")
+            flags = _LOCK_FLAGS | os.O_CREAT | os.O_EXCL
+            made = _OpenFile(self.dirs[directory], name, flags, self.lock_mode)
+            _follow_owner(made.fd, self.root.status(), self.lock_mode)
+            return made
+        return self.open_lock(path)
 
-    def open_dir(self, directory: str) -> _FileLock | None:
+    def lock_dir(self, directory: str) -> _OpenFile:
+        return _OpenFile(self.root, directory)
+
+    def open_dir(self, directory: str) -> _OpenFile | None:
         """Open the lease directory of another worker, to lock it. Return None if it is passed
         over."""
         try:
@@ -2066,7 +2044,7 @@ class _LeaseDir:
         # The leases to reclaim, and the paths to move the tasks to. None: the place of the push.
         self.orphans: dict[str, str | None] = {}
         self.close_count = 0
-        self._held: _FileLock | None = None  # the lock of the directory
+        self._held: _OpenFile | None = None  # the lock of the directory
 
     # Opening
 
@@ -2102,7 +2080,7 @@ class _LeaseDir:
         end_s = time.monotonic() + _LONG_WAIT_S
         try:
             # RACE (Liveness): another process has the exclusive lock, to find out whether we live.
-            while (is_shared := lock.try_shared()) is False:
+            while (is_shared := lock.try_lock("LOCK_SH")) is False:
                 if time.monotonic() >= end_s:
                     raise PermissionError
                 time.sleep(_LOCK_PAUSE_S)
@@ -2111,7 +2089,7 @@ class _LeaseDir:
             if is_shared is None:
                 # With a random <boot>, no process whose flock works takes this worker for dead.
                 self._clock.boot = os.urandom(4).hex()
-            elif self._held is None and lock.try_exclusive() and lock.is_at_path():
+            elif self._held is None and lock.try_lock() and lock.is_at_path():
                 # The leases of an earlier process. If this object has held another directory, a
                 # person may have moved its leases here.
                 with suppress(OSError):
@@ -2119,9 +2097,9 @@ class _LeaseDir:
             self._boot = _DETACHED if self._worker.detached else self._clock.boot
             # Not the descriptor of the lock: close() in another thread closes it during a read.
             opened = self._files.dirs.open(self.directory)
-            # RACE (Liveness): try_exclusive() has dropped the shared lock, and another process
+            # RACE (Liveness): try_lock() has dropped the shared lock, and another process
             # takes the exclusive one. Or it removed the directory before our lock.
-            if lock.try_shared() is not False and lock.is_at_path():
+            if lock.try_lock("LOCK_SH") is not False and lock.is_at_path():
                 self._held = lock
                 self._files.dirs[self.directory] = opened
         finally:
@@ -2182,7 +2160,7 @@ class _LeaseDir:
             return
         with closing(lock):
             try:
-                is_alone = lock.try_exclusive()
+                is_alone = lock.try_lock()
                 if is_alone is None or (is_alone and lock.is_at_path()):
                     if is_alone:
                         self._worker.reclaim_all(self.directory)
@@ -2853,7 +2831,7 @@ class _Maintenance:
         if lock is None:
             return
         with closing(lock):
-            if not lock.try_exclusive() or not lock.is_at_path():
+            if not lock.try_lock() or not lock.is_at_path():
                 return
             self._worker.reclaim_all(directory, self._worker.clock.boot)
             # On some mounts (FUSE), other hosts do not see a flock on a directory. An idle worker
@@ -3792,7 +3770,7 @@ def _warn_of_old_tasks(files: _Files) -> None:
 
 # The locks of keys that are held. Weak: if Ctrl-C comes between any two lines of lock(), the lock
 # ends with the frame.
-_key_locks = weakref.WeakValueDictionary[tuple[object, ...], _FileLock]()
+_key_locks = weakref.WeakValueDictionary[tuple[object, ...], _OpenFile]()
 
 
 class _Keys:
@@ -3821,11 +3799,11 @@ class _Keys:
         # while another process locks a new file.
         path = f"locks/{tag[-2:]}"
         try:
-            lock = self._files.open_lock(path)
+            lock = self._files.make_lock(path)
         except FileNotFoundError:
             self._files.dirs.refresh()
             self._make_dir("locks")
-            lock = self._files.open_lock(path)
+            lock = self._files.make_lock(path)
         with closing(lock):
             lock.acquire_exclusive(until_s)
             _key_locks[self._holder(tag)] = lock
@@ -4954,7 +4932,7 @@ def _node_stats(worker: _Worker, directory: str) -> NodeStats:
     is_free = None
     if lock := worker.files.open_dir(directory):
         with closing(lock):
-            is_free = lock.try_exclusive()
+            is_free = lock.try_lock()
     liveness = "alive" if is_free is False else "unknown"
     if is_free and any(entry.boot == worker.clock.boot for entry in leases):
         liveness = "dead"
@@ -5081,7 +5059,7 @@ class _HeldTicket:
 
     had_turn = False  # True: is_head() has found this ticket to be the first in line
 
-    def __init__(self, member: str, lock: _FileLock, touched_s: float) -> None:
+    def __init__(self, member: str, lock: _OpenFile, touched_s: float) -> None:
         self.member = member
         self.lock = lock
         self.touched_s = touched_s
@@ -5163,7 +5141,7 @@ class TicketQueue:
                     raise
             time.sleep(_REDRAW_PAUSE_S)
 
-    def _join_locked(self, last: _FileLock) -> _HeldTicket:
+    def _join_locked(self, last: _OpenFile) -> _HeldTicket:
         """Take the next ticket. The caller has locked the file "last"."""
         noted = b""
         if not self._files.is_shared:  # else what is read may be old
@@ -5176,7 +5154,7 @@ class TicketQueue:
         os.pwrite(last.fd or 0, b"%020d" % number, 0)
         began_s = time.time()
         name = f"{number:020d}~{self._boot}~{os.urandom(8).hex()}"
-        lock = self._files.open_lock(f".{name}")
+        lock = self._files.make_lock(f".{name}")
         # RACE (SharedTickets): this host is cut off from the network, and loses the lock of "last"
         # without notice. Another host then removes the new file as a leftover. Or it draws the same
         # number or a higher one, and may have its turn now: our ticket would give this member a
@@ -5354,16 +5332,16 @@ class TicketQueue:
         return False
 
     @contextmanager
-    def _locked(self, until_s: float = _FOREVER_S) -> Iterator[_FileLock]:
+    def _locked(self, until_s: float = _FOREVER_S) -> Iterator[_OpenFile]:
         """Hold the lock of the file "last" for the block, and yield the file. Raises as
         acquire_exclusive() does, and FileNotFoundError if queue_dir is missing."""
         self._files.dirs.refresh()
-        with closing(self._files.open_lock("last")) as lock:
+        with closing(self._files.make_lock("last")) as lock:
             lock.acquire_exclusive(until_s)
             if not lock.is_at_path():
                 # RACE (Tickets): maybe_cleanup() removed the file while we waited.
                 raise _os_error(errno.ENOENT, lock.path)
-            # CRASH (Tickets): a process dies in _join_locked(), after open_lock() and before the
+            # CRASH (Tickets): a process dies in _join_locked(), after make_lock() and before the
             # rename. Its file is needed only under the lock of "last", so it is a leftover here.
             for name in self._files.names(""):
                 if name[0] == "." and _parse_ticket(name[1:]):
@@ -5378,9 +5356,9 @@ class TicketQueue:
         """Return whether a member lives. If not, remove its ticket."""
         with _ignore_missing():
             # RACE (Tickets): the member or another process removed the ticket
-            with closing(self._files.open_lock(member, os.O_RDWR)) as lock:
+            with closing(self._files.open_lock(member)) as lock:
                 if member.split("~")[1] == self._boot or self._files.is_local:
-                    is_dead = lock.try_exclusive()
+                    is_dead = lock.try_lock()
                 else:
                     # Not by the path: a network file system may return a time of a minute ago.
                     is_dead = time.time() - lock.status().st_mtime > self._stale_s

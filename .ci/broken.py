@@ -355,8 +355,8 @@ work() ends if nothing but errors of single tasks comes | TroubleOfOneTask hangs
 -        if not ident or (now_s >= self._trouble_end_s and not self._running):
 +        if not ident:
 root changes the mode only of a file that it made itself | ManyUsers
--            fd = super()._open(flags | os.O_EXCL, self._mode)
-+            fd = super()._open(flags, self._mode)
+-            flags = _LOCK_FLAGS | os.O_CREAT | os.O_EXCL
++            flags = _LOCK_FLAGS | os.O_CREAT
 a due time is compared with a margin of a microsecond | ReplacedClock
 -    return _wall_ns() + 1000
 +    return _wall_ns()
@@ -408,8 +408,8 @@ a task put back to the front has the order of its push | Lifecycle
 -            if names and name < names[0]:
 +            if names and name < names[-1]:
 a worker that restarts under its node_id takes back its tasks | Model
--        elif self._held is None and lock.try_exclusive() and lock.is_at_path():
-+        elif self._held is None and not lock.try_exclusive():
+-        elif self._held is None and lock.try_lock() and lock.is_at_path():
++        elif self._held is None and not lock.try_lock():
 a detached lease outlives a restart of its node_id | CommandLine
 - for it in self.files.entries(directory) if it.boot != _DETACHED]
 + for it in self.files.entries(directory)]
@@ -439,8 +439,8 @@ close() does not touch the leases of another worker with the same node_id | Mode
 -            if is_alone is None or (is_alone and lock.is_at_path()):
 +            if is_alone in (None, True):
 a dead worker's tasks come back at once | Model
--            if not lock.try_exclusive() or not lock.is_at_path():
-+            if lock.try_exclusive() or not lock.is_at_path():
+-            if not lock.try_lock() or not lock.is_at_path():
++            if lock.try_lock() or not lock.is_at_path():
 if a lease can't be moved, other leases still end | Liveness
 -            try:
 -                _for_each(self._worker.reclaim, [*self._lease_dir.orphans])
@@ -466,8 +466,8 @@ a directory of the queue that is a link is refused | Durability
 -_DIR_FLAGS = _ROOT_FLAGS | _NO_FOLLOW_OR_BLOCK
 +_DIR_FLAGS = _ROOT_FLAGS
 a lock file that is a link is not followed | Trust
--_LOCK_FLAGS = os.O_RDWR | os.O_CREAT | _NO_FOLLOW_OR_BLOCK
-+_LOCK_FLAGS = os.O_RDWR | os.O_CREAT
+-_LOCK_FLAGS = os.O_RDWR | _NO_FOLLOW_OR_BLOCK
++_LOCK_FLAGS = os.O_RDWR
 a lease directory that is a link is left alone | ForeignFiles
 -        return [name for name in names if not stat.S_ISLNK(self.mode_of(name))]
 +        return names
@@ -629,8 +629,8 @@ a child forked unseen by Python does not remove its parent's tickets | Tickets
 -            _notice_fork()
              for member in list(self._held_tickets):
 a child's close of its copy of a lock does not unlock the parent's | Liveness
--                if fcntl and self.fd is not None and os.getpid() == _process_id:
-+                if fcntl and self.fd is not None:
+-                if self._may_be_locked and os.getpid() == _process_id:
++                if self._may_be_locked:
 a forked child opens its directories anew | Liveness
 -        self._files.dirs.clear()
          self._clock.init_worker()
@@ -1111,7 +1111,7 @@ a queue object that is collected gives up its lease directory | Liveness
 +del FemtoQueue.__del__
  class _Keys:
 a dead member's ticket is passed over at once | Tickets hangs
--is_dead = lock.try_exclusive()
+-is_dead = lock.try_lock()
 +is_dead = None
 another host's ticket is passed over when it is stale, not earlier | SharedTickets
 ; hosts: tickets ~ turns overlap
