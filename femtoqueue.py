@@ -533,20 +533,25 @@ def _push_place(ident: str, attempts: int) -> str:
     return f"pending/{_task_name(_stamp_of(ident), attempts, ident)}"
 
 
+def _new_path(ident: str, due_ns: int | None) -> str:
+    """Return the path of a new task."""
+    if due_ns is None:
+        return f"pending/{ident}"
+    return f"scheduled/{_task_name(due_ns, 0, ident)}"
+
+
 def _fresh_path(path: str, due_ns: int | None) -> str:
     """Return the path of a waiting task with its attempts set to 0, at its place or at due_ns."""
     if due_ns is not None:
-        return f"scheduled/{_task_name(due_ns, 0, _id_of(path))}"
+        return _new_path(_id_of(path), due_ns)
     if "~" not in path:
         return path
     return f"{_state_of(path)}/{_task_name(_stamp_of(path), 0, _id_of(path))}"
 
 
-def _payload_path(ident: str, due_ns: int | None, is_update: bool = False) -> str:
-    """Return the path of a newer payload. is_update: it never becomes a task of its own."""
-    if is_update:
-        return f"keys/update~{ident}"
-    return f"keys/{ident if due_ns is None else _task_name(due_ns, 0, ident)}"
+def _payload_path(ident: str, due_ns: int | None) -> str:
+    """Return the path of a newer payload that becomes the task _new_path(ident, due_ns)."""
+    return f"keys/{_new_path(ident, due_ns).partition('/')[2]}"
 
 
 def _is_update(payload_path: str) -> bool:
@@ -555,12 +560,6 @@ def _is_update(payload_path: str) -> bool:
 
 def _payload_due_ns(payload_path: str) -> int | None:
     return _stamp_of(payload_path) if "~0~" in payload_path else None
-
-
-def _task_path(payload_path: str) -> str:
-    """Return the path that a newer payload gets as a task."""
-    waiting = "scheduled" if _payload_due_ns(payload_path) is not None else "pending"
-    return f"{waiting}/{payload_path.partition('/')[2]}"
 
 
 def _key_tag(name: str) -> str:
@@ -1103,6 +1102,7 @@ class _OpenFile:
     fd: Any = None
     prefix = ""
     _may_be_locked = False
+    thread = 0  # the thread that holds the lock of a key
 
     def __init__(
         self,
@@ -1875,9 +1875,6 @@ class _QueueClock:
                 self._files.dirs.refresh()
             return f"0{order_ns}-{self.tag}"
 
-    def next_order(self) -> int:
-        return _stamp_of(self.new_id())
-
     def _open(self) -> tuple[str, int]:
         """Return the <boot> of our leases, and the anchor."""
         boot_id = _read_boot_id()
@@ -2238,7 +2235,7 @@ class _Worker:
         return self.files.move(source, target)
 
     def back_path(self, path: str, attempts: int) -> str:
-        return f"pending/{_task_name(self.clock.next_order(), attempts, _id_of(path))}"
+        return f"pending/{_task_name(_stamp_of(self.clock.new_id()), attempts, _id_of(path))}"
 
     # From in flight, by the holder of the lease
 
@@ -2524,7 +2521,7 @@ class _Consumer(_Worker):
             lease = _Lease()
             lease.length_ns = length_ns
             try:
-                with self.keys.lock_of(ident or _new_name(0, tag), until_s):
+                with self.keys.lock_of(ident or tag, until_s):
                     path = self._path_to_take(tag, ident)
                     if not path:
                         return None
@@ -3768,6 +3765,7 @@ def _warn_of_old_tasks(files: _Files) -> None:
 #      2. rename K to U, link U        U new
 # ==================================================================================================
 
+_NO_LINK_ERRNOS = (*_MISSING_ERRNOS, errno.ENOTDIR, errno.EINVAL)  # EINVAL: not a link
 # The locks of keys that are held. Weak: if Ctrl-C comes between any two lines of lock(), the lock
 # ends with the frame.
 _key_locks = weakref.WeakValueDictionary[tuple[object, ...], _OpenFile]()
@@ -3806,7 +3804,8 @@ class _Keys:
             lock = self._files.make_lock(path)
         with closing(lock):
             lock.acquire_exclusive(until_s)
-            _key_locks[self._holder(tag)] = lock
+            lock.thread = threading.get_ident()
+            _key_locks[self._files.inode, tag[-2:]] = lock
             yield
 
     @contextmanager
@@ -3820,13 +3819,12 @@ class _Keys:
             self._worker.maintenance.sooner("repair", 0)
             raise
 
-    def _holder(self, tag: str) -> tuple[object, ...]:
-        return _process_id, threading.get_ident(), self._files.inode, tag[-2:]
-
     def _has_lock(self, tag: str) -> bool:
-        held = _key_locks.get(self._holder(tag))
-        # None: Ctrl-C came while the lock was being closed
-        return held is not None and held.fd is not None
+        held = _key_locks.get((self._files.inode, tag[-2:]))
+        # fd is None: Ctrl-C came while the lock was being closed, or a child was forked
+        if held is None or held.fd is None:
+            return False
+        return held.thread == threading.get_ident()
 
     def _make_dir(self, name: str) -> None:
         self._files.make_dir(name)
@@ -3835,18 +3833,22 @@ class _Keys:
     def lock_of(
         self, path: str, until_s: float = _FOREVER_S
     ) -> AbstractContextManager[Any]:
-        """Return lock() for the path or id of a task with a key, else a nullcontext()."""
+        """Return lock() for the path, id or tag of a task with a key, else a nullcontext()."""
         is_keyed = _is_keyed(path)
         return self.lock(_tag_of(path), until_s) if is_keyed else nullcontext()
 
     def _linked(self, tag: str) -> tuple[str, str]:
         """Return the last known path of a key's task, and of the payload behind it, or ""."""
-        with _ignore_missing(errno.EINVAL):  # EINVAL: not a link
+        try:
             where, name = self._files.place(f"keys/{tag}")
             match = _parse_link(os.readlink(name, dir_fd=where.fd))
-            # A path whose id is not of this hash would let a push overwrite another key's file.
-            if match and {_tag_of(match[2]), _tag_of(match[4] or match[2])} == {tag}:
-                return match[1], match[3] or ""
+        except OSError as error:
+            if error.errno not in _NO_LINK_ERRNOS:
+                raise
+            return "", ""
+        # A path whose id is not of this hash would let a push overwrite another key's file.
+        if match and {_tag_of(match[2]), _tag_of(match[4] or match[2])} == {tag}:
+            return match[1], match[3] or ""
         return "", ""
 
     def _link(self, tag: str, path: str, behind: str = "", sync: bool = False) -> None:
@@ -3857,16 +3859,17 @@ class _Keys:
             return
         if (path, behind) == self._linked(tag):
             return
-        if not self._files.exists("keys"):
-            self._make_dir("keys")
         new_path = f"creating/{self._clock.new_id()}"
         where, name = self._files.place(new_path)
         try:
             os.symlink(f"{path} {behind}".rstrip(), name, dir_fd=where.fd)
             self._files.move(new_path, link)
-        except BaseException:
+        except BaseException as error:
             self._files.remove(new_path)
-            raise
+            if not isinstance(error, FileNotFoundError) or self._files.exists("keys"):
+                raise
+            self._make_dir("keys")
+            self._link(tag, path, behind, sync)
         if sync:
             self._files.sync_dir("keys")
 
@@ -3876,17 +3879,6 @@ class _Keys:
         """Return the paths of a key's task and of the payload behind it, or "". Promote a payload
         without a task. The caller holds the lock."""
         task, behind = self._linked(tag)
-        path, payload = self._located(task, behind)
-        if path.startswith("keys/"):
-            path = self._promote(path)
-        with suppress(OSError):  # a wrong link is corrected later
-            if (path, payload) != (task, behind):
-                self._link(tag, path, payload)
-        return path, payload
-
-    def _located(self, task: str, behind: str) -> tuple[str, str]:
-        """Return where the two files of a link are now, or "". If the first one is in keys/, it is
-        to be promoted."""
         # CRASH (KeyedInterrupted): a process dies between a link and the rename before or after it,
         # and no file is at a path of the link. Or it dies in _swap_aside(): the task is in keys/.
         path = self._locate(task, *_LIVE, "keys")
@@ -3895,7 +3887,13 @@ class _Keys:
         # the payload, or before it links the promoted one. Then the payload is the task, even if a
         # person has moved the older task back to pending/.
         if payload and not (path and payload.startswith("keys/")):
-            return payload, ""
+            path = payload
+            payload = ""
+        if path.startswith("keys/"):
+            path = self._promote(path)
+        with suppress(OSError):  # a wrong link is corrected later
+            if (path, payload) != (task, behind):
+                self._link(tag, path, payload)
         return path, payload
 
     def _locate(self, path: str, *where: str) -> str:
@@ -3921,7 +3919,7 @@ class _Keys:
             if error.errno not in _REFUSED_ERRNOS:
                 raise
         # this user may only read the queue
-        return self._located(*self._linked(tag))[0]
+        return self._locate(self._linked(tag)[0], *_LIVE)
 
     # Pushing
 
@@ -3941,7 +3939,7 @@ class _Keys:
             raise OSError(errno.EDEADLK, why, f"{self._files.path}/locks/{tag[-2:]}")
         with self.lock(tag):
             path, behind = self.find(tag)
-            is_leased = _state_of(path) == "inflight"
+            is_leased = path.startswith("inflight-")
             if is_leased and if_in_flight == "reject":
                 raise KeyInFlight(_decode_key(name), _id_of(path))
             new_id = self._clock.new_id()
@@ -3949,10 +3947,14 @@ class _Keys:
             with self._repaired_after_error(), new as new_path:
                 if path and not is_leased:
                     return self._replace(new_path, path, behind, due_ns)
-                is_update = is_leased and if_in_flight == "update"
-                target = self._path_behind(tag, path, behind, due_ns, is_update)
-                self._add(new_path, path, behind, target)
-                return _id_of(path if _is_update(target) else target)
+                ident = new_id[:_TAG_AT] + tag
+                target = _new_path(ident, due_ns)
+                if is_leased:
+                    is_update = if_in_flight == "update"
+                    target = self._path_behind(path, behind, ident, due_ns, is_update)
+                    ident = _id_of(path if _is_update(target) else target)
+                self._add(tag, new_path, path, behind, target)
+                return ident
 
     def _swap(self, new_path: str, older: str, target: str) -> None:
         """Rename the older payload to `target`, then the new one over it; or neither."""
@@ -4007,30 +4009,27 @@ class _Keys:
         return _id_of(path)
 
     def _path_behind(
-        self, tag: str, path: str, behind: str, due_ns: int | None, is_update: bool
+        self, path: str, behind: str, ident: str, due_ns: int | None, is_update: bool
     ) -> str:
-        """Return the path for a payload behind the leased task at `path`, in place of the payload
-        `behind`. If there is no task, return that of a new task."""
-        ident = _id_of(behind)
-        if not behind:
-            order_ns = self._clock.next_order()
-            # The payload is younger than the task, even if the clock of this host is behind. But a
-            # forged id of the far future is not followed.
-            if path and order_ns <= _stamp_of(_id_of(path)) < _latest_order_ns():
-                order_ns = _stamp_of(_id_of(path)) + 1
-            ident = _new_name(order_ns, tag)
-        is_update = is_update and (not behind or _is_update(behind))
-        payload = _payload_path(ident, due_ns, is_update)
-        return payload if path else _task_path(payload)
+        """Return the path for a payload behind the leased task at `path`: in place of the payload
+        `behind`, or for a payload with the id `ident`."""
+        # The payload is younger than the task, even if the clock of this host is behind. But a
+        # forged id of the far future is not followed.
+        order_ns = _stamp_of(_id_of(path))
+        if ident <= _id_of(path) and order_ns < _latest_order_ns():
+            ident = _new_name(order_ns + 1, _tag_of(ident))
+        if is_update and (not behind or _is_update(behind)):
+            return behind or f"keys/update~{ident}"
+        return _payload_path(_id_of(behind) or ident, due_ns)
 
-    def _add(self, new_path: str, path: str, behind: str, target: str) -> None:
+    def _add(
+        self, tag: str, new_path: str, path: str, behind: str, target: str
+    ) -> None:
         """Rename a new file to `target`: as a task, or behind the leased task at `path`."""
         try:
             # Link first. Without a link, a later push would add a second task of the key, or a
             # claim would miss the payload.
-            self._link(
-                _tag_of(target), path or target, target if path else "", sync=True
-            )
+            self._link(tag, path or target, target if path else "", sync=True)
             self._swap(new_path, behind, target)
             self._files.sync_dir(os.path.dirname(target))
         except BaseException:
@@ -4106,7 +4105,8 @@ class _Keys:
             self._files.remove(payload)
             return ""
         try:
-            path = self._files.move(payload, _task_path(payload))
+            target = _new_path(_id_of(payload), _payload_due_ns(payload))
+            path = self._files.move(payload, target)
         except FileNotFoundError:
             return ""
         self._worker.note_arrival(path)

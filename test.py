@@ -2623,7 +2623,7 @@ KEY_STEPS = {
         "open lock readlink move unlink lock close", "move unlink file directory"
     ),
     "push x, take, done | push y": Row(
-        "open lock readlink open write close readlink stat symlink move move lock close",
+        "open lock readlink open write close readlink symlink move move lock close",
         "file move directory move directory",
     ),
     "push x | push y": Row(
@@ -2631,25 +2631,25 @@ KEY_STEPS = {
         "file move move move file directory",
     ),
     "push x, take, fail | retry": Row(
-        "stat open lock stat open read close readlink readlink stat symlink move"
+        "stat open lock stat open read close readlink readlink symlink move"
         " unlink readlink move readlink lock close",
         "move directory unlink move file directory",
     ),
     "push x, take, release | push y": Row(
         "open lock readlink stat open write close move move open move"
-        " readlink stat symlink move lock close",
+        " readlink symlink move lock close",
         "file move move move move directory file directory",
     ),
     "push x, take | push y": Row(
         "open lock readlink stat stat stat open list close stat open list close"
-        " readlink stat symlink"
-        " move open write close readlink stat symlink move move lock close",
+        " readlink symlink"
+        " move open write close readlink symlink move move lock close",
         "move file move directory move directory",
     ),
     "push x, take | push y update": Row(
         "open lock readlink stat stat stat open list close stat open list close"
-        " readlink stat symlink"
-        " move open write close readlink stat symlink move move lock close",
+        " readlink symlink"
+        " move open write close readlink symlink move move lock close",
         "move file move directory move directory",
     ),
 }

@@ -672,8 +672,8 @@ a task that is released keeps its attempts in spite of a payload of "update" | M
 -                if not _is_update(behind):
 +                if behind:
 a push with if_in_flight="update" returns the id of the leased task | Model
--                return _id_of(path if _is_update(target) else target)
-+                return _id_of(target)
+-                    ident = _id_of(path if _is_update(target) else target)
++                    ident = _id_of(target)
 a pop() that close() meets does not open the lease directory again | InterruptedDelivery
 -                        is_closed = self.lease_dir.close_count != close_count
 +                        is_closed = False
@@ -797,10 +797,10 @@ a renewal never shortens a lease | Model
 +                length_ns = lease.length_ns
 the lock of a key is taken | KeyedConcurrency
 -            lock.acquire_exclusive(until_s)
-             _key_locks
+             lock.thread = threading.get_ident()
 the lock file of a key is never removed | -
 ; hosts: key ~ crowded|overlapping; nfs: keys ~ crowded|overlapping
-             _key_locks[self._holder(tag)] = lock
+             _key_locks[self._files.inode, tag[-2:]] = lock
              yield
 +            os.unlink(lock.path)
 a task in flight is found by its key | Model; hosts: key ~ found nothing
@@ -808,8 +808,8 @@ a task in flight is found by its key | Model; hosts: key ~ found nothing
 +        path = self._worker.keys.path_of(_key_tag(_encode_key(key)))
 +        return path.startswith(("pending", "scheduled"))
 a link in keys/ that names another key's task is not trusted | Keyed; fuzz: contents
--            if match and {_tag_of(match[2]), _tag_of(match[4] or match[2])} == {tag}:
-+            if match:
+-        if match and {_tag_of(match[2]), _tag_of(match[4] or match[2])} == {tag}:
++        if match:
 a push with if_in_flight="reject" raises an error if the task of the key is leased | Model
 -            if is_leased and if_in_flight == "reject":
 +            if is_leased and if_in_flight == "refuse":
@@ -870,16 +870,16 @@ moving due tasks does not hold the lock for long | Lifecycle
 -lambda _: time.monotonic() < end_s, due
 +lambda _: True, due
 the newer of two payloads behind a leased task is kept | Model
--        is_update = is_update and (not behind or _is_update(behind))
-+        _is_update(behind)
+-        if is_update and (not behind or _is_update(behind)):
+-            return behind or f"keys/update~{ident}"
++        if is_update:
++            return f"keys/update~{_id_of(behind) or ident}"
 a push with a key makes the link before it puts the payload in place | Durability hangs
--            self._link(
--                _tag_of(target), path or target, target if path else "", sync=True
--            )
+-            self._link(tag, path or target, target if path else "", sync=True)
              self._swap(new_path, behind, target)
 sync_after_write: the link of a key is synced before the payload is put in place | Durability
--                _tag_of(target), path or target, target if path else "", sync=True
-+                _tag_of(target), path or target, target if path else ""
+-            self._link(tag, path or target, target if path else "", sync=True)
++            self._link(tag, path or target, target if path else "")
 a second task of a key, put in place by hand, becomes a dead letter | Keyed
 -        if path and _id_of(path) != _id_of(lease):
 +        if not tag:
@@ -921,11 +921,11 @@ done() succeeds though the directory of an attached lease is removed meanwhile |
 keep_done=False: the directory is synced after the removal | Durability
 -            self.files.sync_dir(os.path.dirname(lease.path))
 a payload pushed behind a task has a later order, even if clocks differ | KeyedOnSharedFileSystem
--                order_ns = _stamp_of(_id_of(path)) + 1
-+                pass
+-            ident = _new_name(order_ns + 1, _tag_of(ident))
++            pass
 a payload pushed behind a task with a forged id has an order of the present | Trust
--            if path and order_ns <= _stamp_of(_id_of(path)) < _latest_order_ns():
-+            if path and order_ns <= _stamp_of(_id_of(path)):
+-        if ident <= _id_of(path) and order_ns < _latest_order_ns():
++        if ident <= _id_of(path):
 a payload that replaces an older one does not get the checkpoint of the older one | Cost
 -            self._files.remove(f"checkpoints/{ident}")
 +            pass
