@@ -698,7 +698,7 @@ _NO_LEASE = _Lease()
 
 class FemtoTask:
     """A task, as it was when its file was read. Assigning to an attribute changes nothing in the
-    queue; checkpoint() needs `data` as it was delivered.
+    queue.
 
     id:  the id, which stays the same through retries and delays.
     data:  the payload. b"": empty, or not read: attach(), and tasks(data=False).
@@ -2587,7 +2587,7 @@ class _Consumer(_Worker):
             return None
         task = FemtoTask(ident, payload, before + 1, key, lease, self.clock.anchor_ns)
         if "~" in waiting:  # only such a task may have been delivered before
-            task.checkpoint = _read_checkpoint(self, ident, payload)
+            task.checkpoint = _read_checkpoint(self, ident)
             lease.has_checkpoint = task.checkpoint is not None
         return task
 
@@ -3328,8 +3328,7 @@ class FemtoQueue:
 
         lease:  `task.path` in the other process, the last part of that path, or the id of the task.
 
-        The payload and the checkpoint are not read: `data` is b"", `checkpoint` is None. The method
-        checkpoint() reads the payload, and raises CorruptTask if it is not whole.
+        The payload and the checkpoint are not read: `data` is b"", `checkpoint` is None.
 
         A lease that is not detached still ends with the worker that took it. Without `ms`, extend()
         renews the lease for timeout_stale_ms of this object.
@@ -3976,9 +3975,11 @@ class _Keys:
         is_scheduled = target.startswith("scheduled/")
         ident = _id_of(path)
         aside = _payload_path(ident, _stamp_of(target) if is_scheduled else None)
+        # The new payload must not get the checkpoint of the older one. Without "~", the task was
+        # never delivered.
+        if "~" in path and self._files.unlink_if_exists(f"checkpoints/{ident}"):
+            self._files.sync_dir("checkpoints")
         self._swap(new_path, path, aside)
-        if "~" in path:  # only such a task may have been delivered before
-            self._files.remove(f"checkpoints/{ident}")
         return aside
 
     def _replace(
@@ -4441,24 +4442,14 @@ _RENEWAL = 1 / 3  # the time between two renewals of a lease, as a part of its l
 _LONGEST_RETRY_S = 3600.0
 
 
-def _read_checkpoint(worker: _Worker, ident: str, data: bytes) -> bytes | None:
-    """Return the checkpoint that was saved for the payload `data` of a task, or None. Remove a
-    checkpoint that was saved for another payload."""
-    # The file is a record. Its payload begins with the header line of the task's payload, made
-    # without a key. The checkpoint as it was given follows.
-    files, path = worker.files, f"checkpoints/{ident}"
+def _read_checkpoint(worker: _Worker, ident: str) -> bytes | None:
+    path = f"checkpoints/{ident}"
     try:
-        if not files.exists(path):
-            return None
-        saved, _ = files.read_path(path)
-    # RACE (storm.py): a push to the task's key, or a person, removes the file after exists().
+        if worker.files.exists(path):
+            return worker.files.read_path(path)[0]
+    # RACE (storm.py): a person removes the file after exists().
     except (CorruptTask, FileNotFoundError, PermissionError) as error:
         _log().warning("%s: no checkpoint: %s", path, error)
-        return None
-    of_data = _header(data)
-    if saved.startswith(of_data):
-        return saved[len(of_data) :]
-    files.remove(path)
     return None
 
 
@@ -4467,18 +4458,12 @@ def _save_checkpoint(worker: _Worker, task: FemtoTask, payload: bytes) -> None:
     LeaseLost, and saves nothing, if the lease is lost."""
     lease = _lease_of(task)
     files = worker.files
-    data = task.data
     ident = _id_of(lease.path)
-    if not lease.source:  # attach() made the task, and did not read the payload
-        worker.renew(task)  # raises LeaseLost
-        data, _ = files.read_path(lease.path)
-    record = _header(data) + payload
     # The worker of the next delivery may run under another user, so the file can be read by those
     # who may read data_dir.
     mode = 0o600 | files.mode & 0o044
-    with files.replacement(
-        worker.clock.new_id(), _header(record), record, mode
-    ) as path:
+    new_id = worker.clock.new_id()
+    with files.replacement(new_id, _header(payload), payload, mode) as path:
         if not files.exists("checkpoints"):
             files.make_dir("checkpoints")
             files.sync_dir("")
