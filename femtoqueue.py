@@ -1251,10 +1251,6 @@ if hasattr(os, "register_at_fork"):
 # ==================================================================================================
 
 _MAX_REPLACED = 100  # how often a step makes a directory that others remove
-# A little longer than a tick of the clock that sets the times of files; and where these times have
-# whole seconds, such as on ext4 with inodes of 128 bytes.
-_FILE_TICK_S = 0.011
-_COARSE_TICK_S = 2.02
 _SHRINK_BYTES = 1 << 20
 _CLOCK_BYTES = 64  # the largest size of a clock file
 _SHOWN_BYTES = 1 << 20  # how much of a reason is shown
@@ -1343,10 +1339,12 @@ class _Files:
                 _sync_path(f"{self.path}/..")
 
     def make_dir(self, name: str) -> None:
-        """Make a directory in data_dir for all users of the queue, unless it exists."""
+        """Make a directory in data_dir for all users of the queue, unless it exists. What it will
+        have survives power loss, but for leases."""
         root = self.root
         mode = self.mode
-        if name.startswith("inflight-"):  # a lock file, too
+        is_lease_dir = name.startswith("inflight-")
+        if is_lease_dir:  # a lock file, too
             mode &= 0o7711 | self.lock_mode
         with suppress(FileExistsError):
             os.mkdir(root.prefix + name, mode & 0o777, dir_fd=root.fd)
@@ -1357,6 +1355,8 @@ class _Files:
                 closing(_OpenFile(root, name)) as made,
             ):
                 _follow_owner(made.fd, root.status(), mode)
+            if not is_lease_dir:
+                self.sync_dir("")
 
     @property
     def root(self) -> _OpenFile:
@@ -1462,24 +1462,6 @@ class _Files:
         listed = [state for state in states if state not in _ENDED]
         return next((entry for entry in self.find(*listed) if entry.id == ident), None)
 
-    def has_work(self) -> bool:
-        """Say whether a task waits or is leased. A directory is read only up to the first task."""
-        # RACE (Lifecycle): other processes move a task from directory to directory, and it is never
-        # in the one that is read. Each such move sets the time of pending/ or scheduled/. A move in
-        # the first tick of the clock may not change the time, so all is read again a tick later.
-        before = self._changed()
-        is_fine = any(time_ns % 10**9 for time_ns in before)
-        for pause_s in (_FILE_TICK_S if is_fine else _COARSE_TICK_S, 0):
-            for directory in ("keys", *_WAITING_DIRS, *self.node_dirs()):
-                if any(_parse(directory, name) for name in self.scan(directory)):
-                    return True
-            time.sleep(pause_s)
-        return self._changed() != before
-
-    def _changed(self) -> list[int]:
-        # RACE (Shrinking): a directory that shrink() puts in place may have the same st_mtime.
-        return [self.lstat(directory).st_ctime_ns for directory in _WAITING_DIRS]
-
     def exists(self, path: str) -> bool:
         """Say whether a file exists. Raises any other OSError."""
         return self.mode_of(path) != 0
@@ -1578,14 +1560,11 @@ class _Files:
             return made
         return self.open_lock(path)
 
-    def lock_dir(self, directory: str) -> _OpenFile:
-        return _OpenFile(self.root, directory)
-
     def open_dir(self, directory: str) -> _OpenFile | None:
         """Open the lease directory of another worker, to lock it. Return None if it is passed
         over."""
         try:
-            return self.lock_dir(directory)
+            return self.dirs.open(directory)
         except OSError as error:
             self._pass_over(error, directory)
         return None
@@ -2073,7 +2052,7 @@ class _LeaseDir:
     def _hold(self) -> bool:
         """Lock the directory, and keep it open. Return False if it was replaced meanwhile. Raises
         PermissionError if this user can't use it, or another process keeps it locked."""
-        lock = self._files.lock_dir(self.directory)
+        lock = self._files.dirs.open(self.directory)
         end_s = time.monotonic() + _LONG_WAIT_S
         try:
             # RACE (Liveness): another process has the exclusive lock, to find out whether we live.
@@ -3223,7 +3202,7 @@ class FemtoQueue:
         _end_s(timeout)  # raise for an invalid timeout now, not at the first task
 
         def look() -> Any:  # returns False if no work is left, which ends the wait
-            return self.pop() or (None if self._files.has_work() else False)
+            return self.pop() or (None if self._worker.waits.has_work() else False)
 
         def wait() -> FemtoTask | None:
             _notice_fork()
@@ -3240,7 +3219,7 @@ class FemtoQueue:
         Returns False if the timeout has passed, or if close() in another thread ended the wait.
         """
         ended = self._worker.waits.wait_for(
-            lambda: not self._files.has_work() or None, _end_s(timeout), False
+            lambda: not self._worker.waits.has_work() or None, _end_s(timeout), False
         )
         return ended is True
 
@@ -3764,7 +3743,6 @@ def _warn_of_old_tasks(files: _Files) -> None:
 #      2. rename K to U, link U        U new
 # ==================================================================================================
 
-_NO_LINK_ERRNOS = (*_MISSING_ERRNOS, errno.ENOTDIR, errno.EINVAL)  # EINVAL: not a link
 # The locks of keys that are held. Weak: if Ctrl-C comes between any two lines of lock(), the lock
 # ends with the frame.
 _key_locks = weakref.WeakValueDictionary[tuple[object, ...], _OpenFile]()
@@ -3799,7 +3777,7 @@ class _Keys:
             lock = self._files.make_lock(path)
         except FileNotFoundError:
             self._files.dirs.refresh()
-            self._make_dir("locks")
+            self._files.make_dir("locks")
             lock = self._files.make_lock(path)
         with closing(lock):
             lock.acquire_exclusive(until_s)
@@ -3825,10 +3803,6 @@ class _Keys:
             return False
         return held.thread == threading.get_ident()
 
-    def _make_dir(self, name: str) -> None:
-        self._files.make_dir(name)
-        self._files.sync_dir("")
-
     def lock_of(
         self, path: str, until_s: float = _FOREVER_S
     ) -> AbstractContextManager[Any]:
@@ -3838,16 +3812,12 @@ class _Keys:
 
     def _linked(self, tag: str) -> tuple[str, str]:
         """Return the last known path of a key's task, and of the payload behind it, or ""."""
-        try:
+        with _ignore_missing(errno.EINVAL):  # EINVAL: not a link
             where, name = self._files.place(f"keys/{tag}")
             match = _parse_link(os.readlink(name, dir_fd=where.fd))
-        except OSError as error:
-            if error.errno not in _NO_LINK_ERRNOS:
-                raise
-            return "", ""
-        # A path whose id is not of this hash would let a push overwrite another key's file.
-        if match and {_tag_of(match[2]), _tag_of(match[4] or match[2])} == {tag}:
-            return match[1], match[3] or ""
+            # A path whose id is not of this hash would let a push overwrite another key's file.
+            if match and {_tag_of(match[2]), _tag_of(match[4] or match[2])} == {tag}:
+                return match[1], match[3] or ""
         return "", ""
 
     def _link(self, tag: str, path: str, behind: str = "", sync: bool = False) -> None:
@@ -3867,7 +3837,7 @@ class _Keys:
             self._files.remove(new_path)
             if not isinstance(error, FileNotFoundError) or self._files.exists("keys"):
                 raise
-            self._make_dir("keys")
+            self._files.make_dir("keys")
             self._link(tag, path, behind, sync)
         if sync:
             self._files.sync_dir("keys")
@@ -3992,7 +3962,7 @@ class _Keys:
         except FileNotFoundError:
             # RACE (Keyed): a pop() claims the task after find(), or a person moves it. Or keys/ is
             # missing.
-            self._make_dir("keys")
+            self._files.make_dir("keys")
             self._files.remove(new_path)
             return ""
         if behind:
@@ -4192,6 +4162,10 @@ _WATCHED = (
     ("pending", _IN_COMES),
     ("scheduled", _IN_COMES),
 )
+# A little longer than a tick of the clock that sets the times of files; and where these times have
+# whole seconds, such as on ext4 with inodes of 128 bytes.
+_FILE_TICK_S = 0.011
+_COARSE_TICK_S = 2.02
 # the thread that serves coroutines ends this time after the last request
 _SERVER_LINGER_S = 1.0
 # unused watchers to keep: by default a user may have 128 instances of inotify
@@ -4322,6 +4296,25 @@ class _Waits:
             # After a close(), nothing else refers to this list.
             if watcher.sees_all and len(idle) < _MAX_IDLE:
                 idle.append(watcher)
+
+    def has_work(self) -> bool:
+        """Say whether a task waits or is leased. A directory is read only up to the first task."""
+        # RACE (Lifecycle): other processes move a task from directory to directory, and it is never
+        # in the one that is read. Each such move sets the time of pending/ or scheduled/. A move in
+        # the first tick of the clock may not change the time, so all is read again a tick later.
+        files = self._worker.files
+        before = self._changed()
+        is_fine = any(time_ns % 10**9 for time_ns in before)
+        for pause_s in (_FILE_TICK_S if is_fine else _COARSE_TICK_S, 0):
+            for directory in ("keys", *_WAITING_DIRS, *files.node_dirs()):
+                if any(_parse(directory, name) for name in files.scan(directory)):
+                    return True
+            time.sleep(pause_s)
+        return self._changed() != before
+
+    def _changed(self) -> list[int]:
+        # RACE (Shrinking): a directory that shrink() puts in place may have the same st_mtime.
+        return [self._worker.files.lstat(it).st_ctime_ns for it in _WAITING_DIRS]
 
     def end_all(self) -> None:
         """End all waits. The caller has added 1 to `close_count`."""
@@ -4464,9 +4457,7 @@ def _save_checkpoint(worker: _Worker, task: FemtoTask, payload: bytes) -> None:
     mode = 0o600 | files.mode & 0o044
     new_id = worker.clock.new_id()
     with files.replacement(new_id, _header(payload), payload, mode) as path:
-        if not files.exists("checkpoints"):
-            files.make_dir("checkpoints")
-            files.sync_dir("")
+        files.make_dir("checkpoints")
         with worker.keys.lock_of(ident), worker.lock:
             # The renewal comes first, because it tests the fence. No other thread of this queue
             # object ends the delivery between the two renames. RACE (storm.py): this process is
@@ -5591,7 +5582,7 @@ class _SharedKeys(_Keys):
     def _link(self, tag: str, path: str, behind: str = "", sync: bool = False) -> None:
         # with `sync`, the caller may put a payload into keys/ next
         if sync:
-            self._make_dir("keys")
+            self._files.make_dir("keys")
 
     def _link_or_give_way(self, tag: str, lease: str) -> str | None:
         # RACE (KeyedOnSharedFileSystem): two workers claim the two tasks of a key at once. Each

@@ -2611,7 +2611,7 @@ STEPS = {
     ),
     "push x, take | save 1": Row(
         "open stat fstat fchown fchmod write close "
-        "stat mkdir open stat fstat list fchown fchmod close move open move",
+        "mkdir open stat fstat list fchown fchmod close move open move",
         "file directory move move directory",
     ),
 }

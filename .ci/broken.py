@@ -805,8 +805,8 @@ a task in flight is found by its key | Model; hosts: key ~ found nothing
 +        path = self._worker.keys.path_of(_key_tag(_encode_key(key)))
 +        return path.startswith(("pending", "scheduled"))
 a link in keys/ that names another key's task is not trusted | Keyed; fuzz: contents
--        if match and {_tag_of(match[2]), _tag_of(match[4] or match[2])} == {tag}:
-+        if match:
+-            if match and {_tag_of(match[2]), _tag_of(match[4] or match[2])} == {tag}:
++            if match:
 a push with if_in_flight="reject" raises an error if the task of the key is leased | Model
 -            if is_leased and if_in_flight == "reject":
 +            if is_leased and if_in_flight == "refuse":
