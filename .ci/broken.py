@@ -789,6 +789,9 @@ retry() puts a task at the back | Model
 a checkpoint is removed with its task | Model
 -        if lease.has_checkpoint and _ends_at(target):
 +        if lease.has_checkpoint and not target:
+a checkpoint belongs to one payload | Model
+-    if saved.startswith(of_data):
++    if saved:
 a renewal never shortens a lease | Model
 -                length_ns = max(lease.length_ns, self.left_ns(lease.path))
 +                length_ns = lease.length_ns
@@ -923,13 +926,10 @@ a payload pushed behind a task has a later order, even if clocks differ | KeyedO
 a payload pushed behind a task with a forged id has an order of the present | Trust
 -        if ident <= _id_of(path) and order_ns < _latest_order_ns():
 +        if ident <= _id_of(path):
-a payload that replaces an older one does not get the checkpoint of the older one | Model
--        if "~" in path and self._files.unlink_if_exists(f"checkpoints/{ident}"):
-+        if not path and self._files.unlink_if_exists(f"checkpoints/{ident}"):
-sync_after_write: the older checkpoint does not come back beside a newer payload | Durability
--            self._files.sync_dir("checkpoints")
+a payload that replaces an older one does not get the checkpoint of the older one | Cost
+-            self._files.remove(f"checkpoints/{ident}")
 +            pass
-         self._swap(new_path, path, aside)
+         return aside
 retry() of a task raises an error if its key has another task | Model
          if path:
 -            raise KeyInFlight(key or "", _id_of(path))
