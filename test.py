@@ -1596,23 +1596,27 @@ class Lifecycle(QueueCase):
         names = {str(path).rstrip("/").rpartition("/")[2] for path, *_ in listings}
         self.assertEqual(names & {"done", "failed"}, set())
 
-    def test_stats_spends_no_call_on_a_finished_task(self) -> None:
-        """stats() makes as many calls of Python functions for 100 finished tasks as for two."""
+    def test_stats_spends_no_call_on_a_task_that_waits_or_has_ended(self) -> None:
+        """stats() makes as many calls of Python functions for 100 tasks of a state as for two."""
         q = self.queue()
 
-        def end_and_count(number: int) -> int:
+        def add_and_count(number: int) -> int:
             for end in (q.done, q.fail) * number:
                 end(leased(q))
+            for delay_s in (0, 60) * number:
+                q.push(b"waits", delay_s=delay_s)
             calls = []
             sys.setprofile(lambda *args: calls.append(args[1]))
             try:
                 stats = q.stats()
             finally:
                 sys.setprofile(None)
-            self.assertEqual(stats.done, stats.failed)
+            self.assertEqual(
+                (stats.pending, stats.scheduled), (stats.done, stats.failed)
+            )
             return calls.count("call")
 
-        self.assertEqual(end_and_count(1), end_and_count(49))
+        self.assertEqual(add_and_count(1), add_and_count(49))
 
     def test_tasks_without_data_reads_headers_only(self) -> None:
         # tasks(data=False) also yields a file without a valid header; tasks() leaves such a file

@@ -1013,6 +1013,9 @@ a search for an unknown id does not list done/ | Lifecycle
 stats() parses no name of a finished task | Lifecycle
 -            **{state: files.count(state) for state in _ENDED},
 +            **{state: len(files.entries(state)) for state in _ENDED},
+stats() parses no name of a task that waits | Lifecycle
+-        pending, scheduled = map(files.task_names, _WAITING_DIRS)
++        pending, scheduled = [[it.name for it in files.entries(d)] for d in _WAITING_DIRS]
 the time since which a task is in its state counts from the last move | Lifecycle
 -            since_ns = self._files.lstat(entry.path).st_ctime_ns
 +            since_ns = self._files.lstat(entry.path).st_mtime_ns
