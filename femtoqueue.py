@@ -3753,6 +3753,7 @@ def _warn_of_old_tasks(files: _Files) -> None:
                     f"{files.path}/{directory} has tasks of femtoqueue 0.4, which are not read;"
                     ' the README, "Changes", has the program that moves them'
                 )
+                return
 
 
 # ==================================================================================================

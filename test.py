@@ -8537,18 +8537,19 @@ class Compatibility(QueueCase):
         return sorted(shapes)
 
     def test_directory_of_0_4_is_not_taken_for_an_empty_queue_in_silence(self) -> None:
-        """The first object that opens tasks of 0.4 logs a warning; a name like theirs gets none."""
+        """The first object that opens tasks of 0.4 logs one warning; a name like theirs gets none."""
         LOG.disabled = False
         self.queue()
-        for state in ("pending", "scheduled"):
+        for states in (["pending"], ["scheduled"], ["pending", "scheduled"]):
             self.path = self.new_dir(self.memory)
-            os.mkdir(self.file(state))
-            self.put("2026_report.txt", b"", state)
-            self.put(
-                "1795776223005118_<built-in method hex of bytes object at 0x7f00>",
-                b"",
-                state,
-            )
+            for state in states:
+                os.mkdir(self.file(state))
+                self.put("2026_report.txt", b"", state)
+                self.put(
+                    "1795776223005118_<built-in method hex of bytes object at 0x7f00>",
+                    b"",
+                    state,
+                )
             with self.assertLogs("femtoqueue", "WARNING") as logs:
                 q, _ = self.queue(), self.queue("n2")
             self.assertEqual(len(logs.output), 1)
