@@ -6628,15 +6628,17 @@ def _parse_arguments(argv: list[str]) -> Any:
             hint = f"did you mean {meant}?"
         raise ValueError(f"there is no command {name!r}; {hint}; see femtoqueue --help")
     dashes = len(words)
-    if name in ("push", "work") and "--" in words:
+    hint = _HINTS.get(name, "")
+    if hint and "--" in words:
         dashes = words.index("--")
-    options = _parser_of(name).parse_intermixed_args(words[:dashes])
+        hint = ""
+    options = _parser_of(name, hint).parse_intermixed_args(words[:dashes])
     options.after_dashes = words[dashes + 1 :]
     return options
 
 
-def _parser_of(name: str) -> Any:
-    """Return the parser of a command."""
+def _parser_of(name: str, hint: str) -> Any:
+    """Return the parser of a command. The hint is for words that it does not know."""
     import argparse
     import textwrap
 
@@ -6647,8 +6649,8 @@ def _parser_of(name: str) -> Any:
         def error(self, message: str) -> NoReturn:
             if default_dir:
                 message += f" (DIR is {default_dir}, from FEMTOQUEUE_DIR)"
-            if "unrecognized" in message and name == "push":
-                message += "; put a PAYLOAD that begins with - after --"
+            if hint and "unrecognized" in message:
+                message += f"; {hint}"
             raise ValueError(f"{message}; see {self.prog} --help")
 
         def print_help(self, file: object = None) -> None:
@@ -6722,6 +6724,10 @@ trouble, 128 + a signal's number.
 
 Example: femtoqueue push jobs 'resize 42.png'
          femtoqueue work jobs --drain -- echo working on {}"""
+_HINTS = {  # for the commands that have words after `--`
+    "push": "put a PAYLOAD that begins with - after --",
+    "work": "put the command after --, as in: work DIR -- CMD ARGS",
+}
 _TIMES = "2026-12-01T08:00 or 2026-12-01T08:00+01:00"
 _TYPES: dict[str, Callable[[str], Any]] = {
     "TIME": _seconds,
@@ -7035,9 +7041,7 @@ def _prepare_work(options: Any) -> None:
     command = options.after_dashes
     if options.words or not command:
         unexpected = f"unexpected {options.words[0]!r}; " if options.words else ""
-        options.error(
-            f"{unexpected}put the command after --, as in: work DIR -- CMD ARGS"
-        )
+        options.error(unexpected + _HINTS["work"])
     if options.jobs < 1:
         options.error("-j must be 1 or more")
     if shutil.which(command[0]) is None:

@@ -8537,7 +8537,7 @@ class Compatibility(QueueCase):
         return sorted(shapes)
 
     def test_directory_of_0_4_is_not_taken_for_an_empty_queue_in_silence(self) -> None:
-        """The first object that opens tasks of 0.4 logs one warning; a name like theirs gets none."""
+        """The first object that opens tasks of 0.4 logs a warning, once. Similar names get none."""
         LOG.disabled = False
         self.queue()
         for states in (["pending"], ["scheduled"], ["pending", "scheduled"]):
@@ -10766,7 +10766,8 @@ class CommandLine(CommandCase):
         ("as an argument: sh -c", "work jobs -- sh -c -e {}"),
         ("--max-attempts must be None or an int", "work jobs --max-attempts -1 -- true"),
         ("--node must be 1 to 100", "work jobs --node a/b -- true"),
-        ("unrecognized arguments: -l; see femtoqueue work --help", "work jobs ls -l"),
+        ("unrecognized arguments: -l; put the command after --, as in: work", "work jobs ls -l"),
+        ("unrecognized arguments: -x; see femtoqueue", "work jobs -x -- ls", "push jobs -x -- y"),
         ("unrecognized arguments: --until=1s; see femtoqueue pop --help", "pop jobs --until=1s"),
         ("unrecognized arguments: x; see", "pop jobs x", "stat jobs x", "show jobs TASK x"),
         ("argument ID: invalid 'why'", "fail jobs TASK why", "cancel jobs why"),
