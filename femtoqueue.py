@@ -1469,10 +1469,10 @@ class _Files:
         elif error.errno not in (*_MISSING_ERRNOS, errno.ENOTDIR):
             raise error
 
-    def entries(self, directory: str) -> list[_Entry]:
-        """Return the entries of a directory, sorted by name."""
-        names = sorted(self.names(directory))
-        return [entry for name in names if (entry := _parse(directory, name))]
+    def entries(self, directory: str, ending: str = "") -> list[_Entry]:
+        """Return the entries of a directory, sorted by name, whose names have this ending."""
+        names = [it for it in self.names(directory) if it.endswith(ending)]
+        return [entry for name in sorted(names) if (entry := _parse(directory, name))]
 
     def task_names(self, state: str) -> list[str]:
         """Return the names of the tasks in a directory, unsorted."""
@@ -1485,12 +1485,12 @@ class _Files:
         names = sorted(filter(_parse_node_dir, self.names("")))
         return [name for name in names if not stat.S_ISLNK(self.mode_of(name))]
 
-    def find(self, *states: str) -> Iterator[_Entry]:
+    def find(self, *states: str, ending: str = "") -> Iterator[_Entry]:
         """Yield the entries of these states, in name order within a directory. A state may also be
-        "keys" or "checkpoints"."""
+        "keys" or "checkpoints". The names have this ending, such as an id or a tag."""
         for state in states:
             for directory in self.node_dirs() if state == "inflight" else [state]:
-                yield from self.entries(directory)
+                yield from self.entries(directory, ending)
 
     def find_id(self, ident: str, *states: str) -> _Entry | None:
         """Return the entry of an id in one of these states, or None. In done/ and failed/, which
@@ -1500,7 +1500,8 @@ class _Files:
             if named and self.exists(named.path):
                 return named
         listed = [state for state in states if state not in _ENDED]
-        return next((entry for entry in self.find(*listed) if entry.id == ident), None)
+        found = self.find(*listed, ending=ident)
+        return next((entry for entry in found if entry.id == ident), None)
 
     def has_work(self) -> bool:
         """Say whether a task waits or is leased. A directory is read only up to the first task."""
@@ -3503,7 +3504,7 @@ class FemtoQueue:
         """
         ident = _check_id(id)
         # a person may have moved the task there, and kept another name
-        others = (it for it in self._files.find("failed") if it.id == ident)
+        others = self._files.find("failed", ending=ident)
         entry = self._files.find_id(ident, "failed") or next(others, None)
         if entry is None or not self._worker.requeue_failed(entry.path):
             raise TaskNotFound(f"no task {id} in failed/")
@@ -5601,8 +5602,9 @@ class _SharedKeys(_Keys):
     def _listed(self, tag: str) -> tuple[list[str], str]:
         """Return the paths of a key's tasks, the oldest first, and of the newest payload behind
         them, or ""."""
-        found = [it for it in self._files.find("keys", *_LIVE) if _tag_of(it.id) == tag]
-        found.sort(key=lambda it: it.id)
+        found = sorted(
+            self._files.find("keys", *_LIVE, ending=tag), key=lambda it: it.id
+        )
         tasks = [it.path for it in found if it.directory != "keys"]
         payloads = [it.path for it in found if it.directory == "keys"]
         behind = payloads[-1] if payloads else ""

@@ -1596,9 +1596,11 @@ class Lifecycle(QueueCase):
         names = {str(path).rstrip("/").rpartition("/")[2] for path, *_ in listings}
         self.assertEqual(names & {"done", "failed"}, set())
 
-    def test_stats_spends_no_call_on_a_task_that_waits_or_has_ended(self) -> None:
-        """stats() makes as many calls of Python functions for 100 tasks of a state as for two."""
+    def test_stats_and_peek_spend_no_call_on_another_task(self) -> None:
+        """stats(), and peek() of an unknown id, make as many calls of Python functions for 50 tasks
+        of each state as for one."""
         q = self.queue()
+        unknown = f"{1:020d}-0000aaaa00000000"
 
         def add_and_count(number: int) -> int:
             for end in (q.done, q.fail) * number:
@@ -1609,8 +1611,10 @@ class Lifecycle(QueueCase):
             sys.setprofile(lambda *args: calls.append(args[1]))
             try:
                 stats = q.stats()
+                found = q.peek(unknown)
             finally:
                 sys.setprofile(None)
+            self.assertIsNone(found)
             self.assertEqual(
                 (stats.pending, stats.scheduled), (stats.done, stats.failed)
             )
