@@ -3586,7 +3586,7 @@ class FemtoQueue:
             pending=len(pending),
             scheduled=len(scheduled),
             inflight=sum(node.inflight for node in nodes),
-            buffered=len(files.entries("keys")),
+            buffered=files.count("keys"),
             **{state: files.count(state) for state in _ENDED},
             oldest_pending_age_s=age_ns / 1e9 if age_ns >= 0 else None,
             nodes=nodes,
