@@ -2289,7 +2289,7 @@ class _Worker:
         elif late_ns >= 0:
             why = f"its lease of {lease.length_ns / 1e9:g} s ran out {late_ns / 1e9:.3f} s ago"
         else:
-            why = "it is not leased by this delivery any more: finished, moved, or given up before"
+            why = "this queue has no such lease: finished, moved, given up, or of another queue"
         return LeaseLost(_id_of(lease.path), late_ns >= 0, why)
 
     def finish(self, task: FemtoTask) -> None:

@@ -1281,6 +1281,12 @@ class Lifecycle(QueueCase):
             (caught.exception.id, caught.exception.expired), (ident, False)
         )
 
+    def test_task_of_another_queue_is_refused_and_the_error_says_so(self) -> None:
+        task = leased(self.queue())
+        self.path = self.new_dir(self.memory)
+        with self.assertRaisesRegex(LeaseLost, "or of another queue"):
+            self.queue().done(task)
+
     def test_attach_to_an_ended_lease_says_whether_it_expired(self) -> None:
         q = self.queue()
         clock = self.clock()
