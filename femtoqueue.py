@@ -1500,8 +1500,7 @@ class _Files:
             if named and self.exists(named.path):
                 return named
         listed = [state for state in states if state not in _ENDED]
-        found = self.find(*listed, ending=ident)
-        return next((entry for entry in found if entry.id == ident), None)
+        return next(self.find(*listed, ending=ident), None)
 
     def has_work(self) -> bool:
         """Say whether a task waits or is leased. A directory is read only up to the first task."""
@@ -3368,7 +3367,8 @@ class FemtoQueue:
         if task is None:
             ident = _id_of(name)
             why = "it is not in flight by that name (any more)"
-            if now := self._files.find_id(ident, *_LIVE, *_ENDED):
+            now = _parse_id(ident) and self._files.find_id(ident, *_LIVE, *_ENDED)
+            if now:
                 why += f"; now it is {now.path}"
             # A name with "~" begins with the deadline, as 20 digits.
             has_expired = "~" in name and name < f"{self._clock.now_ns():020d}"

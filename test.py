@@ -1299,8 +1299,11 @@ class Lifecycle(QueueCase):
                     q.attach(lease)
                 self.assertEqual(caught.exception.expired, expired)
             clock.advance(31)
-        for no_lease in ("what~is~this", waiting):
-            self.assertRaises(LeaseLost, q.attach, no_lease)
+        for no_lease in ("what~is~this", waiting, waiting[-4:]):
+            with self.assertRaises(LeaseLost) as caught:
+                q.attach(no_lease)
+            found = f"now it is {waiting}" in str(caught.exception)
+            self.assertEqual(found, no_lease == waiting)
 
     def test_changed_id_of_a_task_object_is_not_used_in_file_names(self) -> None:
         q = self.queue(keep_done=False, retry_delay_s=0)

@@ -1014,8 +1014,8 @@ stats() parses no name of a finished task | Lifecycle
 -            **{state: files.count(state) for state in _ENDED},
 +            **{state: len(files.entries(state)) for state in _ENDED},
 a search for an unknown id parses no name of another task | Lifecycle
--        found = self.find(*listed, ending=ident)
-+        found = self.find(*listed)
+-        return next(self.find(*listed, ending=ident), None)
++        return next((it for it in self.find(*listed) if it.id == ident), None)
 stats() parses no name of a task that waits | Lifecycle
 -        pending, scheduled = map(files.task_names, _WAITING_DIRS)
 +        pending, scheduled = [[it.name for it in files.entries(d)] for d in _WAITING_DIRS]
