@@ -3572,7 +3572,7 @@ class FemtoQueue:
 
     def stats(self) -> Stats:
         """Count the tasks in each state, and return the numbers as Stats. Only names are read:
-        100,000 tasks that wait or have ended take about 50 ms. A task that moves meanwhile may be
+        100,000 tasks that wait or have ended take about 60 ms. A task that moves meanwhile may be
         missed or counted twice."""
         files = self._files
         pending, scheduled = map(files.task_names, _WAITING_DIRS)
