@@ -1434,24 +1434,28 @@ class _Files:
         elif error.errno not in (*_MISSING_ERRNOS, errno.ENOTDIR):
             raise error
 
-    def entries(self, directory: str) -> list[_Entry]:
-        """Return the entries of a directory, sorted by name."""
-        names = sorted(self.names(directory))
-        return [entry for name in names if (entry := _parse(directory, name))]
+    def entries(self, directory: str, ending: str = "") -> list[_Entry]:
+        """Return the entries of a directory, sorted by name, whose names have this ending."""
+        names = [it for it in self.names(directory) if it.endswith(ending)]
+        return [entry for name in sorted(names) if (entry := _parse(directory, name))]
+
+    def task_names(self, state: str) -> list[str]:
+        """Return the names of the tasks in a directory, unsorted."""
+        return [*filter(_FORMS[_state_of(state)], self.names(state))]
 
     def count(self, state: str) -> int:
-        return len([*filter(_FORMS[_state_of(state)], self.names(state))])
+        return len(self.task_names(state))
 
     def node_dirs(self) -> list[str]:
         names = sorted(filter(_parse_node_dir, self.names("")))
         return [name for name in names if not stat.S_ISLNK(self.mode_of(name))]
 
-    def find(self, *states: str) -> Iterator[_Entry]:
+    def find(self, *states: str, ending: str = "") -> Iterator[_Entry]:
         """Yield the entries of these states, in name order within a directory. A state may also be
-        "keys" or "checkpoints"."""
+        "keys" or "checkpoints". The names have this ending, such as an id or a tag."""
         for state in states:
             for directory in self.node_dirs() if state == "inflight" else [state]:
-                yield from self.entries(directory)
+                yield from self.entries(directory, ending)
 
     def find_id(self, ident: str, *states: str) -> _Entry | None:
         """Return the entry of an id in one of these states, or None. In done/ and failed/, which
@@ -1461,7 +1465,7 @@ class _Files:
             if named and self.exists(named.path):
                 return named
         listed = [state for state in states if state not in _ENDED]
-        return next((entry for entry in self.find(*listed) if entry.id == ident), None)
+        return next(self.find(*listed, ending=ident), None)
 
     def exists(self, path: str) -> bool:
         """Say whether a file exists. Raises any other OSError."""
@@ -2249,7 +2253,7 @@ class _Worker:
         elif late_ns >= 0:
             why = f"its lease of {lease.length_ns / 1e9:g} s ran out {late_ns / 1e9:.3f} s ago"
         else:
-            why = "it is not leased by this delivery any more: finished, moved, or given up before"
+            why = "this queue has no such lease: finished, moved, given up, or of another queue"
         return LeaseLost(_id_of(lease.path), late_ns >= 0, why)
 
     def finish(self, task: FemtoTask) -> None:
@@ -3325,7 +3329,8 @@ class FemtoQueue:
         if task is None:
             ident = _id_of(name)
             why = "it is not in flight by that name (any more)"
-            if now := self._files.find_id(ident, *_LIVE, *_ENDED):
+            now = _parse_id(ident) and self._files.find_id(ident, *_LIVE, *_ENDED)
+            if now:
                 why += f"; now it is {now.path}"
             # A name with "~" begins with the deadline, as 20 digits.
             has_expired = "~" in name and name < f"{self._clock.now_ns():020d}"
@@ -3461,7 +3466,7 @@ class FemtoQueue:
         """
         ident = _check_id(id)
         # a person may have moved the task there, and kept another name
-        others = (it for it in self._files.find("failed") if it.id == ident)
+        others = self._files.find("failed", ending=ident)
         entry = self._files.find_id(ident, "failed") or next(others, None)
         if entry is None or not self._worker.requeue_failed(entry.path):
             raise TaskNotFound(f"no task {id} in failed/")
@@ -3529,20 +3534,21 @@ class FemtoQueue:
 
     def stats(self) -> Stats:
         """Count the tasks in each state, and return the numbers as Stats. Only names are read:
-        100,000 tasks in done/ take about 50 ms. A task that moves meanwhile may be missed or
-        counted twice."""
+        100,000 tasks that wait or have ended take about 60 ms. A task that moves meanwhile may be
+        missed or counted twice."""
         files = self._files
-        pending, scheduled = map(files.entries, _WAITING_DIRS)
-        ages_ns = [max(0, self._clock.now_ns() - it.stamp_ns) for it in pending[:1]]
-        # The first scheduled task is due first. If its age is negative, the task is not due.
-        ages_ns += [_wall_ns() - it.stamp_ns for it in scheduled[:1]]
-        age_ns = max(ages_ns, default=-1)
+        pending, scheduled = map(files.task_names, _WAITING_DIRS)
+        age_ns = -1
+        if pending:
+            age_ns = max(0, self._clock.now_ns() - _stamp_of(min(pending)))
+        if scheduled:  # the age of a task that is not due is negative
+            age_ns = max(age_ns, _wall_ns() - _stamp_of(min(scheduled)))
         nodes = tuple(_node_stats(self._worker, it) for it in files.node_dirs())
         return Stats(
             pending=len(pending),
             scheduled=len(scheduled),
             inflight=sum(node.inflight for node in nodes),
-            buffered=len(files.entries("keys")),
+            buffered=files.count("keys"),
             **{state: files.count(state) for state in _ENDED},
             oldest_pending_age_s=age_ns / 1e9 if age_ns >= 0 else None,
             nodes=nodes,
@@ -3710,6 +3716,7 @@ def _warn_of_old_tasks(files: _Files) -> None:
                     f"{files.path}/{directory} has tasks of femtoqueue 0.4, which are not read;"
                     ' the README, "Changes", has the program that moves them'
                 )
+                return
 
 
 # ==================================================================================================
@@ -5571,8 +5578,9 @@ class _SharedKeys(_Keys):
     def _listed(self, tag: str) -> tuple[list[str], str]:
         """Return the paths of a key's tasks, the oldest first, and of the newest payload behind
         them, or ""."""
-        found = [it for it in self._files.find("keys", *_LIVE) if _tag_of(it.id) == tag]
-        found.sort(key=lambda it: it.id)
+        found = sorted(
+            self._files.find("keys", *_LIVE, ending=tag), key=lambda it: it.id
+        )
         tasks = [it.path for it in found if it.directory != "keys"]
         payloads = [it.path for it in found if it.directory == "keys"]
         behind = payloads[-1] if payloads else ""
@@ -6598,15 +6606,17 @@ def _parse_arguments(argv: list[str]) -> Any:
             hint = f"did you mean {meant}?"
         raise ValueError(f"there is no command {name!r}; {hint}; see femtoqueue --help")
     dashes = len(words)
-    if name in ("push", "work") and "--" in words:
+    hint = _HINTS.get(name, "")
+    if hint and "--" in words:
         dashes = words.index("--")
-    options = _parser_of(name).parse_intermixed_args(words[:dashes])
+        hint = ""
+    options = _parser_of(name, hint).parse_intermixed_args(words[:dashes])
     options.after_dashes = words[dashes + 1 :]
     return options
 
 
-def _parser_of(name: str) -> Any:
-    """Return the parser of a command."""
+def _parser_of(name: str, hint: str) -> Any:
+    """Return the parser of a command. The hint is for words that it does not know."""
     import argparse
     import textwrap
 
@@ -6617,8 +6627,8 @@ def _parser_of(name: str) -> Any:
         def error(self, message: str) -> NoReturn:
             if default_dir:
                 message += f" (DIR is {default_dir}, from FEMTOQUEUE_DIR)"
-            if "unrecognized" in message and name == "push":
-                message += "; put a PAYLOAD that begins with - after --"
+            if hint and "unrecognized" in message:
+                message += f"; {hint}"
             raise ValueError(f"{message}; see {self.prog} --help")
 
         def print_help(self, file: object = None) -> None:
@@ -6692,6 +6702,10 @@ trouble, 128 + a signal's number.
 
 Example: femtoqueue push jobs 'resize 42.png'
          femtoqueue work jobs --drain -- echo working on {}"""
+_HINTS = {  # for the commands that have words after `--`
+    "push": "put a PAYLOAD that begins with - after --",
+    "work": "put the command after --, as in: work DIR -- CMD ARGS",
+}
 _TIMES = "2026-12-01T08:00 or 2026-12-01T08:00+01:00"
 _TYPES: dict[str, Callable[[str], Any]] = {
     "TIME": _seconds,
@@ -7005,9 +7019,7 @@ def _prepare_work(options: Any) -> None:
     command = options.after_dashes
     if options.words or not command:
         unexpected = f"unexpected {options.words[0]!r}; " if options.words else ""
-        options.error(
-            f"{unexpected}put the command after --, as in: work DIR -- CMD ARGS"
-        )
+        options.error(unexpected + _HINTS["work"])
     if options.jobs < 1:
         options.error("-j must be 1 or more")
     if shutil.which(command[0]) is None:

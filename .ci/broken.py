@@ -186,7 +186,7 @@ a name whose tag is not 16 hex digits is foreign | ForeignFiles; fuzz: names
 +_ID = f"({_NS}-[0-9a-zA-Z]{{16}})"
 a file with a foreign name is not removed | ForeignFiles; storm: ~ left over:
 +        [self.remove(f"{directory}/{name}") for name in names if not _parse(directory, name)]
-         return [entry for name in names if (entry := _parse(directory, name))]
+         return [entry for name in sorted(names) if (entry := _parse(directory, name))]
 a node_id that cannot be part of a file name is refused | Lifecycle
 -    match = _parse_node_dir("inflight-" + _check_str("node_id", node_id))
 +    match = re.match("(.*)", f"{node_id}")
@@ -1032,6 +1032,12 @@ a search for an unknown id does not list done/ | Lifecycle
 stats() parses no name of a finished task | Lifecycle
 -            **{state: files.count(state) for state in _ENDED},
 +            **{state: len(files.entries(state)) for state in _ENDED},
+a search for an unknown id parses no name of another task | Lifecycle
+-        return next(self.find(*listed, ending=ident), None)
++        return next((it for it in self.find(*listed) if it.id == ident), None)
+stats() parses no name of a task that waits | Lifecycle
+-        pending, scheduled = map(files.task_names, _WAITING_DIRS)
++        pending, scheduled = [[it.name for it in files.entries(d)] for d in _WAITING_DIRS]
 the time since which a task is in its state counts from the last move | Lifecycle
 -            since_ns = self._files.lstat(entry.path).st_ctime_ns
 +            since_ns = self._files.lstat(entry.path).st_mtime_ns
