@@ -34,7 +34,7 @@ import femtoqueue
 import test
 
 LIMITS = {
-    "tokens of code": 36_499,
+    "tokens of code": 36_544,
 }
 DOORS = {  # names of later parts that parts above them may use
     *("_Inspector", "_Processing", "_WorkerPool", "_open_files"),
@@ -62,7 +62,7 @@ HELPERS = {  # functions that rename or unlink, but are not a step in the table 
         "_SharedKeys._listed",
         "_Maintenance._purge_done",
     ),
-    *("FemtoQueue.purge", "FemtoQueue.resume"),
+    *("FemtoQueue.purge", "FemtoQueue.resume", "_read_checkpoint"),
     *(
         "TicketQueue._join_locked",
         "TicketQueue._lives",
