@@ -163,13 +163,16 @@ _OUT_OF_SPACE_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
 _REFUSED_ERRNOS = (errno.EACCES, errno.EPERM, errno.EROFS)
 # Errors of a call that makes a file. EISDIR: a person made a directory with the name of the file.
 _NO_WRITE_ERRNOS = (*_OUT_OF_SPACE_ERRNOS, *_REFUSED_ERRNOS, errno.EISDIR)
-# Errors of one file: another user's in a sticky directory, an immutable one, a directory, a link.
+# Errors of one file: another user's in a sticky directory, an immutable one, a directory, a link, a
+# file in the place of a directory, a socket.
 _ONE_FILE_ERRNOS = (
     errno.EACCES,
     errno.EPERM,
     errno.EISDIR,
     errno.ENOTEMPTY,
     errno.ELOOP,
+    errno.ENOTDIR,
+    errno.ENXIO,
 )
 # no descriptor or no memory is left; the file itself is in order
 _TRANSIENT_ERRNOS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
@@ -318,13 +321,20 @@ def _raise_if_no_errno(error: OSError) -> None:
         raise error
 
 
-def _for_each(act: Callable[[Any], object], items: Iterable[Any]) -> None:
-    """Call act() for each item. An error of one file is logged and passed over. Another OSError is
-    raised after the last item."""
+def _is_passing(error: BaseException) -> bool:
+    """Say whether an error has nothing to do with the task. One without errno is the exception of a
+    signal handler."""
+    return getattr(error, "errno", None) in (None, *_TRANSIENT_ERRNOS)
+
+
+def _for_each(act: Callable[[Any], object], items: Iterable[Any]) -> int:
+    """Call act() for each item, and count the results that are true. An error of one file is logged
+    and passed over. Another OSError is raised after the last item."""
+    count = 0
     errors = []
     for item in items:
         try:
-            act(item)
+            count += bool(act(item))
         except OSError as error:
             _raise_if_no_errno(error)
             if error.errno in _ONE_FILE_ERRNOS:
@@ -333,6 +343,7 @@ def _for_each(act: Callable[[Any], object], items: Iterable[Any]) -> None:
                 errors.append(error)
     if errors:
         raise errors[0]
+    return count
 
 
 def _handler_frames(error: BaseException) -> TracebackType | None:
@@ -899,7 +910,9 @@ def _due_time_ns(time_us: float | datetime) -> int:
 
 
 def _due_after_ns(delay_s: float) -> int:
-    return _wall_ns() + int(min(_check_number("delay_s", delay_s) * 1e9, _FOREVER_NS))
+    delay_ns = int(min(_check_number("delay_s", delay_s) * 1e9, _FOREVER_NS))
+    # whatever the date is, the name of the task has a valid number
+    return min(max(0, _wall_ns() + delay_ns), _MAX_STAMP_NS)
 
 
 def _lease_length_ns(name: str, ms: float | None, if_none_ns: int) -> int:
@@ -1089,8 +1102,20 @@ _LOCK_FLAGS = os.O_RDWR | _NO_FOLLOW_OR_BLOCK
 _LOCK_PAUSE_S = 0.00005
 _LONGEST_LOCK_PAUSE_S = 0.01
 _LONG_WAIT_S = 5.0  # a longer wait for a lock is logged
+_KERNEL_LEASE_TRIES = 200  # for two seconds
 
 _process_id = os.getpid()
+
+
+def _open(name: str, flags: int, mode: int = 0, *, dir_fd: int | None) -> int:
+    # RACE (TroubleOfOneTask): another process has a lease of the kernel on the file (F_SETLEASE:
+    # Samba, virus scanners). open() tells the holder, and fails with EAGAIN until the holder lets
+    # go.
+    for _ in range(_KERNEL_LEASE_TRIES):
+        with suppress(BlockingIOError):
+            return os.open(name, flags, mode, dir_fd=dir_fd)
+        time.sleep(_LONGEST_LOCK_PAUSE_S)
+    return os.open(name, flags, mode, dir_fd=dir_fd)
 
 
 class _OpenFile:
@@ -1119,7 +1144,7 @@ class _OpenFile:
         try:
             if _HAS_DIR_FDS:
                 dir_fd = parent.fd if parent else None
-                self.fd = os.open(self.name, flags, mode, dir_fd=dir_fd)
+                self.fd = _open(self.name, flags, mode, dir_fd=dir_fd)
             else:
                 self.prefix = os.path.join(self.path, "")
                 os.stat(self.prefix)
@@ -1255,7 +1280,6 @@ _MAX_REPLACED = 100  # how often a step makes a directory that others remove
 _SHRINK_BYTES = 1 << 20
 _CLOCK_BYTES = 64  # the largest size of a clock file
 _SHOWN_BYTES = 1 << 20  # how much of a reason is shown
-_KERNEL_LEASE_TRIES = 200  # for two seconds
 _Result = TypeVar("_Result")
 
 
@@ -1337,7 +1361,8 @@ class _Files:
             # Another process may just have made data_dir without a sync. PermissionError: this
             # process did not make data_dir.
             with suppress(PermissionError):
-                _sync_path(f"{self.path}/..")
+                self.sync_dir("..")
+                del self.dirs[".."]
 
     def make_dir(self, name: str) -> None:
         """Make a directory in data_dir for all users of the queue, unless it exists. What it will
@@ -1484,14 +1509,7 @@ class _Files:
         return stat.S_ISREG(self.lstat(path).st_mode)
 
     def _open(self, path: str) -> int:
-        # RACE (TroubleOfOneTask): another process has a lease of the kernel on the file
-        # (F_SETLEASE: Samba, virus scanners). open() tells the holder, and fails with EAGAIN until
-        # the holder lets go.
-        for _ in range(_KERNEL_LEASE_TRIES):
-            with suppress(BlockingIOError):
-                return self._call(os.open, path, _READ_FLAGS)
-            time.sleep(_LONGEST_LOCK_PAUSE_S)
-        raise _os_error(errno.EAGAIN, f"{self.path}/{path}")
+        return self._call(_open, path, _READ_FLAGS)
 
     def beginning(self, path: str, most_bytes: int) -> bytes:
         """Return the first bytes of a regular file, or b"" for any other kind of file, such as a
@@ -1532,6 +1550,8 @@ class _Files:
             path = f"{directory}/{name}"
             if not self.is_regular(path):
                 raise CorruptTask(ident, "not a regular file") from None
+            if not _is_passing(error):
+                error.task_id = ident  # type: ignore[attr-defined]
             raise self.named(error, path) from None
 
     def read_path(self, path: str) -> _Record:
@@ -2123,7 +2143,6 @@ class _LeaseDir:
             if error.errno in _MISSING_ERRNOS:
                 return False
             if error.errno in (errno.EPERM, errno.EACCES):
-                error.task_id = _id_of(name)  # type: ignore[attr-defined]
                 self._worker.batch.bar(_id_of(name))
             raise self._files.named(error, lease.source, lease.path) from None
         return True
@@ -2265,7 +2284,7 @@ class _Worker:
                 gone_to = self.move_leased(lease, f"done/{lease.path[_ID_AT:]}", "done")
             except OSError as error:
                 # If the lease is gone, only a step after the rename has failed.
-                refused = (*_OUT_OF_SPACE_ERRNOS, errno.EISDIR, errno.EPERM)
+                refused = (*_OUT_OF_SPACE_ERRNOS, *_ONE_FILE_ERRNOS)
                 if error.errno not in refused or not self.files.exists(lease.path):
                     raise
                 text = "task %s is done, and removed: done/ can't take it: %s"
@@ -2441,12 +2460,6 @@ class _Worker:
 _MAX_LISTINGS = 8
 
 
-def _is_passing(error: BaseException) -> bool:
-    """Say whether an error has nothing to do with the task. One without errno is the exception of a
-    signal handler."""
-    return getattr(error, "errno", None) in (None, *_TRANSIENT_ERRNOS)
-
-
 class _Consumer(_Worker):
     """A worker that takes tasks."""
 
@@ -2549,7 +2562,6 @@ class _Consumer(_Worker):
             why = f"delivered {before} times without done() or fail(): max_attempts reached"
             self.quarantine(lease.path, why)
             return None
-        data = None
         try:
             data, key = self.files.read(self.lease_dir.directory, lease.name, ident)
             payload = data if key is None else self.keys.to_deliver(lease, data)
@@ -2561,12 +2573,6 @@ class _Consumer(_Worker):
             self.maintenance.drop_batch()
             self._undo_claim(lease, error)
             return None
-        except (OSError, MemoryError) as error:
-            # the file or the key is locked, or the task is too large
-            is_its_own = isinstance(error, (BlockingIOError, MemoryError))
-            if is_its_own or (data is None and not _is_passing(error)):
-                error.task_id = ident  # type: ignore[union-attr]
-            raise
         if payload is None:
             return None
         task = FemtoTask(ident, payload, before + 1, key, lease, self.clock.anchor_ns)
@@ -2578,7 +2584,7 @@ class _Consumer(_Worker):
     def _undo_claim(self, lease: _Lease, error: BaseException) -> None:
         """Undo a claim after an error."""
         # error                                   where the task goes   counted
-        # of this task alone (task_id)            the back of pending/  yes, unless it is locked
+        # of a file of this task (task_id)        the back of pending/  yes, unless it is locked
         # another OSError, but not a passing one  the back of pending/  no
         # any other, such as Ctrl-C               where it was          no
         #
@@ -2586,7 +2592,14 @@ class _Consumer(_Worker):
         if not lease.path:
             return
         place = lease.source
-        is_its_own = hasattr(error, "task_id")
+        # a locked file or key, a payload that is too large, a file that can't be used
+        is_its_own = (
+            isinstance(error, (BlockingIOError, MemoryError))
+            or getattr(error, "errno", None) in _ONE_FILE_ERRNOS
+            or hasattr(error, "task_id")
+        )
+        if is_its_own:
+            error.task_id = _id_of(place)  # type: ignore[attr-defined]
         if place.startswith("pending/") and (is_its_own or not _is_passing(error)):
             is_counted = is_its_own and not isinstance(error, BlockingIOError)
             counted = _attempts_of(lease.path if is_counted else place)
@@ -2732,8 +2745,7 @@ class _Maintenance:
             wanted.append("reclaim")
         if self.next_s["repair"] <= time.monotonic() + _BASE_INTERVAL_S:
             wanted.append("repair")
-        for what in wanted:
-            self._run(what)
+        _for_each(self._run, wanted)
         if wanted:
             self._list()
         return bool(self._batch.names)
@@ -3477,11 +3489,13 @@ class FemtoQueue:
         A task whose key has another task now stays in failed/, and does not count. Raises the
         OSError of the system call. The tasks that were put back before the error stay in pending/.
         """
-        count = 0
-        for entry in self._files.find("failed"):
+
+        def retry(entry: _Entry) -> bool:
             with suppress(KeyInFlight):
-                count += self._worker.requeue_failed(entry.path)
-        return count
+                return self._worker.requeue_failed(entry.path)
+            return False
+
+        return _for_each(retry, self._files.find("failed"))
 
     def purge(
         self, older_than_s: float, states: _EndState | Iterable[_EndState] = ("done",)
@@ -3505,8 +3519,8 @@ class FemtoQueue:
         wanted = [state for state in _ENDED if state in given]
         files = self._files
         before_s = time.time() - older_than_s
-        count = sum(
-            files.unlink_if_older(it.path, before_s) for it in files.find(*wanted)
+        count = _for_each(
+            lambda it: files.unlink_if_older(it.path, before_s), files.find(*wanted)
         )
         if "failed" in wanted:
             for name in filter(_parse_reason, files.names("failed")):
@@ -4044,8 +4058,10 @@ class _Keys:
         if path and _id_of(path) != _id_of(lease):
             self._quarantine_second(path, lease)
             return None
-        # An error undoes the claim: a push would add a second task beside one without a link.
-        self._link(tag, lease, behind)
+        # Without a link, a push would add a second task. So an error undoes the claim. An older
+        # link, which find() could not correct, leads to the task by its id.
+        if not path:
+            self._link(tag, lease, behind)
         return behind
 
     def _quarantine_second(self, other: str, path: str) -> None:

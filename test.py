@@ -1106,8 +1106,12 @@ class Lifecycle(QueueCase):
         """push(delay_s=) hides a task for that time, also if the wall clock is near 1970."""
         q = self.queue()
         clock = self.clock()
-        for shift_s in (0, 60 - time.time()):
+        for shift_s in (0, 60 - time.time(), -3600 - time.time()):
             clock.wall_shift_s = shift_s
+            if shift_s < -time.time():  # the date is before 1970
+                q.push(b"x", delay_s=60)
+                self.assertEqual(self.states(), {"done": 4, "scheduled": 1})
+                return
             idents = q.push(b"x", delay_s=60), q.push(b"y", delay_s=60, key="k")
             clock.advance(59)
             self.assertIsNone(q.pop())
@@ -1117,9 +1121,15 @@ class Lifecycle(QueueCase):
                 q.done(task)
                 self.assertEqual(task.id, ident)
 
-    def test_done_on_a_full_disk_removes_the_task(self) -> None:
-        """done() on a full disk removes the task, and on another error leaves the task leased."""
-        for code, key in ((errno.ENOSPC, None), (errno.EDQUOT, "k")):
+    def test_done_removes_the_task_if_done_can_not_take_it(self) -> None:
+        """On a full disk, or if done/ can't be used, done() removes the task. On another error, the
+        task stays leased."""
+        for code, key in (
+            (errno.ENOSPC, None),
+            (errno.EDQUOT, "k"),
+            (errno.EACCES, None),
+            (errno.ENOTDIR, "k"),
+        ):
             q = self.new_queue()
             task = leased(q, key=key)
             full = at_call("move", "/done/", errno_raiser(code))
@@ -2533,6 +2543,26 @@ class LeaseDirectoryLost(QueueCase):
             self.assertEqual([*q.tasks("inflight")], [])
         self.assertNotIn("inflight-n2", os.listdir(self.path))
 
+    def test_directories_that_the_garbage_collector_closed_lead_to_no_other(
+        self,
+    ) -> None:
+        """The garbage collector may close the directories of a queue object before the object. Then
+        close() moves no task into the working directory."""
+        q = self.queue()
+        task = leased(q)
+        outside = self.new_dir(self.memory)
+        before = os.getcwd()
+        os.chdir(outside)
+        try:
+            for it in gc.get_objects():
+                if type(it).__name__ == "_OpenFile" and it.path.endswith("/pending"):
+                    it.__del__()
+            q.close()
+        finally:
+            os.chdir(before)
+        self.assertEqual(os.listdir(outside), [])
+        self.assertEqual(self.pop(self.queue("n1")).id, task.id)
+
     def test_lease_directory_removed_by_another_host_is_made_again(self) -> None:
         # After that removal, calls with the worker's descriptor of the directory raise ESTALE.
         q = self.worker_that_listed(5)
@@ -3231,6 +3261,46 @@ class Keyed(QueueCase):
         task = leased(q, b"1", "k")
         q.push(b"2", key="k")
         return task
+
+    def test_directory_of_locks_that_another_host_replaced_is_opened_anew(self) -> None:
+        """After another host has removed locks/, calls with its old descriptor raise ESTALE."""
+        with on_file_system(NFS):
+            q = self.queue()
+            q.push(b"1", key="k")
+            shutil.rmtree(self.file("locks"))
+
+            def stale(name: str, args: tuple[Any, ...]) -> None:
+                if name == "open" and "(deleted)" in args[0]:
+                    raise_errno(errno.ESTALE)
+
+            with hooked(stale):
+                q.push(b"2", key="k")
+        self.assertEqual(self.drain(q), [b"2"])
+
+    def test_promoted_payload_is_delivered_on_a_full_disk(self) -> None:
+        """If no link can be made when a payload becomes a task, the task is delivered all the
+        same, and a later push goes behind it."""
+        q = self.queue()
+        task = leased(q, b"1", "k")
+        q.push(b"2", key="k")
+        with hooked(at_call("symlink", None, errno_raiser(errno.ENOSPC))):
+            q.done(task)
+            task = self.pop(q)
+        self.assertEqual(task.data, b"2")
+        q.push(b"3", key="k")
+        self.assertEqual(self.states(), {"keys": 1, "done": 1, "inflight-n1": 1})
+
+    def test_reader_finds_a_promoted_payload_by_an_older_link(self) -> None:
+        """A user who may only read finds the task of a key, also if its link is of the time before
+        the end of an earlier task."""
+        q = self.queue()
+        task = self.leased_with_buffered(q)
+        with hooked(at_call("symlink", None, errno_raiser(errno.EROFS))):
+            q.done(task)
+        with hooked(at_call("open", "/locks/", errno_raiser(errno.EROFS))):
+            found = q.peek(key="k")
+            self.assertTrue(q.contains("k"))
+        self.assertEqual(found and found.data, b"2")
 
     # Which texts are keys, and what push() does with a key
 
@@ -4314,6 +4384,10 @@ def takes_effect(name: str, args: tuple[Any, ...]) -> bool:
     return name in ("open", "close", "lock") or may_change(name, args)
 
 
+# After these errors of the rename into done/, done() removes the task.
+REFUSED_BY_DONE = (errno.ENOSPC, errno.EACCES)
+
+
 def possible_errors(name: str, args: tuple[Any, ...]) -> list[int]:
     """Return the errors that a system may report for a call."""
     frees_space = name in ("unlink", "rmdir", "chmod", "fchmod", "fchown")
@@ -4843,7 +4917,7 @@ class Interrupted(QueueCase):
         try:
             scenario(q, said.append, step)
             to_done = step.at == "move" and "/done/" in step.args[1]
-            self.is_full = to_done and self.errno_of(step, turn) == errno.ENOSPC
+            self.is_full = to_done and self.errno_of(step, turn) in REFUSED_BY_DONE
             # An error of a repair of keys is raised later, when no other task waits.
             is_keyed = scenario.key is not None
             self.assertTrue(is_keyed or step.at not in ("fsync", "syncfs"), step.args)
@@ -6820,6 +6894,28 @@ class TroubleOfOneTask(QueueCase):
             self.assertIsNone(q.pop())
         self.assertEqual([task.id for task in q.tasks("failed")], [bad])
 
+    def test_file_beside_the_payload_does_not_stop_other_tasks(self) -> None:
+        """If the checkpoint of a task can't be read, the lock of its key can't be opened, or no
+        dead letter can be made of it, the task goes to the back."""
+        for event, of, error in (
+            ("open", "/checkpoints/", MemoryError()),
+            ("open", "/checkpoints/", OSError(errno.ENXIO, "a socket")),
+            ("open", "/locks/", OSError(errno.ENXIO, "a socket")),
+            ("move", "/failed/", OSError(errno.EISDIR, "a directory")),
+        ):
+            q = self.new_queue(max_attempts=1 if of == "/failed/" else None)
+            task = leased(q, b"1", "k")
+            q.checkpoint(task, b"half")
+            q.release(task, front=True)
+            os.unlink(self.file("keys", key_tag("k")))  # so the delivery needs the lock
+            q.push(b"good")
+            fail = mock.Mock(side_effect=error)
+            with self.subTest(of, error=error), hooked(at_call(event, of, fail)):
+                with self.assertRaises(type(error)) as caught:
+                    q.pop()
+                self.assertEqual(getattr(caught.exception, "task_id", None), task.id)
+                self.assertEqual(popped(q).data, b"good")
+
     def test_payload_that_does_not_fit_into_memory_is_a_dead_letter_after_max_attempts(
         self,
     ) -> None:
@@ -6909,13 +7005,18 @@ class TroubleOfOneTask(QueueCase):
             self.assertEqual((task.id, task.attempts), (ident, 1))
 
     def test_file_is_opened_when_a_lease_of_the_kernel_ends(self) -> None:
-        """While another program has a lease of the kernel on the file, pop() tries again."""
+        """While another program has a lease of the kernel on a file, such as the lock of a key, the
+        call tries again."""
         q = self.queue()
         clock = self.clock()
-        ident = q.push(b"x")
-        refused = hooked(at_call("open", ident, errno_raiser(errno.EAGAIN), times=3))
-        with refused, mock.patch.object(clock, "sleep"):
-            self.assertEqual(popped(q).attempts, 1)
+        ident = q.push(b"x", key="k")
+        for of in (ident, "/locks/"):
+            refused = hooked(at_call("open", of, errno_raiser(errno.EAGAIN), times=3))
+            with refused, mock.patch.object(clock, "sleep"):
+                q.push(b"y", key="k")
+                task = popped(q)
+                self.assertEqual(task.attempts, 1)
+                q.release(task)
 
     def test_task_that_may_not_be_renamed_is_passed_over_for_a_minute(self) -> None:
         # The task may belong to another user, and pending/ may have the sticky bit.
@@ -9753,13 +9854,22 @@ class Work(QueueCase):
         self.assertEqual(again, Counter({1: 9 - done - failed, 2: failed}))
 
     def test_work_goes_on_if_the_end_of_a_task_fails_because_of_its_file(self) -> None:
-        """If the file of one task may not be moved to done/, work() logs it, and handles the other
-        tasks. The task is delivered again."""
+        """If the file of one task may be neither moved nor removed, work() logs it, and handles the
+        other tasks. The task is delivered again."""
         self.set_constant("base interval", 0.02)
         for concurrency in (1, 2):
             q = self.new_queue()
             bad, *_ = q.push_many([b"bad", b"1", b"2"])
-            fails = at_call("move", f"/done/{bad}", errno_raiser(errno.EACCES), times=1)
+            refuse = errno_raiser(errno.EACCES)
+            moved = at_call("move", f"/done/{bad}", refuse, times=1)
+            removed = at_call("unlink", bad, refuse, times=1)
+
+            def fails(
+                name: str, args: tuple[Any, ...], of: Any = (moved, removed)
+            ) -> None:
+                for hook in of:
+                    hook(name, args)
+
             with self.subTest(concurrency), hooked(fails):
                 counts = q.work(lambda _: None, concurrency=concurrency, drain=True)
             self.assertEqual((counts.done, counts.lost), (3, 1))
@@ -11292,7 +11402,7 @@ class CommandLine(CommandCase):
         self,
     ) -> None:
         self.queue().push(b"x")
-        script = "sleep 1.2; rmdir jobs/done; touch jobs/done"
+        script = "sleep 1.2; rmdir jobs/pending; touch jobs/pending"
         said = self.run_on_terminal(
             80, "work", "jobs", "--drain", "--", "sh", "-c", script
         )
@@ -11973,6 +12083,24 @@ class Documents(QueueCase):
 class Races(QueueCase):
     """Races of two operations, or of an operation and a signal, that the tests which try every
     system call do not reach."""
+
+    def test_retry_failed_and_purge_pass_over_a_file_that_can_not_be_moved(
+        self,
+    ) -> None:
+        """One task that may not be moved or removed, such as an immutable file, does not keep the
+        others from being retried and purged."""
+        q = self.queue()
+        for n in (b"1", b"2", b"3"):
+            q.fail(leased(q, n))
+        first = next(q.tasks("failed")).id
+        with hooked(
+            at_call("move unlink", f"failed/{first}", errno_raiser(errno.EPERM))
+        ):
+            self.assertEqual(q.retry_failed(), 2)
+            for task in iter(q.pop, None):
+                q.fail(task)
+            self.assertEqual(q.purge(0, "failed"), 2)
+        self.assertEqual(self.states(), {"failed": 1})
 
     def test_purge_passes_over_a_task_that_another_process_removes(self) -> None:
         """A task that is gone when purge() removes it does not count, and is no error."""
