@@ -113,7 +113,7 @@ from contextlib import (
     suppress,
 )
 from datetime import datetime, timezone
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, TypeVar, get_args
 
 try:
     import fcntl
@@ -390,8 +390,8 @@ def _backoff_s(first_s: float, longest_s: float) -> Iterator[float]:
 
 _State = Literal["pending", "scheduled", "inflight", "done", "failed"]
 _EndState = Literal["done", "failed"]
-STATES: tuple[_State, ...] = ("pending", "scheduled", "inflight", "done", "failed")
-_ENDED: tuple[_EndState, ...] = ("done", "failed")
+STATES: tuple[_State, ...] = get_args(_State)
+_ENDED: tuple[_EndState, ...] = get_args(_EndState)
 # The states of a task that has not ended, in the order of a search. The leases come twice: so a
 # search finds a task that is claimed or given back meanwhile, unless both happen.
 _LIVE = ("inflight", "scheduled", "pending", "inflight")
@@ -615,7 +615,6 @@ def _decode_key(name: str) -> str:
 _BytesLike = bytes | bytearray | memoryview
 _MAX_NUMBER = 10**302  # any numeric argument must be smaller
 _IfInFlight = Literal["buffer", "update", "reject"]
-_IF_IN_FLIGHT = ("buffer", "update", "reject")
 
 
 class FemtoQueueError(Exception):
@@ -1394,7 +1393,7 @@ class _Files:
         found = self.dirs[directory]
         return found, found.prefix + name
 
-    def _call(self, function: Callable[..., _Result], path: str, *args: int) -> _Result:
+    def call(self, function: Callable[..., _Result], path: str, *args: int) -> _Result:
         """Call a function of os for a file, by its name in its open directory."""
         where, name = self.place(path)
         try:
@@ -1503,13 +1502,13 @@ class _Files:
         return 0
 
     def lstat(self, path: str) -> os.stat_result:
-        return self._call(os.lstat, path)
+        return self.call(os.lstat, path)
 
     def is_regular(self, path: str) -> bool:
         return stat.S_ISREG(self.lstat(path).st_mode)
 
     def _open(self, path: str) -> int:
-        return self._call(_open, path, _READ_FLAGS)
+        return self.call(_open, path, _READ_FLAGS)
 
     def beginning(self, path: str, most_bytes: int) -> bytes:
         """Return the first bytes of a regular file, or b"" for any other kind of file, such as a
@@ -1646,9 +1645,9 @@ class _Files:
 
     def create(self, path: str) -> int:
         with suppress(FileNotFoundError):
-            return self._call(os.open, path, _CREATE_FLAGS, self._file_mode)
+            return self.call(os.open, path, _CREATE_FLAGS, self._file_mode)
         self.dirs.refresh()  # the directory was replaced
-        return self._call(os.open, path, _CREATE_FLAGS, self._file_mode)
+        return self.call(os.open, path, _CREATE_FLAGS, self._file_mode)
 
     @contextmanager
     def replacement(
@@ -1716,7 +1715,7 @@ class _Files:
         return target
 
     def unlink(self, path: str) -> None:
-        self._call(os.unlink, path)
+        self.call(os.unlink, path)
 
     def unlink_if_exists(self, path: str) -> bool:
         with suppress(FileNotFoundError):
@@ -1745,7 +1744,7 @@ class _Files:
         with _ignore_missing(
             errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY, *_NO_WRITE_ERRNOS
         ):
-            self._call(os.rmdir, path)
+            self.call(os.rmdir, path)
 
     def shrink(self, new_name: str) -> None:
         """Replace an empty pending/ that is large: ext4 never shrinks a directory, and each listing
@@ -1758,7 +1757,7 @@ class _Files:
         # RACE (Shrinking): another process renames a file into the old directory first. rename()
         # replaces no directory that is not empty, so the old directory stays.
         with suppress(OSError):
-            self._call(os.mkdir, f"creating/{name}", mode & 0o777)
+            self.call(os.mkdir, f"creating/{name}", mode & 0o777)
             made = _OpenFile(self.dirs["creating"], name)
             _follow_owner(made.fd, old, mode)
             if made.status().st_gid == old.st_gid:
@@ -2666,7 +2665,7 @@ class _Maintenance:
         self._lease_dir = worker.lease_dir
         self._lock = worker.lock
         # what is called, and the pause after it
-        self._acts: dict[str, tuple[Callable[[], None], float]] = {
+        self._acts: dict[str, tuple[Callable[[], object], float]] = {
             "look": (self._look, _BASE_INTERVAL_S),
             "enqueue": (self._enqueue_due, _BASE_INTERVAL_S),
             "reclaim": (self.reclaim_ended, _BASE_INTERVAL_S),
@@ -2679,12 +2678,11 @@ class _Maintenance:
             self._acts["purge"] = (self._purge_done, every_s)
         self.next_s = dict.fromkeys(self._acts, 0.0)
         self.wake_s = 0.0
-        self._failed: set[str] = set()  # what raised OSError at its last run
+        # what raised OSError at its last run, or stopped before its end
+        self._unfinished: set[str] = set()
         # When refill() is to look again. 0: nothing is listed before a look that finds no PAUSED.
         self._next_look_s = 0.0
-        # the time of scheduled/ before its last listing, and the first due time seen there
-        self._changed_ns = 0
-        self._first_due_ns = _MAX_STAMP_NS
+        self._changed_ns = 0  # the time of scheduled/ before its last listing
         # the listing of done/, while a purge goes on
         self.done_scan: Iterator[str] | None = None
 
@@ -2695,7 +2693,6 @@ class _Maintenance:
         self.wake_s = min(self.wake_s, self.next_s[what])
 
     def note_due(self, due_ns: int) -> None:
-        self._first_due_ns = min(self._first_due_ns, due_ns)
         self.sooner("enqueue", (due_ns - _wall_ns()) / 1e9)
 
     def run_due(self) -> None:
@@ -2715,10 +2712,10 @@ class _Maintenance:
         began_s = time.monotonic()
         # This holds if Ctrl-C ends the run. The run, or another thread, may call sooner().
         self.next_s[what] = began_s + every_s
-        self._failed.add(what)
+        self._unfinished.add(what)
         try:
-            act()
-            self._failed.discard(what)
+            if not act():
+                self._unfinished.discard(what)
         finally:
             ended_s = time.monotonic()
             # The pause has a limit: the disk may have hung for once.
@@ -2735,11 +2732,11 @@ class _Maintenance:
         self._list()
         if self._batch.names:
             return True
-        wanted = [*self._failed]
-        # A task came to scheduled/, or the date was set.
+        wanted = [*self._unfinished]
+        # A task came to scheduled/, or was moved from there.
         is_changed = self._changed_ns != self._files.lstat("scheduled").st_mtime_ns
         is_rested = self.next_s["enqueue"] <= time.monotonic() + _BASE_INTERVAL_S
-        if (is_changed and is_rested) or _latest_due_ns() >= self._first_due_ns:
+        if is_changed and is_rested:
             wanted.append("enqueue")
         if self._lease_dir.orphans:
             wanted.append("reclaim")
@@ -2771,11 +2768,10 @@ class _Maintenance:
             if not self._batch.seen:
                 self._files.shrink(self._worker.clock.new_id())
 
-    def _enqueue_due(self) -> None:
+    def _enqueue_due(self) -> bool:
         """Move the due tasks to the back of pending/. Stop after _BASE_INTERVAL_S, because other
-        threads must be able to renew their leases, and go on when no task waits."""
+        threads must be able to renew their leases, and return True: go on when no task waits."""
         self._changed_ns = self._files.lstat("scheduled").st_mtime_ns
-        self._first_due_ns = _MAX_STAMP_NS
         names = sorted(filter(_FORMS["scheduled"], self._files.names("scheduled")))
         count = bisect.bisect(names, _latest_due_ns(), key=_stamp_of)
         if count < len(names):
@@ -2784,8 +2780,7 @@ class _Maintenance:
         end_s = time.monotonic() + _BASE_INTERVAL_S
         in_time = itertools.takewhile(lambda _: time.monotonic() < end_s, due)
         _for_each(self._worker.enqueue_scheduled, in_time)
-        if time.monotonic() >= end_s:
-            self._first_due_ns = 0
+        return time.monotonic() >= end_s
 
     def reclaim_ended(self) -> None:
         with self._lock:  # check(repair=True) calls this method without the lock
@@ -3076,9 +3071,9 @@ class FemtoQueue:
         self, due_ns: int | None, data: _BytesLike, key: str | None, if_in_flight: str
     ) -> str:
         """Push a task that has a due time or a key, or both."""
-        if if_in_flight not in _IF_IN_FLIGHT:
+        if if_in_flight not in get_args(_IfInFlight):
             raise ValueError(
-                f"if_in_flight must be {' or '.join(_IF_IN_FLIGHT)}, not {if_in_flight!r}"
+                f"if_in_flight must be {' or '.join(get_args(_IfInFlight))}, not {if_in_flight!r}"
             )
         if key is None:
             if due_ns is None or if_in_flight != "buffer":
@@ -3459,12 +3454,7 @@ class FemtoQueue:
     @property
     def paused(self) -> bool:
         """True if the queue is paused: the file data_dir/PAUSED exists."""
-        is_paused = self._files.exists("PAUSED")
-        if is_paused:
-            # The caller now learns of the pause. So the next pop() must not hand out a task of the
-            # batch, which may have been listed before the pause.
-            self._worker.maintenance.drop_batch()
-        return is_paused
+        return self._files.exists("PAUSED")
 
     # Dead letters and upkeep
 
@@ -3836,8 +3826,7 @@ class _Keys:
     def _linked(self, tag: str) -> tuple[str, str]:
         """Return the last known path of a key's task, and of the payload behind it, or ""."""
         with _ignore_missing(errno.EINVAL):  # EINVAL: not a link
-            where, name = self._files.place(f"keys/{tag}")
-            match = _parse_link(os.readlink(name, dir_fd=where.fd))
+            match = _parse_link(self._files.call(os.readlink, f"keys/{tag}"))
             # A path whose id is not of this hash would let a push overwrite another key's file.
             if match and {_tag_of(match[2]), _tag_of(match[4] or match[2])} == {tag}:
                 return match[1], match[3] or ""

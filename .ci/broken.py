@@ -361,9 +361,11 @@ root changes the mode only of a file that it made itself | ManyUsers
 a due time is compared with a margin of a microsecond | ReplacedClock
 -    return _wall_ns() + 1000
 +    return _wall_ns()
-a task that comes due when the date is set forward is found at once | ReplacedClock
-- or _latest_due_ns() >= self._first_due_ns:
-+:
+a run that stopped before its end goes on when no task waits | ReplacedClock
+-            if not act():
+-                self._unfinished.discard(what)
++            act()
++            self._unfinished.discard(what)
 a payload that came to keys/ is looked at soon | Keyed
 -_REPAIR_INTERVAL_S = 30.0
 +_REPAIR_INTERVAL_S = 600.0
@@ -746,7 +748,7 @@ files that others write in creating/ are left alone for an hour | Crash
 -_LEFTOVER_NS = 3600 * 10**9
 +_LEFTOVER_NS = 1
 an error in a directory is raised when no task waits | Faults
--        wanted = [*self._failed]
+-        wanted = [*self._unfinished]
 +        wanted = list[str]()
 no task is delivered while PAUSED exists | ByHand
          if self._files.exists("PAUSED"):
