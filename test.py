@@ -4915,7 +4915,7 @@ class Interrupted(QueueCase):
         """Run the scenario with an error of a call. Fail if the error of a sync is not raised."""
         try:
             scenario(q, said.append, step)
-            to_done = step.at == "move" and "/done/" in step.args[1]
+            to_done = step.at in ("move", "open") and "/done" in str(step.args)
             self.is_full = to_done and self.errno_of(step, turn) in REFUSED_BY_DONE
             # An error of a repair of keys is raised later, when no other task waits.
             is_keyed = scenario.key is not None
