@@ -281,27 +281,6 @@ def _follow_owner(fd: Any, data_dir: os.stat_result, mode: int) -> None:
         os.fchmod(fd, mode)
 
 
-def _make_dir(path: str, mode: int, sync: bool) -> None:
-    """Make a directory and its missing parents. With `sync`, they survive power loss."""
-    parent = os.path.dirname(path)
-    if parent not in ("", path) and not os.path.lexists(parent):
-        _make_dir(parent, 0o777, sync)
-    with suppress(FileExistsError):
-        os.mkdir(path, mode)
-        if sync:
-            _sync_path(parent or ".")
-
-
-def _sync_path(path: str) -> None:
-    # elsewhere than on POSIX, directories can't be synced
-    if os.name == "posix":
-        fd = os.open(path, _ROOT_FLAGS)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-
-
 class _ignore_missing(AbstractContextManager[None]):
     """Suppress an OSError of a missing file or directory, or with an errno in `others`."""
 
@@ -1110,11 +1089,15 @@ def _open(name: str, flags: int, mode: int = 0, *, dir_fd: int | None) -> int:
     # RACE (TroubleOfOneTask): another process has a lease of the kernel on the file (F_SETLEASE:
     # Samba, virus scanners). open() tells the holder, and fails with EAGAIN until the holder lets
     # go.
-    for _ in range(_KERNEL_LEASE_TRIES):
-        with suppress(BlockingIOError):
+    left = _KERNEL_LEASE_TRIES
+    while True:
+        try:
             return os.open(name, flags, mode, dir_fd=dir_fd)
+        except BlockingIOError:
+            left -= 1
+            if not left:
+                raise
         time.sleep(_LONGEST_LOCK_PAUSE_S)
-    return os.open(name, flags, mode, dir_fd=dir_fd)
 
 
 class _OpenFile:
@@ -1216,6 +1199,19 @@ class _OpenFile:
         with suppress(Exception):
             # the interpreter ends, and has cleared what close() needs
             self.close()
+
+
+def _make_dir(path: str, mode: int, sync: bool) -> None:
+    """Make a directory and its missing parents. With `sync`, they survive power loss."""
+    parent = os.path.dirname(path)
+    if parent not in ("", path) and not os.path.lexists(parent):
+        _make_dir(parent, 0o777, sync)
+    with suppress(FileExistsError):
+        os.mkdir(path, mode)
+        if sync:
+            above = _OpenFile(None, parent or ".", _ROOT_FLAGS)
+            if above.fd is not None:
+                os.fsync(above.fd)
 
 
 # Maps objects to functions. A forked child calls each function with its object.
@@ -1724,12 +1720,10 @@ class _Files:
         return False
 
     def unlink_if_older(self, path: str, before_s: float) -> bool:
-        """Remove a file whose st_ctime is `before_s` or earlier, unless it is a directory. Return
-        whether the file was removed."""
+        """Remove a file whose st_ctime is `before_s` or earlier. Return whether it was removed."""
         # RACE (Races): another process removes the file, or retries the failed task.
         with _ignore_missing():
-            status = self.lstat(path)
-            if status.st_ctime <= before_s and not stat.S_ISDIR(status.st_mode):
+            if self.lstat(path).st_ctime <= before_s:
                 self.unlink(path)
                 return True
         return False
