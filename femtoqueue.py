@@ -73,7 +73,7 @@ Terms that are not explained elsewhere:
     Settle            To end a delivery by done(), fail() or release().
 
 The parts of this file, in their order. A part uses the parts above it. The names of later parts
-that it uses stand in .ci/lint.py.
+that it uses stand in .ci/lint.py (DOORS).
 
     core          System · Names · Errors and values · Records · Open files · Files · Queue clock ·
                   Batch · Lease directory · Worker · Delivery · Maintenance
@@ -194,7 +194,7 @@ def _wall_ns() -> int:
 
 
 def _latest_due_ns() -> int:
-    # A microsecond is allowed for: a float of time.time() * 1e6 is only exact to about 240 ns.
+    # A task is due a microsecond early: a float of time.time() * 1e6 is only exact to about 240 ns.
     return _wall_ns() + 1000
 
 
@@ -307,8 +307,9 @@ def _is_passing(error: BaseException) -> bool:
 
 
 def _for_each(act: Callable[[Any], object], items: Iterable[Any]) -> int:
-    """Call act() for each item, and count the results that are true. An error of one file is logged
-    and passed over. Another OSError is raised after the last item."""
+    """Call act() for each item, and count the results that are true. An error of one file, by its
+    errno (_ONE_FILE_ERRNOS), is logged once and passed over. Another OSError is raised after the
+    last item."""
     count = 0
     errors = []
     for item in items:
@@ -388,7 +389,8 @@ _RELEASE_NS = 1_795_824_000 * 10**9  # 2026-11-28, the date of this release
 _MAX_ATTEMPTS = 999_999  # a name has room for six digits
 _DETACHED = "00000000"  # the <boot> of a detached lease
 _MAX_KEY_BYTES = 200
-# where the id and its tag begin in a path, counted from the end
+# Where the id and its tag begin in a path, counted from the end. pop() and done() slice by these,
+# to save the call of _id_of().
 _ID_AT = -37
 _TAG_AT = -16
 
@@ -523,8 +525,8 @@ def _push_place(ident: str, attempts: int) -> str:
     return f"pending/{_task_name(_stamp_of(ident), attempts, ident)}"
 
 
-def _new_path(ident: str, due_ns: int | None) -> str:
-    """Return the path of a new task."""
+def _waiting_path(ident: str, due_ns: int | None) -> str:
+    """Return the path of a waiting task without attempts."""
     if due_ns is None:
         return f"pending/{ident}"
     return f"scheduled/{_task_name(due_ns, 0, ident)}"
@@ -533,15 +535,15 @@ def _new_path(ident: str, due_ns: int | None) -> str:
 def _fresh_path(path: str, due_ns: int | None) -> str:
     """Return the path of a waiting task with its attempts set to 0, at its place or at due_ns."""
     if due_ns is not None:
-        return _new_path(_id_of(path), due_ns)
+        return _waiting_path(_id_of(path), due_ns)
     if "~" not in path:
         return path
     return f"{_state_of(path)}/{_task_name(_stamp_of(path), 0, _id_of(path))}"
 
 
 def _payload_path(ident: str, due_ns: int | None) -> str:
-    """Return the path of a newer payload that becomes the task _new_path(ident, due_ns)."""
-    return f"keys/{_new_path(ident, due_ns).partition('/')[2]}"
+    """Return the path of a newer payload that becomes the task _waiting_path(ident, due_ns)."""
+    return f"keys/{_waiting_path(ident, due_ns).partition('/')[2]}"
 
 
 def _is_update(payload_path: str) -> bool:
@@ -594,6 +596,7 @@ def _decode_key(name: str) -> str:
 _BytesLike = bytes | bytearray | memoryview
 _MAX_NUMBER = 10**302  # any numeric argument must be smaller
 _IfInFlight = Literal["buffer", "update", "reject"]
+_IF_IN_FLIGHT = get_args(_IfInFlight)
 
 
 class FemtoQueueError(Exception):
@@ -879,8 +882,8 @@ def _due_time_ns(time_us: float | datetime) -> int:
     due_ns = max(0, int(_check_number("time_us", time_us, -_MAX_NUMBER) * 1000))
     if due_ns >= _MAX_STAMP_NS:
         raise ValueError(f"time_us must be before the year 2255, not {time_us!r}")
-    # From one second after the epoch, because programs for version 0.4 pass numbers near 0 for a
-    # task due at once, to the end of 1972.
+    # The range begins one second after the epoch, because programs for version 0.4 pass numbers
+    # near 0 for a task due at once. It ends with the year 1972: see schedule().
     if 1.0 <= due_ns / 1e9 < 94_694_400.0:
         wanted = "time_us must be in microseconds, as time.time() * 1e6"
         raise ValueError(f"{wanted}: {time_us!r} would be in {_utc(due_ns):%B %Y}")
@@ -1036,7 +1039,8 @@ def _finish_read(fd: int, head: bytes, ident: str) -> _Record:
 # ==================================================================================================
 # 5. Open files: files and directories that are held open, and their locks by flock(2).
 #    Invariant: a lock ends with close(), with the last reference to the open file, or with the
-#    process: Ctrl-C may come between any two lines. A forked child never keeps a lock.
+#    process. So a lock ends even if Ctrl-C comes between any two lines. A forked child never keeps
+#    a lock.
 # ==================================================================================================
 
 # TOPIC: fork(), and what a forked child has.
@@ -1085,19 +1089,15 @@ _KERNEL_LEASE_TRIES = 200  # for two seconds
 _process_id = os.getpid()
 
 
-def _open(name: str, flags: int, mode: int = 0, *, dir_fd: int | None) -> int:
+def _open_patiently(name: str, flags: int, mode: int = 0, *, dir_fd: int | None) -> int:
     # RACE (TroubleOfOneTask): another process has a lease of the kernel on the file (F_SETLEASE:
     # Samba, virus scanners). open() tells the holder, and fails with EAGAIN until the holder lets
     # go.
-    left = _KERNEL_LEASE_TRIES
-    while True:
-        try:
+    for _ in range(_KERNEL_LEASE_TRIES):
+        with suppress(BlockingIOError):
             return os.open(name, flags, mode, dir_fd=dir_fd)
-        except BlockingIOError:
-            left -= 1
-            if not left:
-                raise
         time.sleep(_LONGEST_LOCK_PAUSE_S)
+    return os.open(name, flags, mode, dir_fd=dir_fd)
 
 
 class _OpenFile:
@@ -1105,12 +1105,12 @@ class _OpenFile:
     latest."""
 
     # A call names a file in an open directory by `prefix + name` and `dir_fd=fd`. Where the system
-    # has no such calls (Windows), fd is None, and prefix is the path of the directory. -1: closed,
-    # so that no call goes to the working directory.
+    # has no such calls (Windows), fd is None, and prefix is the path of the directory. After
+    # close(), fd is -1: with None, a call would go to the working directory.
     fd: Any = None
     prefix = ""
     _may_be_locked = False
-    thread = 0  # the thread that holds the lock of a key
+    thread = 0  # set by _Keys.lock(): the thread that holds this lock
 
     def __init__(
         self,
@@ -1126,7 +1126,7 @@ class _OpenFile:
         try:
             if _HAS_DIR_FDS:
                 dir_fd = parent.fd if parent else None
-                self.fd = _open(self.name, flags, mode, dir_fd=dir_fd)
+                self.fd = _open_patiently(self.name, flags, mode, dir_fd=dir_fd)
             else:
                 self.prefix = os.path.join(self.path, "")
                 os.stat(self.prefix)
@@ -1145,7 +1145,8 @@ class _OpenFile:
         return False
 
     def try_lock(self, how: str = "LOCK_EX") -> bool | None:
-        """Try to take the lock. Return None if flock does not work here."""
+        """Try to take the lock; `how` is "LOCK_EX" or "LOCK_SH". Return False if another process
+        holds it, None if flock does not work here. A lock that was held may be lost."""
         if fcntl is None:
             return None
         # If another thread forks before this line, and this process dies before that child, the
@@ -1210,7 +1211,7 @@ def _make_dir(path: str, mode: int, sync: bool) -> None:
         os.mkdir(path, mode)
         if sync:
             above = _OpenFile(None, parent or ".", _ROOT_FLAGS)
-            if above.fd is not None:
+            if above.fd is not None:  # on Windows, directories can't be synced
                 os.fsync(above.fd)
 
 
@@ -1263,10 +1264,11 @@ if hasattr(os, "register_at_fork"):
 #    - A new task with a key, or a payload behind a task: sync the new file, link keys/<hash>, sync
 #      keys/, rename the new file, sync the directory. If power loss removed the link but not the
 #      task, a later push would add a second task of the key.
+#    - A new directory, but not a lease directory: make it, then sync data_dir.
 #    A claim, a renewal, a reclaim and a purge are not synced.
 #
 #    TOPIC: a full disk. A worker must be able to empty the queue, so pop(), done() and release()
-#    only rename. If done/ has no room for another name, the task is removed (_Worker.finish). If
+#    only rename. If done/ can't take another name, the task is removed (_Worker.finish). If
 #    the clock file can't be made, the process has a clock of its own. push(), schedule(),
 #    checkpoint() and fail() with a reason write a new file first, and raise OSError.
 # ==================================================================================================
@@ -1357,11 +1359,12 @@ class _Files:
             # process did not make data_dir.
             with suppress(PermissionError):
                 self.sync_dir("..")
-                del self.dirs[".."]
+                del self.dirs[".."]  # not kept open
 
     def make_dir(self, name: str) -> None:
-        """Make a directory in data_dir for all users of the queue, unless it exists. What it will
-        have survives power loss, but for leases."""
+        """Make a directory in data_dir for all users of the queue, unless it exists. If the queue
+        is durable, data_dir is synced, but not for a lease directory: a claim is not synced
+        either."""
         root = self.root
         mode = self.mode
         is_lease_dir = name.startswith("inflight-")
@@ -1455,7 +1458,7 @@ class _Files:
             raise error
 
     def entries(self, directory: str, ending: str = "") -> list[_Entry]:
-        """Return the entries of a directory, sorted by name, whose names have this ending."""
+        """Return the entries of a directory whose names end with `ending`, sorted by name."""
         names = [it for it in self.names(directory) if it.endswith(ending)]
         return [entry for name in sorted(names) if (entry := _parse(directory, name))]
 
@@ -1472,7 +1475,7 @@ class _Files:
 
     def find(self, *states: str, ending: str = "") -> Iterator[_Entry]:
         """Yield the entries of these states, in name order within a directory. A state may also be
-        "keys" or "checkpoints". The names have this ending, such as an id or a tag."""
+        "keys" or "checkpoints". Only names with this ending, such as an id or a tag, count."""
         for state in states:
             for directory in self.node_dirs() if state == "inflight" else [state]:
                 yield from self.entries(directory, ending)
@@ -1504,7 +1507,7 @@ class _Files:
         return stat.S_ISREG(self.lstat(path).st_mode)
 
     def _open(self, path: str) -> int:
-        return self.call(_open, path, _READ_FLAGS)
+        return self.call(_open_patiently, path, _READ_FLAGS)
 
     def beginning(self, path: str, most_bytes: int) -> bytes:
         """Return the first bytes of a regular file, or b"" for any other kind of file, such as a
@@ -1531,7 +1534,7 @@ class _Files:
         try:
             try:
                 fd = os.open(where.prefix + name, _READ_FLAGS, dir_fd=where.fd)
-            except BlockingIOError:
+            except BlockingIOError:  # a lease of the kernel: see _open_patiently()
                 fd = self._open(f"{directory}/{name}")
             try:
                 head = os.read(fd, _READ_BYTES)
@@ -1847,7 +1850,7 @@ class _QueueClock:
         self._files = files
         files.clock = self
         self.init_worker()
-        self.boot, self.anchor_ns = self._open()
+        self.boot, self.anchor_ns = self._boot_and_anchor()
 
     def init_worker(self) -> None:
         """Set the values that belong to one process, also in a forked child."""
@@ -1867,12 +1870,13 @@ class _QueueClock:
             now_ns = int(time.monotonic() * 1e9) + self.anchor_ns
             order_ns = self._order = now_ns if now_ns > self._order else self._order + 1
             if now_ns >= self._next_look_ns:
-                # A process that only pushes must notice, too, that a directory was replaced.
+                # A process that only pushes runs no maintenance. It notices here that a directory
+                # was replaced.
                 self._next_look_ns = now_ns + int(_LOOK_INTERVAL_S * 1e9)
                 self._files.dirs.refresh()
             return f"0{order_ns}-{self.tag}"
 
-    def _open(self) -> tuple[str, int]:
+    def _boot_and_anchor(self) -> tuple[str, int]:
         """Return the <boot> of our leases, and the anchor."""
         boot_id = _read_boot_id()
         if boot_id is not None:
@@ -1883,7 +1887,7 @@ class _QueueClock:
             except OSError as error:
                 if error.errno not in _NO_WRITE_ERRNOS:
                     raise
-                # good enough to look at tasks and to drain the queue
+                # Without the shared clock, this process can look at tasks and drain the queue.
                 _log().warning("no shared clock for this process: %s", error)
         return os.urandom(4).hex(), _compute_anchor(self._files)
 
@@ -2091,8 +2095,9 @@ class _LeaseDir:
             self._boot = _DETACHED if self._worker.detached else self._clock.boot
             # Not the descriptor of the lock: close() in another thread closes it during a read.
             opened = self._files.dirs.open(self.directory)
-            # RACE (Liveness): try_lock() has dropped the shared lock, and another process
-            # takes the exclusive one. Or it removed the directory before our lock.
+            # RACE (Liveness): the attempt to take the exclusive lock has dropped the shared one,
+            # and another process takes the exclusive lock. Or it removed the directory before our
+            # lock.
             if lock.try_lock("LOCK_SH") is not False and lock.is_at_path():
                 self._held = lock
                 self._files.dirs[self.directory] = opened
@@ -2240,7 +2245,7 @@ class _Worker:
         field of WorkCounts that counts the delivery, or "" if it goes on. Raises LeaseLost. After
         an OSError of a later step, the task has moved."""
         tag = lease.path[_TAG_AT:]
-        is_keyed = tag >= "8"  # inlined: a call would be 3 % of done()
+        is_keyed = tag >= "8"  # _is_keyed(), inlined: a call would be 3 % of done()
         with self.keys.lock(tag) if is_keyed else self.lock:
             try:
                 # RACE (Model): another worker moves the file first
@@ -2577,7 +2582,7 @@ class _Consumer(_Worker):
     def _undo_claim(self, lease: _Lease, error: BaseException) -> None:
         """Undo a claim after an error."""
         # error                                   where the task goes   counted
-        # of a file of this task (task_id)        the back of pending/  yes, unless it is locked
+        # of this task alone (is_its_own)         the back of pending/  yes, unless it is locked
         # another OSError, but not a passing one  the back of pending/  no
         # any other, such as Ctrl-C               where it was          no
         #
@@ -2585,7 +2590,8 @@ class _Consumer(_Worker):
         if not lease.path:
             return
         place = lease.source
-        # a locked file or key, a payload that is too large, a file that can't be used
+        # A file or key is locked, the payload is too large, or a file of the task can't be used.
+        # read() has set `task_id` for an error of the record.
         is_its_own = (
             isinstance(error, (BlockingIOError, MemoryError))
             or getattr(error, "errno", None) in _ONE_FILE_ERRNOS
@@ -2622,7 +2628,8 @@ class _Consumer(_Worker):
 #
 #    If no process calls pop() or take(), nothing is done.
 #    Invariant: an OSError of the maintenance never stops deliveries. If no task waits, pop()
-#    repeats what failed, and raises the OSError if it fails again.
+#    repeats what failed, and raises the OSError if it fails again. An error of one file or
+#    directory that this user may not use is logged.
 #
 #    TOPIC: how a lease ends without its holder. _Worker.reclaim() moves the task back to the place
 #    of its push, and the delivery counts as an attempt, in these cases:
@@ -2658,7 +2665,8 @@ class _Maintenance:
         self._batch = worker.batch
         self._lease_dir = worker.lease_dir
         self._lock = worker.lock
-        # what is called, and the pause after it
+        # What is called, and the pause after it. A function that returns True has stopped before
+        # its end.
         self._acts: dict[str, tuple[Callable[[], object], float]] = {
             "look": (self._look, _BASE_INTERVAL_S),
             "enqueue": (self._enqueue_due, _BASE_INTERVAL_S),
@@ -2672,7 +2680,7 @@ class _Maintenance:
             self._acts["purge"] = (self._purge_done, every_s)
         self.next_s = dict.fromkeys(self._acts, 0.0)
         self.wake_s = 0.0
-        # what raised OSError at its last run, or stopped before its end
+        # what raised OSError at its last run, or returned True
         self._unfinished: set[str] = set()
         # When refill() is to look again. 0: nothing is listed before a look that finds no PAUSED.
         self._next_look_s = 0.0
@@ -2691,7 +2699,7 @@ class _Maintenance:
 
     def run_due(self) -> None:
         with self._lock:
-            # Run what is nearly due, too, so that a wait wakes once for all.
+            # Run what is nearly due, too, so that a wait wakes less often.
             soon_s = time.monotonic() + _BASE_INTERVAL_S / 5
             due = [what for what, at_s in self.next_s.items() if at_s <= soon_s]
             try:
@@ -2704,7 +2712,8 @@ class _Maintenance:
         """Run one part now, and set the time of its next run. Raises its OSError."""
         act, every_s = self._acts[what]
         began_s = time.monotonic()
-        # This holds if Ctrl-C ends the run. The run, or another thread, may call sooner().
+        # Set before the run, because Ctrl-C may end it. The run, or another thread, may call
+        # sooner().
         self.next_s[what] = began_s + every_s
         self._unfinished.add(what)
         try:
@@ -2712,7 +2721,8 @@ class _Maintenance:
                 self._unfinished.discard(what)
         finally:
             ended_s = time.monotonic()
-            # The pause has a limit: the disk may have hung for once.
+            # A slow part rests for 20 times as long as it took, so it takes 5 % of the time. The
+            # rest has a limit, because the disk may have hung only once.
             rest_s = min(20 * (ended_s - began_s), _LONGEST_PAUSE_S)
             if self.next_s[what] >= began_s + every_s:
                 self.next_s[what] = ended_s + max(every_s, rest_s)
@@ -2727,7 +2737,7 @@ class _Maintenance:
         if self._batch.names:
             return True
         wanted = [*self._unfinished]
-        # A task came to scheduled/, or was moved from there.
+        # A task came to scheduled/, or was moved from there. But a slow run rests (see _run()).
         is_changed = self._changed_ns != self._files.lstat("scheduled").st_mtime_ns
         is_rested = self.next_s["enqueue"] <= time.monotonic() + _BASE_INTERVAL_S
         if is_changed and is_rested:
@@ -3065,9 +3075,9 @@ class FemtoQueue:
         self, due_ns: int | None, data: _BytesLike, key: str | None, if_in_flight: str
     ) -> str:
         """Push a task that has a due time or a key, or both."""
-        if if_in_flight not in get_args(_IfInFlight):
+        if if_in_flight not in _IF_IN_FLIGHT:
             raise ValueError(
-                f"if_in_flight must be {' or '.join(get_args(_IfInFlight))}, not {if_in_flight!r}"
+                f"if_in_flight must be {' or '.join(_IF_IN_FLIGHT)}, not {if_in_flight!r}"
             )
         if key is None:
             if due_ns is None or if_in_flight != "buffer":
@@ -3102,9 +3112,10 @@ class FemtoQueue:
         Also returns None if the queue stays paused, or if close() in another thread ended the call.
 
         Raises ValueError or TypeError if an argument is invalid, and OSError. An OSError of the
-        maintenance is raised only when no task waits. If the attribute `task_id` of an OSError or
-        MemoryError names a task, this task is at the back of the queue, and the attempt counts. A
-        task that this user may not move is passed over for a minute.
+        maintenance is raised only when no task waits, and only logged if this user may not use a
+        file or directory. If the attribute `task_id` of an OSError or MemoryError names a task,
+        this task is at the back of the queue, and the attempt counts unless a file or key was
+        locked. A task that this user may not move is passed over for a minute.
         """
         if os.getpid() != _process_id:  # inlined: a call would be 2 % of pop()
             _after_fork_in_child()
@@ -3182,8 +3193,8 @@ class FemtoQueue:
     def _finder_of(
         self, key: str | None, id: str | None, lease_ms: float | None
     ) -> Callable[..., FemtoTask | None]:
-        """Check the arguments of take(), and return the function that looks for the task once. It
-        is take_named(), and takes the rest of its arguments."""
+        """Check the arguments of take(), and return take_named() with these
+        arguments. The caller passes until_s and even_paused."""
         length_ns = _lease_length_ns("lease_ms", lease_ms, self._length_ns)
         if (key is None) == (id is None):
             raise TypeError("take needs either a key or an id")
@@ -3205,7 +3216,7 @@ class FemtoQueue:
         Raises ValueError or TypeError at once if `timeout` is invalid. The iteration raises the
         errors of pop(). close() in another thread ends it.
         """
-        _end_s(timeout)  # raise for an invalid timeout now, not at the first task
+        _end_s(timeout)
 
         def look() -> Any:  # returns False if no work is left, which ends the wait
             return self.pop() or (None if self._worker.waits.has_work() else False)
@@ -3235,6 +3246,9 @@ class FemtoQueue:
         """Finish the task: it moves to done/, or is deleted with keep_done=False.
 
         task:  the task that pop() or another method leased.
+
+        If done/ can't take the file, for example on a full disk or without the right to write
+        there, the task is deleted, too, and a warning is logged: it would run again otherwise.
 
         The checkpoint of the task is removed. A payload behind the task (see push()) becomes a
         task.
@@ -3470,8 +3484,9 @@ class FemtoQueue:
     def retry_failed(self) -> int:
         """Put every failed task at the back of the queue, oldest first, and return their number.
 
-        A task whose key has another task now stays in failed/, and does not count. Raises the
-        OSError of the system call. The tasks that were put back before the error stay in pending/.
+        A task whose key has another task now stays in failed/, and does not count. A task that may
+        not be moved, such as an immutable file, is logged and stays. Any other OSError is raised
+        after the last task was tried.
         """
 
         def retry(entry: _Entry) -> bool:
@@ -3491,8 +3506,8 @@ class FemtoQueue:
         states:  "done" or "failed", or an iterable of them. With "failed", old reasons whose task
             is gone are deleted, too.
 
-        Raises ValueError or TypeError if an argument is invalid, and the OSError of the system
-        call.
+        A task that may not be removed is logged, and does not count. Raises ValueError or TypeError
+        if an argument is invalid, and the OSError of the system call.
         """
         _check_number("older_than_s", older_than_s)
         given = {states} if isinstance(states, str) else set(states)
@@ -3507,9 +3522,13 @@ class FemtoQueue:
             lambda it: files.unlink_if_older(it.path, before_s), files.find(*wanted)
         )
         if "failed" in wanted:
-            for name in filter(_parse_reason, files.names("failed")):
-                if not files.exists(f"failed/{name.removesuffix('.error')}"):
-                    files.unlink_if_older(f"failed/{name}", before_s)
+            reasons = filter(_parse_reason, files.names("failed"))
+            left = [
+                it
+                for it in reasons
+                if not files.exists(f"failed/{it.removesuffix('.error')}")
+            ]
+            _for_each(lambda it: files.unlink_if_older(f"failed/{it}", before_s), left)
         return count
 
     def check(self, repair: bool = False) -> list[Finding]:
@@ -3805,7 +3824,7 @@ class _Keys:
 
     def _has_lock(self, tag: str) -> bool:
         held = _key_locks.get((self._files.inode, tag[-2:]))
-        # fd is -1: Ctrl-C came while the lock was being closed, or a child was forked
+        # fd is -1: Ctrl-C came while the lock was being closed, or this is a forked child.
         if held is None or held.fd == -1:
             return False
         return held.thread == threading.get_ident()
@@ -3841,10 +3860,12 @@ class _Keys:
             self._files.move(new_path, link)
         except BaseException as error:
             self._files.remove(new_path)
+            # keys/ is made for the first key of a queue
             if not isinstance(error, FileNotFoundError) or self._files.exists("keys"):
                 raise
             self._files.make_dir("keys")
             self._link(tag, path, behind, sync)
+            return
         if sync:
             self._files.sync_dir("keys")
 
@@ -3924,12 +3945,12 @@ class _Keys:
                 if path and not is_leased:
                     return self._replace(new_path, path, behind, due_ns)
                 ident = new_id[:_TAG_AT] + tag
-                target = _new_path(ident, due_ns)
+                target = _waiting_path(ident, due_ns)
                 if is_leased:
                     is_update = if_in_flight == "update"
                     target = self._path_behind(path, behind, ident, due_ns, is_update)
                     ident = _id_of(path if _is_update(target) else target)
-                self._add(tag, new_path, path, behind, target)
+                self._add(new_path, path, behind, target)
                 return ident
 
     def _swap(self, new_path: str, older: str, target: str) -> None:
@@ -3998,13 +4019,12 @@ class _Keys:
             return behind or f"keys/update~{ident}"
         return _payload_path(_id_of(behind) or ident, due_ns)
 
-    def _add(
-        self, tag: str, new_path: str, path: str, behind: str, target: str
-    ) -> None:
+    def _add(self, new_path: str, path: str, behind: str, target: str) -> None:
         """Rename a new file to `target`: as a task, or behind the leased task at `path`."""
         try:
             # Link first. Without a link, a later push would add a second task of the key, or a
             # claim would miss the payload.
+            tag = _tag_of(target)
             self._link(tag, path or target, target if path else "", sync=True)
             self._swap(new_path, behind, target)
             self._files.sync_dir(os.path.dirname(target))
@@ -4041,8 +4061,9 @@ class _Keys:
         if path and _id_of(path) != _id_of(lease):
             self._quarantine_second(path, lease)
             return None
-        # Without a link, a push would add a second task. So an error undoes the claim. An older
-        # link, which find() could not correct, leads to the task by its id.
+        # Without a link, a push would add a second task. So an error undoes the claim. If find()
+        # has found the task, there is a link: perhaps an older one, which leads to the task by its
+        # id.
         if not path:
             self._link(tag, lease, behind)
         return behind
@@ -4083,7 +4104,7 @@ class _Keys:
             self._files.remove(payload)
             return ""
         try:
-            target = _new_path(_id_of(payload), _payload_due_ns(payload))
+            target = _waiting_path(_id_of(payload), _payload_due_ns(payload))
             path = self._files.move(payload, target)
         except FileNotFoundError:
             return ""

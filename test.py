@@ -17,7 +17,8 @@ A class stands for a promise, a test for one outcome. These are tested, with rea
   copied before each call: the copy has the files that a death at this call leaves. And a real
   process is killed at every fifth call that changes something.
 
-Tests do not sleep until a time has passed: they advance a fake clock.
+Most tests advance a fake clock. Tests of real processes and signals sleep where nothing else can
+tell that time has passed.
 
 These are not tested: power loss, full disks, and other file systems than the one of the temporary
 directory. The programs in .ci/ test these; some programs need root. Tests that need fork() are
@@ -1106,12 +1107,8 @@ class Lifecycle(QueueCase):
         """push(delay_s=) hides a task for that time, also if the wall clock is near 1970."""
         q = self.queue()
         clock = self.clock()
-        for shift_s in (0, 60 - time.time(), -3600 - time.time()):
+        for shift_s in (0, 60 - time.time()):
             clock.wall_shift_s = shift_s
-            if shift_s < -time.time():  # the date is before 1970
-                q.push(b"x", delay_s=60)
-                self.assertEqual(self.states(), {"done": 4, "scheduled": 1})
-                return
             idents = q.push(b"x", delay_s=60), q.push(b"y", delay_s=60, key="k")
             clock.advance(59)
             self.assertIsNone(q.pop())
@@ -1120,6 +1117,12 @@ class Lifecycle(QueueCase):
                 task = self.pop(q)
                 q.done(task)
                 self.assertEqual(task.id, ident)
+
+    def test_delayed_push_before_1970_has_a_valid_name(self) -> None:
+        q = self.queue()
+        self.clock().wall_shift_s = -3600 - time.time()
+        q.push(b"x", delay_s=60)
+        self.assertEqual(self.states(), {"scheduled": 1})
 
     def test_done_removes_the_task_if_done_can_not_take_it(self) -> None:
         """On a full disk, or if done/ can't be used, done() removes the task. On another error, the
@@ -1919,7 +1922,7 @@ class ReplacedClock(QueueCase):
             self.assertEqual(len(self.drain(q)), 20)
 
     def test_due_task_is_found_soon_when_the_date_alone_is_set_forward(self) -> None:
-        """If only the wall clock is set forward, pop() finds the tasks that are due 0.4 s later."""
+        """If only the wall clock is set forward, pop() finds the due tasks within 0.4 s."""
         clock = self.clock()
         q = self.queue()
         clock.stand_still()
@@ -3262,7 +3265,8 @@ class Keyed(QueueCase):
         return task
 
     def test_directory_of_locks_that_another_host_replaced_is_opened_anew(self) -> None:
-        """After another host has removed locks/, calls with its old descriptor raise ESTALE."""
+        """If another host has removed locks/, push() opens the directory anew. Calls with the old
+        descriptor raise ESTALE."""
         with on_file_system(NFS):
             q = self.queue()
             q.push(b"1", key="k")
@@ -3290,8 +3294,8 @@ class Keyed(QueueCase):
         self.assertEqual(self.states(), {"keys": 1, "done": 1, "inflight-n1": 1})
 
     def test_reader_finds_a_promoted_payload_by_an_older_link(self) -> None:
-        """A user who may only read finds the task of a key, also if its link is of the time before
-        the end of an earlier task."""
+        """A user who may only read finds the task of a key, even if the link still names an earlier
+        task, which has ended."""
         q = self.queue()
         task = self.leased_with_buffered(q)
         with hooked(at_call("symlink", None, errno_raiser(errno.EROFS))):
@@ -4916,7 +4920,7 @@ class Interrupted(QueueCase):
         try:
             scenario(q, said.append, step)
             to_done = step.at in ("move", "open") and "/done" in str(step.args)
-            self.is_full = to_done and self.errno_of(step, turn) in REFUSED_BY_DONE
+            self.is_refused = to_done and self.errno_of(step, turn) in REFUSED_BY_DONE
             # An error of a repair of keys is raised later, when no other task waits.
             is_keyed = scenario.key is not None
             self.assertTrue(is_keyed or step.at not in ("fsync", "syncfs"), step.args)
@@ -5070,8 +5074,8 @@ class PlainInterrupted(Interrupted):
         *((it, {"sync_after_write": True}) for it in (FINISHING, FAILING, BATCH)),
     )
 
-    # whether done/ had no room for a task, so that done() removed the task
-    is_full = False
+    # whether done/ refused a task, so that done() removed the task
+    is_refused = False
 
     def payloads(self, q: FemtoQueue, *states: Any) -> list[str]:
         return sorted(task.data.decode() for state in states for task in q.tasks(state))
@@ -5084,7 +5088,7 @@ class PlainInterrupted(Interrupted):
         last = {name: word for word, _, name in (line.rpartition(" ") for line in said)}
         waiting = self.payloads(q, "pending", "scheduled", "inflight")
         failed = self.payloads(q, "failed")
-        is_kept = q.keep_done and not self.is_full
+        is_kept = q.keep_done and not self.is_refused
         done = self.payloads(q, "done") if is_kept else names_after("done", said)
         present = waiting + failed + done
         self.assertEqual(len(present), len({*present}))

@@ -682,8 +682,8 @@ a pop() that close() meets does not open the lease directory again | Interrupted
 -                        is_closed = self.lease_dir.close_count != close_count
 +                        is_closed = False
 a file is opened when another process gives up its lease of the kernel | TroubleOfOneTask
--    left = _KERNEL_LEASE_TRIES
-+    left = 1
+-    for _ in range(_KERNEL_LEASE_TRIES):
++    for _ in range(0):
 a task whose file or key is locked does not block other tasks | TroubleOfOneTask
 -            isinstance(error, (BlockingIOError, MemoryError))
 +            isinstance(error, MemoryError)

@@ -382,6 +382,7 @@ def fields_of_a_task() -> list[str]:
     it = femtoqueue.FemtoTask
     names = {
         *vars(it("", b"")),
+        *it.__annotations__,
         *(n for n, value in vars(it).items() if isinstance(value, property)),
     }
     return sorted(name for name in names if name[0] != "_")
