@@ -431,7 +431,7 @@ _parse_reason = re.compile(rf"{_ID}\.error").fullmatch
 _parse_tag = re.compile("[89a-f][0-9a-f]{15}").fullmatch
 _parse_id = re.compile(_ID).fullmatch
 _parse_old_task = re.compile("[0-9]+_(?:[0-9a-f]{16}|<built-in .*)").fullmatch  # of 0.4
-_parse_ticket = re.compile(r"[0-9]{20}~[0-9a-f]{8}~[0-9a-f]{16}").fullmatch
+_parse_ticket = re.compile(r"[0-8][0-9]{19}~[0-9a-f]{8}~[0-9a-f]{16}").fullmatch
 _parse_node_dir = re.compile(r"inflight-([A-Za-z0-9._-]{1,100})").fullmatch
 # the text of the link keys/<hash>: the paths of the key's task and of the payload behind it
 _parse_link = re.compile(
@@ -5116,7 +5116,7 @@ class TicketQueue:
 
     def register(self) -> tuple[int, str]:
         """Take the next ticket, and return its number, and the name of its file in queue_dir. The
-        number is 1 or more. Where other hosts write, it begins at 1 again when nobody is in line.
+        number is 1 or more. Where other hosts write, it may come again when nobody is in line.
         The name stands for the member: pass it to remove(). The call blocks only while another
         process or thread takes a ticket, or runs maybe_cleanup(). Raises OSError, also if this host
         was cut off from the network again and again."""
@@ -5142,11 +5142,10 @@ class TicketQueue:
 
     def _join_locked(self, last: _OpenFile) -> _HeldTicket:
         """Take the next ticket. The caller has locked the file "last"."""
-        noted = b""
-        if not self._files.is_shared:  # else what is read may be old
-            noted = os.pread(last.fd, 20, 0)
+        noted = os.pread(last.fd, 20, 0)
+        # A number that begins with 9 is damaged or forged, and no name of a ticket has it.
         numbers = [
-            int(noted) if noted.isdigit() else 0,
+            int(noted) if noted.isdigit() and noted < b"9" else 0,
             *map(_stamp_of, self._tickets()),
         ]
         number = max(numbers) + 1
@@ -5186,7 +5185,7 @@ class TicketQueue:
         """
         _notice_fork()
         first = next(filter(self._lives, self._tickets()), "")
-        is_first = first != "" and _stamp_of(first) == ticket
+        is_first = first.startswith(f"{ticket:020d}~")
         for member, held in list(self._held_tickets.items()):
             if _stamp_of(member) != ticket:
                 continue
@@ -5293,6 +5292,7 @@ class TicketQueue:
         finally:
             try:
                 over.set()
+                _notice_fork()
                 if member in self._held_tickets:  # not in a forked child
                     self.remove(member)
             finally:
@@ -5342,7 +5342,7 @@ class TicketQueue:
             # rename. Its file is needed only under the lock of "last", so it is a leftover here.
             for name in self._files.names(""):
                 if name[0] == "." and _parse_ticket(name[1:]):
-                    self._files.unlink_if_exists(name)
+                    self._files.remove(name)
             yield lock
 
     def _tickets(self) -> list[str]:
@@ -5351,10 +5351,11 @@ class TicketQueue:
 
     def _lives(self, member: str) -> bool:
         """Return whether a member lives. If not, remove its ticket."""
-        with _ignore_missing():
+        # a directory or a socket is no ticket
+        with _ignore_missing(errno.EISDIR, errno.ENXIO):
             # RACE (Tickets): the member or another process removed the ticket
             with closing(self._files.open_lock(member)) as lock:
-                if member.split("~")[1] == self._boot or self._files.is_local:
+                if f"~{self._boot}~" in member or self._files.is_local:
                     is_dead = lock.try_lock()
                 else:
                     # Not by the path: a network file system may return a time of a minute ago.
