@@ -3650,8 +3650,8 @@ class FemtoQueue:
         """Do what _read_entry() does. Leave out, and log, a task that can't be read."""
         try:
             return self._read_entry(entry, data)
-        except (CorruptTask, PermissionError) as error:
-            _log().warning("left out: %s", error)
+        except (CorruptTask, PermissionError, MemoryError) as error:
+            _log().warning("left out: %s", str(error) or f"{entry.path}: {error!r}")
             return None
 
     # Closing
@@ -4952,8 +4952,11 @@ class _Inspector:
     def findings(self) -> Iterator[Finding]:
         """Yield the findings. With `repair`, the maintenance runs first. If a step raises OSError,
         the error is a finding, and the other steps still run."""
-        steps: list[Callable[[], Iterator[Finding] | None]]
-        steps = [self._names, self._records, self._left]
+        steps: list[Callable[[], Iterator[Finding] | None]] = [
+            self._names,
+            self._records,
+            self._left,
+        ]
         if self._repair:
             maintenance = self._worker.maintenance
             steps = [
@@ -5006,6 +5009,8 @@ class _Inspector:
             except FileNotFoundError:
                 # RACE (Checking): another process moves or removes the task after it was listed
                 continue
+            except MemoryError:
+                yield Finding("unreadable", record, "larger than the free memory")
             except OSError as error:
                 _raise_if_no_errno(error)
                 yield Finding("unreadable", record, str(error))

@@ -10029,6 +10029,16 @@ class Checking(QueueCase):
         with mock.patch("os.geteuid", return_value=1000):
             self.assertEqual(self.found(q), [])
 
+    def test_file_that_does_not_fit_into_memory_does_not_stop_a_check_or_a_listing(
+        self,
+    ) -> None:
+        # such as a sparse file, whose header has its length
+        q = self.queue()
+        ident, _ = q.push_many([b"huge", b"good"])
+        with hooked(at_call("open", ident, mock.Mock(side_effect=MemoryError))):
+            self.assertEqual(self.found(q), [("unreadable", f"pending/{ident}", False)])
+            self.assertEqual([task.data for task in q.tasks("pending")], [b"good"])
+
     def test_lost_and_found_of_a_mount_point_is_no_finding(self) -> None:
         os.mkdir(self.file("lost+found"))
         self.assertEqual(self.found(self.queue()), [])
