@@ -4326,7 +4326,7 @@ class _Waits:
 
     def end_all(self) -> None:
         """End all waits. The caller has added 1 to `close_count`."""
-        for request in [*self._requests]:
+        for request in self._requests:
             with suppress(Exception):  # InvalidStateError: it has an answer
                 request.answer.set_result(None)
         self._wake()
@@ -4358,13 +4358,9 @@ class _Waits:
             return await asyncio.wrap_future(answer)
         except BaseException:
             # RACE (Coroutines): the coroutine was cancelled, and the thread answers with a task
-            # before the cancel() here. Put the task back, in a thread: its key may be locked.
+            # before the cancel() here.
             if not answer.cancel() and answer.exception() is None:
-                put_back = functools.partial(self._put_back, answer.result())
-                try:
-                    threading.Thread(target=put_back, daemon=True).start()
-                except RuntimeError:  # the interpreter ends
-                    put_back()
+                self.put_back(answer.result())
             raise
 
     def _serve(self) -> None:
@@ -4393,8 +4389,6 @@ class _Waits:
     def _look_for(self, requests: list[_Request]) -> bool | None:
         """Look for the first request of each line; after an answer, for the next of the same line.
         Return True if a request was added, to end the wait."""
-        from concurrent.futures import InvalidStateError
-
         empty_lines = set[str]()
         for request in requests:
             # first, so that a look follows the timeout
@@ -4414,21 +4408,24 @@ class _Waits:
             if task is not None or is_late:
                 try:
                     request.answer.set_result(task)
-                except InvalidStateError:
+                except Exception:  # InvalidStateError: it has an answer
                     # RACE (Coroutines): the coroutine was cancelled, or close() was called.
-                    self._put_back(task)
+                    self.put_back(task)
         return self._requests is not requests or None
 
-    def _put_back(self, task: FemtoTask | None) -> None:
-        """Put a task back, uncounted: the wait that found it has ended."""
+    def put_back(self, task: FemtoTask | None) -> None:
+        """Put a task back where it was, uncounted. After an error, and if the lock of its key is
+        not free, the next reclaim does it."""
         # In a forked child the task belongs to the parent.
         if task is None or os.getpid() != self._pid:
             return
-        self._lease_dir.orphans.setdefault(task.path, _lease_of(task).source)
-        key_lock = self._worker.keys.lock_of(task.id)
-        # After an error, the next reclaim puts the task back.
-        with suppress(OSError), key_lock, self._worker.lock:
-            self._worker.reclaim(task.path)
+        orphans = self._lease_dir.orphans
+        lease = _lease_of(task)
+        with suppress(OSError), self._worker.lock:  # so no renewal changes the path
+            orphans.setdefault(lease.path, lease.source)
+            self._worker.reclaim(lease.path)
+        if lease.path not in orphans:
+            lease.outcome = lease.outcome or "released"
 
 
 # ==================================================================================================
@@ -4450,11 +4447,10 @@ def _read_checkpoint(worker: _Worker, ident: str, data: bytes) -> bytes | None:
     # without a key. The checkpoint as it was given follows.
     files, path = worker.files, f"checkpoints/{ident}"
     try:
-        if not files.exists(path):
-            return None
         saved, _ = files.read_path(path)
-    # RACE (storm.py): a push to the task's key, or a person, removes the file after exists().
-    except (CorruptTask, FileNotFoundError, PermissionError) as error:
+    except FileNotFoundError:
+        return None
+    except (CorruptTask, PermissionError) as error:
         _log().warning("%s: no checkpoint: %s", path, error)
         return None
     of_data = _header(data)
@@ -4552,24 +4548,22 @@ class _Processing:
     def __init__(self, queue: Any, task: FemtoTask, worker: _Worker) -> None:
         self._queue = queue
         self._task = task
-        self._worker = worker
+        self.worker = worker
         self.lease = _lease_of(task)
         self._pid = os.getpid()
 
     def __enter__(self) -> FemtoTask:
         """Hand the lease to the renewer, and return the task. Raises LeaseLost."""
         self._keep_lease(_FOREVER_S)
-        if not self._worker.files.exists(self.lease.path):
-            raise self._worker.lease_lost(self.lease)
-        self._worker.renewer.begin(self)
+        if not self.worker.files.exists(self.lease.path):
+            raise self.worker.lease_lost(self.lease)
+        self.worker.renewer.begin(self)
         return self._task
 
     def _keep_lease(self, until_s: float) -> None:
         """Renew the lease, unless two thirds are left. until_s: as in _Keys.lock()."""
-        if self._worker.left_ns(self.lease.path) < self.lease.length_ns * (
-            1 - _RENEWAL
-        ):
-            self._worker.renew(self._task, until_s=until_s)
+        if self.worker.left_ns(self.lease.path) < self.lease.length_ns * (1 - _RENEWAL):
+            self.worker.renew(self._task, until_s=until_s)
 
     def try_to_keep_lease(self, wait_s: float) -> None:
         """Do what _keep_lease() does, but raise nothing, so that the other leases are renewed.
@@ -4579,7 +4573,7 @@ class _Processing:
         except LeaseLost:
             # Do not log this: the end of the block raises LeaseLost, or the block itself has just
             # ended the delivery.
-            self._worker.renewer.end(self)
+            self.worker.renewer.end(self)
         except BaseException as error:
             with suppress(BaseException):  # a log handler may raise any exception
                 _log().warning(
@@ -4606,7 +4600,7 @@ class _Processing:
             self.leave_to_reclaim()
             raise
         finally:
-            self._worker.renewer.end(self)
+            self.worker.renewer.end(self)
 
     async def __aenter__(self) -> FemtoTask:
         # Nothing is awaited here: a cancellation would leave the task leased, without a block.
@@ -4620,14 +4614,10 @@ class _Processing:
             self.__exit__(*exc_info)
         else:
             loop = asyncio.get_running_loop()
+            ended = loop.run_in_executor(None, self.__exit__, *exc_info)
             # RACE (AsyncProcessing): the coroutine is cancelled before a thread has begun. The
             # shield keeps the end of the delivery in the line for the threads.
-            try:
-                ended = loop.run_in_executor(None, self.__exit__, *exc_info)
-            except RuntimeError:  # the executor is shut down
-                self.__exit__(*exc_info)
-            else:
-                await asyncio.shield(ended)
+            await asyncio.shield(ended)
 
     def _end(self, error: BaseException | None) -> None:
         """Finish the task. After an Exception, give it another attempt, or fail it after
@@ -4651,8 +4641,8 @@ class _Processing:
 
     def leave_to_reclaim(self) -> None:
         """Let the next reclaim take the task back, because the delivery could not be ended."""
-        self._worker.lease_dir.orphans[self.lease.path] = None
-        self._worker.maintenance.sooner("reclaim", 0)
+        self.worker.lease_dir.orphans[self.lease.path] = None
+        self.worker.maintenance.sooner("reclaim", 0)
 
 
 # ==================================================================================================
