@@ -3393,9 +3393,9 @@ class FemtoQueue:
 
         In the main thread, SIGTERM and SIGINT act as `stop`. A second one, at least 0.3 s later,
         gives the running tasks back, and work() returns. It ends a handler in this thread by
-        KeyboardInterrupt; in other threads, the tasks raise LeaseLost. Raises the exception of a
-        handler that is not an Exception, and the OSError of pop() or of the end of a delivery. An
-        OSError with a `task_id` (see pop()) is only logged.
+        KeyboardInterrupt; in other threads, the tasks raise LeaseLost. A third one acts as before
+        work(). Raises the exception of a handler that is not an Exception, and the OSError of pop()
+        or of the end of a delivery. An OSError with a `task_id` (see pop()) is only logged.
         """
         import inspect
 
@@ -4660,7 +4660,6 @@ _TROUBLE_S = 30.0  # work() ends if nothing but errors of single tasks comes for
 _AFTER_FAILURE = {
     "retried": "to be retried",
     "failed": "a dead letter",
-    "": "delivered again later",
 }
 
 
@@ -4693,8 +4692,6 @@ class _WorkerPool:
         idle_timeout_s: float | None,
         time_limit_s: float | None,
     ) -> None:
-        import signal
-
         self._queue = queue
         self._handler = handler
         self._concurrency = concurrency
@@ -4705,7 +4702,6 @@ class _WorkerPool:
         self._idle_end_s = _end_s(idle_timeout_s, "idle_timeout_s")
         # when the pool stops taking tasks; 0: it is idle, or the queue is drained
         self._end_s = _end_s(time_limit_s, "time_limit_s")
-        self.stop_numbers = [int(signal.Signals[name]) for name in self.stops]
         self.signals: list[int] = []  # those that count
         self._last_signal_s = -_FOREVER_S
         self.counts: Counter[str] = Counter()  # by the fields of WorkCounts
@@ -4794,7 +4790,7 @@ class _WorkerPool:
         return task
 
     def _process(self, task: FemtoTask) -> None:
-        """Call the handler, and count how the delivery ended. Log an Exception."""
+        """Call the handler, and count how the delivery ended. Log an exception of the handler."""
         lease = _lease_of(task)
         has_begun = False
         try:
@@ -4802,22 +4798,27 @@ class _WorkerPool:
                 has_begun = True
                 self._handle(task)
         except LeaseLost as error:
-            _log().warning("%s", error)
+            with suppress(Exception):  # a log handler may raise
+                _log().warning("%s", error)
         except Exception as error:
-            log = _log().warning if lease.outcome == "retried" else _log().error
-            cause = None
-            if not isinstance(error, _CommandFailed):
-                cause = error.with_traceback(_handler_frames(error))
-            log("%s", self._failure_text(task, lease.outcome, error), exc_info=cause)
-            # Without an outcome, the delivery has not ended: the disk failed, or there is no thread
-            # to renew the lease.
             if not lease.outcome:
+                # The delivery has not ended: the disk failed, or there is no thread to renew the
+                # lease.
                 if getattr(error, "errno", None) in _ONE_FILE_ERRNOS:
-                    time.sleep(_BASE_INTERVAL_S)
-                elif not self._may_go_on(error):
+                    error.task_id = task.id  # type: ignore[attr-defined]
+                if not self._may_go_on(error):
                     self._error = self._error or error
-            if not has_begun:
-                self._give_back(task)
+                if not has_begun:
+                    self._give_back(task)
+                return
+            log = _log().warning if lease.outcome == "retried" else _log().error
+            # a log handler, or a method of the exception itself, may raise
+            with suppress(Exception):
+                cause = None
+                if not isinstance(error, _CommandFailed):
+                    cause = error.with_traceback(_handler_frames(error))
+                text = self._failure_text(task, lease.outcome, error)
+                log("%s", text, exc_info=cause)
         finally:
             self._count(task)
 
@@ -4835,7 +4836,8 @@ class _WorkerPool:
         self._trouble_end_s = min(self._trouble_end_s, now_s + _TROUBLE_S)
         if not ident or (now_s >= self._trouble_end_s and not self._running):
             return False
-        _log().error("task %s is passed over: %r", ident, error)
+        with suppress(Exception):  # a log handler may raise
+            _log().error("task %s is passed over: %s", ident, str(error) or repr(error))
         time.sleep(_BASE_INTERVAL_S)  # it may be the only task
         return True
 
@@ -4860,12 +4862,8 @@ class _WorkerPool:
             self._count(task)
 
     def _give_back(self, task: FemtoTask) -> None:
-        """Release a task, uncounted. After an error, the next reclaim takes it back."""
-        try:
-            self._queue.release(task, front=True, counted=False)
-        except (LeaseLost, OSError):
-            # No log: after the second signal, another thread may be stuck in the write of one.
-            self._queue.processing(task).leave_to_reclaim()
+        # No log: after the second signal, another thread may be stuck in the write of one.
+        self._queue.processing(task).worker.waits.put_back(task)
 
     @contextmanager
     def _signals_handled(self) -> Iterator[None]:
@@ -4875,7 +4873,7 @@ class _WorkerPool:
         is_main = threading.current_thread() is threading.main_thread()
         # Keep what nohup ignores, and handlers of C code (None).
         kept = (signal.SIG_IGN, None)
-        numbers = self.stop_numbers if is_main else []
+        numbers = [signal.Signals[it] for it in self.stops if is_main]
         before = {n: it for n in numbers if (it := signal.getsignal(n)) not in kept}
 
         def restore(_: object) -> None:
@@ -4897,14 +4895,18 @@ class _WorkerPool:
 
     def _on_signal(self, number: int) -> None:
         """Note a signal. The first one stops the pool. After the second one, run() gives the
-        running tasks back."""
+        running tasks back. The third one acts as before work(): a step of run() may wait for
+        ever."""
         if time.monotonic() < self._last_signal_s + _ONE_SIGNAL_S:
             return
         self._last_signal_s = time.monotonic()
         self.signals.append(number)
         if len(self.signals) == 1:
             self._tell_stop()
-        elif len(self.signals) == 2 and self._is_interruptible:
+        elif len(self.signals) > 2:
+            _fork_hooks[self](self)  # restores the handlers
+            os.kill(os.getpid(), number)
+        elif self._is_interruptible:
             raise KeyboardInterrupt
 
 

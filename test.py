@@ -9701,6 +9701,31 @@ class Work(QueueCase):
         self.check_tracebacks(next(it for it in logs.output if "dead letter" in it))
         self.assertEqual(self.states(), {"done": 3, "failed": 1})
 
+    def test_work_goes_on_if_a_failure_can_not_be_logged(self) -> None:
+        """A log handler may raise, and so may an odd exception of the handler."""
+
+        class Odd(Exception):
+            def with_traceback(self, traceback: Any) -> Any:
+                raise ValueError
+
+        class Broken(logging.Handler):
+            def emit(self, record: logging.LogRecord) -> None:
+                raise RuntimeError
+
+        LOG.disabled = False
+        for error, handler in ((Odd, logging.NullHandler), (ValueError, Broken)):
+            for concurrency in (1, 2):
+                q = self.new_queue(max_attempts=1)
+                bad, *_ = q.push_many([b"bad", b"1", b"2"])
+
+                def handle(task: FemtoTask, bad: str = bad, error: Any = error) -> None:
+                    if task.id == bad:
+                        raise error
+
+                with mock.patch.object(LOG, "handlers", [handler()]):
+                    counts = q.work(handle, concurrency=concurrency, drain=True)
+                self.assertEqual((counts.done, counts.failed), (2, 1))
+
     def check_tracebacks(self, message: str) -> None:
         """Fail unless the tracebacks of the dead letter, in the logged message and in failed/,
         begin with the handler."""
@@ -9786,7 +9811,8 @@ class Work(QueueCase):
             self.assertEqual((counts.done, counts.lost), (3, 1))
 
     def test_disk_error_after_a_signal_is_only_logged(self) -> None:
-        """If a signal stops work(), an error of the disk at the end of a task is logged."""
+        """If a signal stops work(), an error of the disk at the end of a task is logged, in one
+        line."""
         q = self.queue()
         q.push(b"x")
 
@@ -9794,8 +9820,12 @@ class Work(QueueCase):
             signal.raise_signal(signal.SIGTERM)
 
         fail = at_call("move", "/done/", errno_raiser(errno.EIO))
-        with hooked(fail), seam("stop line", mock.Mock()):
+        LOG.disabled = False
+        logs = self.assertLogs("femtoqueue", "WARNING")
+        with hooked(fail), seam("stop line", mock.Mock()), logs as logged:
             self.assertEqual(q.work(handle).lost, 1)
+        [said] = logged.output
+        self.assertNotIn("\n", said)
 
     def test_work_raises_a_disk_error_of_pop_when_running_tasks_are_finished(
         self,
@@ -9916,6 +9946,56 @@ class Work(QueueCase):
             self.assertEqual(counts, femtoqueue.WorkCounts(**{end: concurrency}))
             left = [(it.data, it.attempts) for it in iter(self.queue("n2").pop, None)]
             self.assertEqual(left, [(b"%d" % it, 1) for it in range(end == "done", 3)])
+
+    def test_second_signal_ends_work_while_the_lock_of_a_key_is_held(self) -> None:
+        """A task that can't be given back stays leased, and is delivered again, uncounted."""
+        self.set_constant("one signal", 0)
+        q = self.queue()
+        q.push(b"x", key="k")
+        is_over = threading.Event()
+
+        def handle(_: object) -> None:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                os.kill(os.getpid(), number)
+            is_over.wait(2 * PATIENCE_S)
+
+        locked = self.locked("k")
+        unlocking = threading.Timer(PATIENCE_S, locked.close)
+        unlocking.start()
+        with seam("stop line", mock.Mock()):
+            counts = q.work(handle, concurrency=2)
+        self.assertEqual((counts.lost, locked.closed), (1, False))
+        unlocking.cancel()
+        locked.close()
+        self.assertEqual(popped(q).attempts, 1)
+        is_over.set()
+
+    @FORK
+    def test_third_signal_acts_as_before_work(self) -> None:
+        """If the end of a task waits for ever in the calling thread, a third signal ends it."""
+        self.set_constant("one signal", 0)
+        self.queue().push(b"x", key="k")
+        numbers = iter((signal.SIGTERM, signal.SIGINT, signal.SIGTERM))
+
+        def send() -> None:
+            for number in itertools.islice(numbers, 1):
+                os.kill(os.getpid(), number)
+
+        def work(child: Child) -> None:
+            def handle(_: object) -> None:
+                signal.alarm(int(PATIENCE_S))
+                stack.enter_context(hooked(at_call("lock", None, send)))
+                child.say("begun")
+                child.wait_for_go()
+
+            with contextlib.ExitStack() as stack, seam("stop line", mock.Mock()):
+                self.queue().work(handle)
+
+        child = self.child(work)
+        self.assertEqual(child.line(), "begun")
+        with self.locked("k"):
+            child.go()
+            self.assertEqual(child.finish(), ([], -signal.SIGTERM))
 
 
 class Checking(QueueCase):

@@ -625,6 +625,24 @@ a keyed push of a child forked unseen by Python does not use its parent's lock |
 a child forked unseen by Python draws tickets of its own | Tickets
 -        _notice_fork()
          redraws = 0
+a child forked unseen by Python leaves the turn to its parent | Tickets
+                 over.set()
+-                _notice_fork()
+a directory with the name of a ticket does not stop the line | Tickets
+-        with _ignore_missing(errno.EISDIR, errno.ENXIO):
++        with _ignore_missing():
+a damaged number in a line's "last" is ignored | Tickets
+-            int(noted) if noted.isdigit() and noted < b"9" else 0,
++            int(noted) if noted.isdigit() else 0,
+a third signal acts as before work() | Work hangs
+-            os.kill(os.getpid(), number)
+work() goes on if a failure can't be logged | Work
+             # a log handler, or a method of the exception itself, may raise
+-            with suppress(Exception):
++            with suppress(OSError):
+a file that does not fit into memory does not stop check() | Checking
+-            except MemoryError:
++            except RecursionError:
 a child forked unseen by Python does not remove its parent's tickets | Tickets
 -            _notice_fork()
              for member in list(self._held_tickets):
