@@ -423,7 +423,7 @@ _parse_reason = re.compile(rf"{_ID}\.error").fullmatch
 _parse_tag = re.compile("[89a-f][0-9a-f]{15}").fullmatch
 _parse_id = re.compile(_ID).fullmatch
 _parse_old_task = re.compile("[0-9]+_(?:[0-9a-f]{16}|<built-in .*)").fullmatch  # of 0.4
-_parse_ticket = re.compile(r"[0-9]{20}~[0-9a-f]{8}~[0-9a-f]{16}").fullmatch
+_parse_ticket = re.compile(r"[0-8][0-9]{19}~[0-9a-f]{8}~[0-9a-f]{16}").fullmatch
 _parse_node_dir = re.compile(r"inflight-([A-Za-z0-9._-]{1,100})").fullmatch
 # the text of the link keys/<hash>: the paths of the key's task and of the payload behind it
 _parse_link = re.compile(
@@ -3408,9 +3408,9 @@ class FemtoQueue:
 
         In the main thread, SIGTERM and SIGINT act as `stop`. A second one, at least 0.3 s later,
         gives the running tasks back, and work() returns. It ends a handler in this thread by
-        KeyboardInterrupt; in other threads, the tasks raise LeaseLost. Raises the exception of a
-        handler that is not an Exception, and the OSError of pop() or of the end of a delivery. An
-        OSError with a `task_id` (see pop()) is only logged.
+        KeyboardInterrupt; in other threads, the tasks raise LeaseLost. A third one acts as before
+        work(). Raises the exception of a handler that is not an Exception, and the OSError of pop()
+        or of the end of a delivery. An OSError with a `task_id` (see pop()) is only logged.
         """
         import inspect
 
@@ -3667,8 +3667,8 @@ class FemtoQueue:
         """Do what _read_entry() does. Leave out, and log, a task that can't be read."""
         try:
             return self._read_entry(entry, data)
-        except (CorruptTask, PermissionError) as error:
-            _log().warning("left out: %s", error)
+        except (CorruptTask, PermissionError, MemoryError) as error:
+            _log().warning("left out: %s", str(error) or f"{entry.path}: {error!r}")
             return None
 
     # Closing
@@ -4346,7 +4346,7 @@ class _Waits:
 
     def end_all(self) -> None:
         """End all waits. The caller has added 1 to `close_count`."""
-        for request in [*self._requests]:
+        for request in self._requests:
             with suppress(Exception):  # InvalidStateError: it has an answer
                 request.answer.set_result(None)
         self._wake()
@@ -4378,13 +4378,9 @@ class _Waits:
             return await asyncio.wrap_future(answer)
         except BaseException:
             # RACE (Coroutines): the coroutine was cancelled, and the thread answers with a task
-            # before the cancel() here. Put the task back, in a thread: its key may be locked.
+            # before the cancel() here.
             if not answer.cancel() and answer.exception() is None:
-                put_back = functools.partial(self._put_back, answer.result())
-                try:
-                    threading.Thread(target=put_back, daemon=True).start()
-                except RuntimeError:  # the interpreter ends
-                    put_back()
+                self.put_back(answer.result())
             raise
 
     def _serve(self) -> None:
@@ -4413,8 +4409,6 @@ class _Waits:
     def _look_for(self, requests: list[_Request]) -> bool | None:
         """Look for the first request of each line; after an answer, for the next of the same line.
         Return True if a request was added, to end the wait."""
-        from concurrent.futures import InvalidStateError
-
         empty_lines = set[str]()
         for request in requests:
             # first, so that a look follows the timeout
@@ -4434,21 +4428,24 @@ class _Waits:
             if task is not None or is_late:
                 try:
                     request.answer.set_result(task)
-                except InvalidStateError:
+                except Exception:  # InvalidStateError: it has an answer
                     # RACE (Coroutines): the coroutine was cancelled, or close() was called.
-                    self._put_back(task)
+                    self.put_back(task)
         return self._requests is not requests or None
 
-    def _put_back(self, task: FemtoTask | None) -> None:
-        """Put a task back, uncounted: the wait that found it has ended."""
+    def put_back(self, task: FemtoTask | None) -> None:
+        """Put a task back where it was, uncounted. After an error, and if the lock of its key is
+        not free, the next reclaim does it."""
         # In a forked child the task belongs to the parent.
         if task is None or os.getpid() != self._pid:
             return
-        self._lease_dir.orphans.setdefault(task.path, _lease_of(task).source)
-        key_lock = self._worker.keys.lock_of(task.id)
-        # After an error, the next reclaim puts the task back.
-        with suppress(OSError), key_lock, self._worker.lock:
-            self._worker.reclaim(task.path)
+        orphans = self._lease_dir.orphans
+        lease = _lease_of(task)
+        with suppress(OSError), self._worker.lock:  # so no renewal changes the path
+            orphans.setdefault(lease.path, lease.source)
+            self._worker.reclaim(lease.path)
+        if lease.path not in orphans:
+            lease.outcome = lease.outcome or "released"
 
 
 # ==================================================================================================
@@ -4470,11 +4467,10 @@ def _read_checkpoint(worker: _Worker, ident: str, data: bytes) -> bytes | None:
     # without a key. The checkpoint as it was given follows.
     files, path = worker.files, f"checkpoints/{ident}"
     try:
-        if not files.exists(path):
-            return None
         saved, _ = files.read_path(path)
-    # RACE (storm.py): a push to the task's key, or a person, removes the file after exists().
-    except (CorruptTask, FileNotFoundError, PermissionError) as error:
+    except FileNotFoundError:
+        return None
+    except (CorruptTask, PermissionError) as error:
         _log().warning("%s: no checkpoint: %s", path, error)
         return None
     of_data = _header(data)
@@ -4572,24 +4568,22 @@ class _Processing:
     def __init__(self, queue: Any, task: FemtoTask, worker: _Worker) -> None:
         self._queue = queue
         self._task = task
-        self._worker = worker
+        self.worker = worker
         self.lease = _lease_of(task)
         self._pid = os.getpid()
 
     def __enter__(self) -> FemtoTask:
         """Hand the lease to the renewer, and return the task. Raises LeaseLost."""
         self._keep_lease(_FOREVER_S)
-        if not self._worker.files.exists(self.lease.path):
-            raise self._worker.lease_lost(self.lease)
-        self._worker.renewer.begin(self)
+        if not self.worker.files.exists(self.lease.path):
+            raise self.worker.lease_lost(self.lease)
+        self.worker.renewer.begin(self)
         return self._task
 
     def _keep_lease(self, until_s: float) -> None:
         """Renew the lease, unless two thirds are left. until_s: as in _Keys.lock()."""
-        if self._worker.left_ns(self.lease.path) < self.lease.length_ns * (
-            1 - _RENEWAL
-        ):
-            self._worker.renew(self._task, until_s=until_s)
+        if self.worker.left_ns(self.lease.path) < self.lease.length_ns * (1 - _RENEWAL):
+            self.worker.renew(self._task, until_s=until_s)
 
     def try_to_keep_lease(self, wait_s: float) -> None:
         """Do what _keep_lease() does, but raise nothing, so that the other leases are renewed.
@@ -4599,7 +4593,7 @@ class _Processing:
         except LeaseLost:
             # Do not log this: the end of the block raises LeaseLost, or the block itself has just
             # ended the delivery.
-            self._worker.renewer.end(self)
+            self.worker.renewer.end(self)
         except BaseException as error:
             with suppress(BaseException):  # a log handler may raise any exception
                 _log().warning(
@@ -4626,7 +4620,7 @@ class _Processing:
             self.leave_to_reclaim()
             raise
         finally:
-            self._worker.renewer.end(self)
+            self.worker.renewer.end(self)
 
     async def __aenter__(self) -> FemtoTask:
         # Nothing is awaited here: a cancellation would leave the task leased, without a block.
@@ -4640,14 +4634,10 @@ class _Processing:
             self.__exit__(*exc_info)
         else:
             loop = asyncio.get_running_loop()
+            ended = loop.run_in_executor(None, self.__exit__, *exc_info)
             # RACE (AsyncProcessing): the coroutine is cancelled before a thread has begun. The
             # shield keeps the end of the delivery in the line for the threads.
-            try:
-                ended = loop.run_in_executor(None, self.__exit__, *exc_info)
-            except RuntimeError:  # the executor is shut down
-                self.__exit__(*exc_info)
-            else:
-                await asyncio.shield(ended)
+            await asyncio.shield(ended)
 
     def _end(self, error: BaseException | None) -> None:
         """Finish the task. After an Exception, give it another attempt, or fail it after
@@ -4671,8 +4661,8 @@ class _Processing:
 
     def leave_to_reclaim(self) -> None:
         """Let the next reclaim take the task back, because the delivery could not be ended."""
-        self._worker.lease_dir.orphans[self.lease.path] = None
-        self._worker.maintenance.sooner("reclaim", 0)
+        self.worker.lease_dir.orphans[self.lease.path] = None
+        self.worker.maintenance.sooner("reclaim", 0)
 
 
 # ==================================================================================================
@@ -4690,7 +4680,6 @@ _TROUBLE_S = 30.0  # work() ends if nothing but errors of single tasks comes for
 _AFTER_FAILURE = {
     "retried": "to be retried",
     "failed": "a dead letter",
-    "": "delivered again later",
 }
 
 
@@ -4723,8 +4712,6 @@ class _WorkerPool:
         idle_timeout_s: float | None,
         time_limit_s: float | None,
     ) -> None:
-        import signal
-
         self._queue = queue
         self._handler = handler
         self._concurrency = concurrency
@@ -4735,7 +4722,6 @@ class _WorkerPool:
         self._idle_end_s = _end_s(idle_timeout_s, "idle_timeout_s")
         # when the pool stops taking tasks; 0: it is idle, or the queue is drained
         self._end_s = _end_s(time_limit_s, "time_limit_s")
-        self.stop_numbers = [int(signal.Signals[name]) for name in self.stops]
         self.signals: list[int] = []  # those that count
         self._last_signal_s = -_FOREVER_S
         self.counts: Counter[str] = Counter()  # by the fields of WorkCounts
@@ -4824,7 +4810,7 @@ class _WorkerPool:
         return task
 
     def _process(self, task: FemtoTask) -> None:
-        """Call the handler, and count how the delivery ended. Log an Exception."""
+        """Call the handler, and count how the delivery ended. Log an exception of the handler."""
         lease = _lease_of(task)
         has_begun = False
         try:
@@ -4832,22 +4818,27 @@ class _WorkerPool:
                 has_begun = True
                 self._handle(task)
         except LeaseLost as error:
-            _log().warning("%s", error)
+            with suppress(Exception):  # a log handler may raise
+                _log().warning("%s", error)
         except Exception as error:
-            log = _log().warning if lease.outcome == "retried" else _log().error
-            cause = None
-            if not isinstance(error, _CommandFailed):
-                cause = error.with_traceback(_handler_frames(error))
-            log("%s", self._failure_text(task, lease.outcome, error), exc_info=cause)
-            # Without an outcome, the delivery has not ended: the disk failed, or there is no thread
-            # to renew the lease.
             if not lease.outcome:
+                # The delivery has not ended: the disk failed, or there is no thread to renew the
+                # lease.
                 if getattr(error, "errno", None) in _ONE_FILE_ERRNOS:
-                    time.sleep(_BASE_INTERVAL_S)
-                elif not self._may_go_on(error):
+                    error.task_id = task.id  # type: ignore[attr-defined]
+                if not self._may_go_on(error):
                     self._error = self._error or error
-            if not has_begun:
-                self._give_back(task)
+                if not has_begun:
+                    self._give_back(task)
+                return
+            log = _log().warning if lease.outcome == "retried" else _log().error
+            # a log handler, or a method of the exception itself, may raise
+            with suppress(Exception):
+                cause = None
+                if not isinstance(error, _CommandFailed):
+                    cause = error.with_traceback(_handler_frames(error))
+                text = self._failure_text(task, lease.outcome, error)
+                log("%s", text, exc_info=cause)
         finally:
             self._count(task)
 
@@ -4865,7 +4856,8 @@ class _WorkerPool:
         self._trouble_end_s = min(self._trouble_end_s, now_s + _TROUBLE_S)
         if not ident or (now_s >= self._trouble_end_s and not self._running):
             return False
-        _log().error("task %s is passed over: %r", ident, error)
+        with suppress(Exception):  # a log handler may raise
+            _log().error("task %s is passed over: %s", ident, str(error) or repr(error))
         time.sleep(_BASE_INTERVAL_S)  # it may be the only task
         return True
 
@@ -4890,12 +4882,8 @@ class _WorkerPool:
             self._count(task)
 
     def _give_back(self, task: FemtoTask) -> None:
-        """Release a task, uncounted. After an error, the next reclaim takes it back."""
-        try:
-            self._queue.release(task, front=True, counted=False)
-        except (LeaseLost, OSError):
-            # No log: after the second signal, another thread may be stuck in the write of one.
-            self._queue.processing(task).leave_to_reclaim()
+        # No log: after the second signal, another thread may be stuck in the write of one.
+        self._queue.processing(task).worker.waits.put_back(task)
 
     @contextmanager
     def _signals_handled(self) -> Iterator[None]:
@@ -4905,7 +4893,7 @@ class _WorkerPool:
         is_main = threading.current_thread() is threading.main_thread()
         # Keep what nohup ignores, and handlers of C code (None).
         kept = (signal.SIG_IGN, None)
-        numbers = self.stop_numbers if is_main else []
+        numbers = [signal.Signals[it] for it in self.stops if is_main]
         before = {n: it for n in numbers if (it := signal.getsignal(n)) not in kept}
 
         def restore(_: object) -> None:
@@ -4927,14 +4915,18 @@ class _WorkerPool:
 
     def _on_signal(self, number: int) -> None:
         """Note a signal. The first one stops the pool. After the second one, run() gives the
-        running tasks back."""
+        running tasks back. The third one acts as before work(): a step of run() may wait for
+        ever."""
         if time.monotonic() < self._last_signal_s + _ONE_SIGNAL_S:
             return
         self._last_signal_s = time.monotonic()
         self.signals.append(number)
         if len(self.signals) == 1:
             self._tell_stop()
-        elif len(self.signals) == 2 and self._is_interruptible:
+        elif len(self.signals) > 2:
+            _fork_hooks[self](self)  # restores the handlers
+            os.kill(os.getpid(), number)
+        elif self._is_interruptible:
             raise KeyboardInterrupt
 
 
@@ -4972,8 +4964,11 @@ class _Inspector:
     def findings(self) -> Iterator[Finding]:
         """Yield the findings. With `repair`, the maintenance runs first. If a step raises OSError,
         the error is a finding, and the other steps still run."""
-        steps: list[Callable[[], Iterator[Finding] | None]]
-        steps = [self._names, self._records, self._left]
+        steps: list[Callable[[], Iterator[Finding] | None]] = [
+            self._names,
+            self._records,
+            self._left,
+        ]
         if self._repair:
             maintenance = self._worker.maintenance
             steps = [
@@ -5026,6 +5021,8 @@ class _Inspector:
             except FileNotFoundError:
                 # RACE (Checking): another process moves or removes the task after it was listed
                 continue
+            except MemoryError:
+                yield Finding("unreadable", record, "larger than the free memory")
             except OSError as error:
                 _raise_if_no_errno(error)
                 yield Finding("unreadable", record, str(error))
@@ -5136,7 +5133,7 @@ class TicketQueue:
 
     def register(self) -> tuple[int, str]:
         """Take the next ticket, and return its number, and the name of its file in queue_dir. The
-        number is 1 or more. Where other hosts write, it begins at 1 again when nobody is in line.
+        number is 1 or more. Where other hosts write, it may come again when nobody is in line.
         The name stands for the member: pass it to remove(). The call blocks only while another
         process or thread takes a ticket, or runs maybe_cleanup(). Raises OSError, also if this host
         was cut off from the network again and again."""
@@ -5162,11 +5159,10 @@ class TicketQueue:
 
     def _join_locked(self, last: _OpenFile) -> _HeldTicket:
         """Take the next ticket. The caller has locked the file "last"."""
-        noted = b""
-        if not self._files.is_shared:  # else what is read may be old
-            noted = os.pread(last.fd, 20, 0)
+        noted = os.pread(last.fd, 20, 0)
+        # A number that begins with 9 is damaged or forged, and no name of a ticket has it.
         numbers = [
-            int(noted) if noted.isdigit() else 0,
+            int(noted) if noted.isdigit() and noted < b"9" else 0,
             *map(_stamp_of, self._tickets()),
         ]
         number = max(numbers) + 1
@@ -5206,7 +5202,7 @@ class TicketQueue:
         """
         _notice_fork()
         first = next(filter(self._lives, self._tickets()), "")
-        is_first = first != "" and _stamp_of(first) == ticket
+        is_first = first.startswith(f"{ticket:020d}~")
         for member, held in list(self._held_tickets.items()):
             if _stamp_of(member) != ticket:
                 continue
@@ -5313,6 +5309,7 @@ class TicketQueue:
         finally:
             try:
                 over.set()
+                _notice_fork()
                 if member in self._held_tickets:  # not in a forked child
                     self.remove(member)
             finally:
@@ -5362,7 +5359,7 @@ class TicketQueue:
             # rename. Its file is needed only under the lock of "last", so it is a leftover here.
             for name in self._files.names(""):
                 if name[0] == "." and _parse_ticket(name[1:]):
-                    self._files.unlink_if_exists(name)
+                    self._files.remove(name)
             yield lock
 
     def _tickets(self) -> list[str]:
@@ -5371,10 +5368,11 @@ class TicketQueue:
 
     def _lives(self, member: str) -> bool:
         """Return whether a member lives. If not, remove its ticket."""
-        with _ignore_missing():
+        # a directory or a socket is no ticket
+        with _ignore_missing(errno.EISDIR, errno.ENXIO):
             # RACE (Tickets): the member or another process removed the ticket
             with closing(self._files.open_lock(member)) as lock:
-                if member.split("~")[1] == self._boot or self._files.is_local:
+                if f"~{self._boot}~" in member or self._files.is_local:
                     is_dead = lock.try_lock()
                 else:
                     # Not by the path: a network file system may return a time of a minute ago.

@@ -7664,15 +7664,30 @@ class Tickets(TicketCase):
         )
         line.remove(tickets[2][1])
         self.assertEqual((line.is_head(0), line.is_empty()), (False, True))
-        number = 1 if self.fs_type else 4
-        self.assertEqual((other.register()[0], line.is_empty()), (number, False))
+        self.assertEqual((other.register()[0], line.is_empty()), (4, False))
         del other  # dropping the object removes its tickets
         self.assertEqual(self.names("line"), ["last"])
-        for content in (b"", bytes(20), b"hello"):
+        for content in (b"", bytes(20), b"hello", b"9" * 20):
             # left by power loss, or written by a person
             self.put("last", content, "line")
             number, member = line.register()
             self.assertEqual((number, line.remove(member)), (1, True))
+
+    def test_what_is_no_ticket_but_has_the_name_of_one_is_passed_over(self) -> None:
+        """A directory, a socket, or a file with a number that no ticket can follow does not stop
+        the line."""
+        line = self.line()
+        rest = f"~00000000~{'0' * 16}"
+        os.makedirs(self.file("line", f"{1:020d}{rest}", "x"))
+        os.makedirs(self.file("line", f".{2:020d}{rest}", "x"))
+        for name in (f"{3:020d}{rest}", f".{4:020d}{rest}"):
+            with contextlib.suppress(OSError):  # macOS can't make one so
+                os.mknod(self.file("line", name), stat.S_IFSOCK | 0o600)
+        self.put(f"{'9' * 20}{rest}", b"", "line")
+        for number in (4, 5):
+            with line.turn(timeout=PATIENCE_S) as ticket:
+                self.assertEqual(ticket, number)
+            self.assertTrue(line.is_empty())
 
     def test_new_ticket_is_locked_before_others_can_see_it(self) -> None:
         # RACE: another process looks at the line as soon as the ticket appears. An unlocked ticket
@@ -7758,8 +7773,10 @@ class Tickets(TicketCase):
 
     @FORK
     def test_child_of_an_unseen_fork_has_tickets_of_its_own(self) -> None:
-        """The child keeps the ticket that it draws, and takes no ticket of its parent away."""
+        """The child keeps the ticket that it draws, and takes no ticket of its parent away, also
+        when it leaves the parent's block of turn()."""
         lines = [self.line()]
+        stack = contextlib.ExitStack()
         first, _ = lines[0].register()
 
         def draw() -> None:
@@ -7771,6 +7788,12 @@ class Tickets(TicketCase):
         self.check_exit(self.forked_unseen(lines.clear))
         self.assertTrue(self.line().is_head(first))
         self.assertTrue(lines[0].is_head(first))
+        lines.clear()
+        line = self.line()
+        ticket = stack.enter_context(line.turn())
+        self.check_exit(self.forked_unseen(stack.close))
+        self.assertTrue(line.is_head(ticket))
+        stack.close()
 
     def test_register_that_fails_or_is_interrupted_leaves_no_ticket(self) -> None:
         """If register() raises, it leaves no ticket in line, for which all others would wait."""
@@ -8011,12 +8034,12 @@ class SharedTickets(TicketCase):
         self.assertFalse(line.maybe_cleanup())
         self.assertEqual(self.names("line"), ["last"])
 
-    def check_registered(self, line: TicketQueue, hook: Hook, number: int) -> None:
-        """Fail unless register() takes the ticket of this number, while the hook interferes, and
-        the ticket is the only one in line. Then remove the ticket."""
-        with self.subTest(number=number), hooked(hook):
+    def check_registered(self, line: TicketQueue, hook: Hook) -> None:
+        """Fail unless register() takes a ticket while the hook interferes, and the ticket is the
+        only one in line. Then remove the ticket."""
+        with hooked(hook):
             ticket, member = line.register()
-            self.assertEqual((ticket, self.members()), (number, [member]))
+            self.assertEqual(self.members(), [member])
             self.assertTrue(line.is_head(ticket))
             self.assertTrue(line.remove(member))
 
@@ -8055,8 +8078,8 @@ class SharedTickets(TicketCase):
                 remove_new_file()
                 raise_errno(errno.EBADF)
 
-        self.check_registered(line, at_call("move", "/.", remove_new_file, times=1), 1)
-        self.check_registered(line, at_call("lock", None, remove_open_file), 1)
+        self.check_registered(line, at_call("move", "/.", remove_new_file, times=1))
+        self.check_registered(line, at_call("lock", None, remove_open_file))
 
     def test_register_that_can_not_find_its_new_file_raises_after_some_attempts(
         self,
@@ -8065,7 +8088,7 @@ class SharedTickets(TicketCase):
         line = self.line()
         for code in (errno.ENOENT, errno.ESTALE):
             missing = at_call("move", "/.", errno_raiser(code), times=2)
-            self.check_registered(line, missing, 1)
+            self.check_registered(line, missing)
             with hooked(at_call("move", "/.", errno_raiser(code))):
                 self.assertRaises(OSError, line.turn(60).__enter__)
             self.assertTrue(line.is_empty())
@@ -9199,11 +9222,9 @@ class Coroutines(QueueCase, unittest.IsolatedAsyncioTestCase):
         self,
     ) -> None:
         """If a wait is cancelled just after its task was found, and another process holds the lock
-        of the key, the event loop runs on. When the lock is free, the task goes back, uncounted."""
-        q, other = (
-            self.queue(timeout_stale_ms=None),
-            self.queue("n2", timeout_stale_ms=None),
-        )
+        of the key, the event loop runs on. When the lock is free, the next pop() puts the task
+        back, uncounted."""
+        q = self.queue(timeout_stale_ms=None)
         q.push(b"x", key="k")
         waiter = await self.answered(q.take_async("k"))
         locked = self.locked("k")
@@ -9214,7 +9235,7 @@ class Coroutines(QueueCase, unittest.IsolatedAsyncioTestCase):
         self.assertEqual((waiter.cancelled(), locked.closed), (True, False))
         unlocking.cancel()
         locked.close()
-        task = await asyncio.to_thread(popped, other, PATIENCE_S)
+        task = popped(q)
         self.assertEqual((task.data, task.attempts), (b"x", 1))
 
     @FORK
@@ -9784,6 +9805,31 @@ class Work(QueueCase):
         self.check_tracebacks(next(it for it in logs.output if "dead letter" in it))
         self.assertEqual(self.states(), {"done": 3, "failed": 1})
 
+    def test_work_goes_on_if_a_failure_can_not_be_logged(self) -> None:
+        """A log handler may raise, and so may an odd exception of the handler."""
+
+        class Odd(Exception):
+            def with_traceback(self, traceback: Any) -> Any:
+                raise ValueError
+
+        class Broken(logging.Handler):
+            def emit(self, record: logging.LogRecord) -> None:
+                raise RuntimeError
+
+        LOG.disabled = False
+        for error, handler in ((Odd, logging.NullHandler), (ValueError, Broken)):
+            for concurrency in (1, 2):
+                q = self.new_queue(max_attempts=1)
+                bad, *_ = q.push_many([b"bad", b"1", b"2"])
+
+                def handle(task: FemtoTask, bad: str = bad, error: Any = error) -> None:
+                    if task.id == bad:
+                        raise error
+
+                with mock.patch.object(LOG, "handlers", [handler()]):
+                    counts = q.work(handle, concurrency=concurrency, drain=True)
+                self.assertEqual((counts.done, counts.failed), (2, 1))
+
     def check_tracebacks(self, message: str) -> None:
         """Fail unless the tracebacks of the dead letter, in the logged message and in failed/,
         begin with the handler."""
@@ -9878,7 +9924,8 @@ class Work(QueueCase):
             self.assertEqual((counts.done, counts.lost), (3, 1))
 
     def test_disk_error_after_a_signal_is_only_logged(self) -> None:
-        """If a signal stops work(), an error of the disk at the end of a task is logged."""
+        """If a signal stops work(), an error of the disk at the end of a task is logged, in one
+        line."""
         q = self.queue()
         q.push(b"x")
 
@@ -9886,8 +9933,12 @@ class Work(QueueCase):
             signal.raise_signal(signal.SIGTERM)
 
         fail = at_call("move", "/done/", errno_raiser(errno.EIO))
-        with hooked(fail), seam("stop line", mock.Mock()):
+        LOG.disabled = False
+        logs = self.assertLogs("femtoqueue", "WARNING")
+        with hooked(fail), seam("stop line", mock.Mock()), logs as logged:
             self.assertEqual(q.work(handle).lost, 1)
+        [said] = logged.output
+        self.assertNotIn("\n", said)
 
     def test_work_raises_a_disk_error_of_pop_when_running_tasks_are_finished(
         self,
@@ -10009,6 +10060,56 @@ class Work(QueueCase):
             left = [(it.data, it.attempts) for it in iter(self.queue("n2").pop, None)]
             self.assertEqual(left, [(b"%d" % it, 1) for it in range(end == "done", 3)])
 
+    def test_second_signal_ends_work_while_the_lock_of_a_key_is_held(self) -> None:
+        """A task that can't be given back stays leased, and is delivered again, uncounted."""
+        self.set_constant("one signal", 0)
+        q = self.queue()
+        q.push(b"x", key="k")
+        is_over = threading.Event()
+
+        def handle(_: object) -> None:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                os.kill(os.getpid(), number)
+            is_over.wait(2 * PATIENCE_S)
+
+        locked = self.locked("k")
+        unlocking = threading.Timer(PATIENCE_S, locked.close)
+        unlocking.start()
+        with seam("stop line", mock.Mock()):
+            counts = q.work(handle, concurrency=2)
+        self.assertEqual((counts.lost, locked.closed), (1, False))
+        unlocking.cancel()
+        locked.close()
+        self.assertEqual(popped(q).attempts, 1)
+        is_over.set()
+
+    @FORK
+    def test_third_signal_acts_as_before_work(self) -> None:
+        """If the end of a task waits for ever in the calling thread, a third signal ends it."""
+        self.set_constant("one signal", 0)
+        self.queue().push(b"x", key="k")
+        numbers = iter((signal.SIGTERM, signal.SIGINT, signal.SIGTERM))
+
+        def send() -> None:
+            for number in itertools.islice(numbers, 1):
+                os.kill(os.getpid(), number)
+
+        def work(child: Child) -> None:
+            def handle(_: object) -> None:
+                signal.alarm(int(PATIENCE_S))
+                stack.enter_context(hooked(at_call("lock", None, send)))
+                child.say("begun")
+                child.wait_for_go()
+
+            with contextlib.ExitStack() as stack, seam("stop line", mock.Mock()):
+                self.queue().work(handle)
+
+        child = self.child(work)
+        self.assertEqual(child.line(), "begun")
+        with self.locked("k"):
+            child.go()
+            self.assertEqual(child.finish(), ([], -signal.SIGTERM))
+
 
 class Checking(QueueCase):
     """check() reports what is wrong in the directory, and repairs only what is safe to repair."""
@@ -10118,6 +10219,16 @@ class Checking(QueueCase):
             self.assertEqual(self.found(q), [("trust", ".", False)])
         with mock.patch("os.geteuid", return_value=1000):
             self.assertEqual(self.found(q), [])
+
+    def test_file_that_does_not_fit_into_memory_does_not_stop_a_check_or_a_listing(
+        self,
+    ) -> None:
+        # such as a sparse file, whose header has its length
+        q = self.queue()
+        ident, _ = q.push_many([b"huge", b"good"])
+        with hooked(at_call("open", ident, mock.Mock(side_effect=MemoryError))):
+            self.assertEqual(self.found(q), [("unreadable", f"pending/{ident}", False)])
+            self.assertEqual([task.data for task in q.tasks("pending")], [b"good"])
 
     def test_lost_and_found_of_a_mount_point_is_no_finding(self) -> None:
         os.mkdir(self.file("lost+found"))

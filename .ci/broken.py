@@ -371,8 +371,8 @@ a payload that came to keys/ is looked at soon | Keyed
 -_REPAIR_INTERVAL_S = 30.0
 +_REPAIR_INTERVAL_S = 600.0
 a checkpoint that this user may not read does not stop the delivery | ManyUsers
--    except (CorruptTask, FileNotFoundError, PermissionError) as error:
-+    except (CorruptTask, FileNotFoundError) as error:
+-    except (CorruptTask, PermissionError) as error:
++    except CorruptTask as error:
 work() goes on if the end of a task fails because of the task's file | Work
 -                if getattr(error, "errno", None) in _ONE_FILE_ERRNOS:
 +                if lease is None:
@@ -629,6 +629,24 @@ a keyed push of a child forked unseen by Python does not use its parent's lock |
 a child forked unseen by Python draws tickets of its own | Tickets
 -        _notice_fork()
          redraws = 0
+a child forked unseen by Python leaves the turn to its parent | Tickets
+                 over.set()
+-                _notice_fork()
+a directory with the name of a ticket does not stop the line | Tickets
+-        with _ignore_missing(errno.EISDIR, errno.ENXIO):
++        with _ignore_missing():
+a damaged number in a line's "last" is ignored | Tickets
+-            int(noted) if noted.isdigit() and noted < b"9" else 0,
++            int(noted) if noted.isdigit() else 0,
+a third signal acts as before work() | Work hangs
+-            os.kill(os.getpid(), number)
+work() goes on if a failure can't be logged | Work
+             # a log handler, or a method of the exception itself, may raise
+-            with suppress(Exception):
++            with suppress(OSError):
+a file that does not fit into memory does not stop check() | Checking
+-            except MemoryError:
++            except RecursionError:
 a child forked unseen by Python does not remove its parent's tickets | Tickets
 -            _notice_fork()
              for member in list(self._held_tickets):
@@ -964,7 +982,7 @@ a `pop` that can't print the payload does not print the path of the lease | Comm
 +                sys.stdout.buffer.write(task.data)
 a cancelled pop_async() loses no task | Coroutines hangs
                      # RACE (Coroutines): the coroutine was cancelled, or close() was called.
--                    self._put_back(task)
+-                    self.put_back(task)
 +                    pass
 Ctrl-C in processing() does not count an attempt | Processing
 -            queue.release(task, front=True, counted=False)
@@ -976,8 +994,8 @@ only a leased task can be attached | Lifecycle
 -        found = (it for it in self._files.find("inflight")
 +        found = (it for it in self._files.find(*STATES)
 processing() renews the lease | Processing
--        if self._worker.left_ns(self.lease.path) < self.lease.length_ns *
-+        if self._worker.left_ns(self.lease.path) > self.lease.length_ns *
+-        if self.worker.left_ns(self.lease.path) < self.lease.length_ns *
++        if self.worker.left_ns(self.lease.path) > self.lease.length_ns *
 a child forked in processing() does not end the task | Processing
 -        if os.getpid() != self._pid:
 +        if not self._pid:
@@ -1034,11 +1052,11 @@ a command that succeeds after the second signal finishes its task | CommandLine
 -        return status != 0 and
 +        return (status != 0 or len(self.signals) > 1) and
 a cancelled end of a block of "async with" settles its task | AsyncProcessing
--                await asyncio.shield(ended)
-+                await ended
+-            await asyncio.shield(ended)
++            await ended
 the end of a block of "async with" does not block the event loop | AsyncProcessing hangs
--                ended = loop.run_in_executor(None, self.__exit__, *exc_info)
-+                ended = asyncio.sleep(0, self.__exit__(*exc_info))
+-            ended = loop.run_in_executor(None, self.__exit__, *exc_info)
++            ended = asyncio.sleep(0, self.__exit__(*exc_info))
 a delayed push is not due before its delay is over | Lifecycle
 -_due_after_ns(delay_s) if delay_s != 0
 +_due_after_ns(delay_s) if delay_s > 3600
@@ -1102,11 +1120,11 @@ a task found for a coroutine that was cancelled goes back | Coroutines
 -            if not answer.cancel() and answer.exception() is None:
 +            if not answer.cancel() and answer.exception():
 a task that a wait gives back is not counted | Coroutines hangs
--        self._lease_dir.orphans.setdefault(task.path, _lease_of(task).source)
-+        self._lease_dir.orphans.setdefault(task.path)
+-            orphans.setdefault(lease.path, lease.source)
++            orphans.setdefault(lease.path)
 a cancelled coroutine does not wait for the lock of a key | Coroutines hangs
--                    threading.Thread(target=put_back, daemon=True).start()
-+                    put_back()
+-        with suppress(OSError), self._worker.lock:  # so no renewal
++        with self._worker.keys.lock_of(task.id), self._worker.lock:  # so no renewal
 work() raises the error of a task that can't be ended | Work
 -                self._error = self._error or error
 `release --all` does not take a lease that was renewed after the look | CommandLine
