@@ -5064,7 +5064,7 @@ class _Inspector:
 # ==================================================================================================
 
 # how often a member tries again to take a ticket, and a TicketQueue to open its directory
-_MAX_REDRAWS = 30
+_MAX_REDRAWS = 100
 _REDRAW_PAUSE_S = 0.01
 _REDRAW_ERRNOS = (*_MISSING_ERRNOS, errno.EEXIST, errno.ENOTSUP)
 
