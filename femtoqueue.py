@@ -103,7 +103,7 @@ import threading
 import time
 import weakref
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import (
     AbstractContextManager,
     ExitStack,
@@ -1553,12 +1553,15 @@ class _Files:
         finally:
             os.close(fd)
 
-    def head(self, path: str) -> tuple[str | None, int | None]:
-        """Return the key and the length in the header of a record, or (None, None)."""
-        header = _match_header(self.beginning(path, _READ_BYTES))
+    def head(self, path: str) -> tuple[str | None, int | None, bytes]:
+        """Return the key and the length in the header of a record, and how the payload begins; or
+        (None, None, b"")."""
+        begin = self.beginning(path, _READ_BYTES)
+        header = _match_header(begin)
         if header is None:
-            return None, None
-        return (_decode_key(header[3].decode()) if header[3] else None), int(header[2])
+            return None, None, b""
+        key = _decode_key(header[3].decode()) if header[3] else None
+        return key, int(header[2]), begin[header.end() :]
 
     def read(self, directory: str, name: str, ident: str) -> _Record:
         """Return the payload and the key of a record. Raises CorruptTask unless the record is
@@ -3587,13 +3590,17 @@ class FemtoQueue:
             expired=sum(node.expired for node in nodes),
         )
 
-    def tasks(self, state: _State, *, data: bool = True) -> Iterator[FemtoTask]:
+    def tasks(
+        self, state: _State, *, data: bool | int = True, last: int | None = None
+    ) -> Iterator[FemtoTask]:
         """Iterate over the tasks in a state, in the order of their names, without leasing them. The
         tasks in flight come worker by worker. A task that waits has the newest payload of its key,
         unless its last claim was undone.
 
         state:  one of STATES.
         data:  False: read only the headers. `data` is then b"", and a corrupt task is not noticed.
+            A number up to 3,000: the same, but `data` has so many bytes of the payload.
+        last:  a number: only so many tasks, the last ones.
 
         Tasks that move meanwhile are left out. Corrupt tasks, and tasks that this user may not
         read, are left out and logged. Raises ValueError if `state` is invalid.
@@ -3601,7 +3608,9 @@ class FemtoQueue:
         if state not in STATES:
             raise ValueError(f"state must be one of {', '.join(STATES)}, not {state!r}")
         # a plain str: `state` may be a member of a str Enum
-        entries = self._files.find(STATES[STATES.index(state)])
+        entries: Iterable[_Entry] = self._files.find(STATES[STATES.index(state)])
+        if last is not None:
+            entries = deque(entries, last)
         return filter(None, (self._read_or_log(entry, data) for entry in entries))
 
     def peek(
@@ -3645,18 +3654,19 @@ class FemtoQueue:
         )
 
     def _read_entry(
-        self, entry: _Entry, data: bool = True, length_ns: int = 0
+        self, entry: _Entry, data: bool | int = True, length_ns: int = 0
     ) -> FemtoTask | None:
         """Return the task of an entry, or None if its file has moved.
 
-        data=False: read only the header. length_ns: for attach(), which makes the caller a holder
-        of the lease."""
-        payload = b""
+        data: as for tasks(). length_ns: for attach(), which makes the caller a holder of the
+        lease."""
         try:
-            if data:
+            if data is True:
                 payload, key = self._files.read_path(entry.path)
+                size_bytes: int | None = len(payload)
             else:
-                key, size_bytes = self._files.head(entry.path)
+                key, size_bytes, payload = self._files.head(entry.path)
+                payload = payload[:data]
             since_ns = self._files.lstat(entry.path).st_ctime_ns
         except FileNotFoundError:
             return None  # RACE (Lifecycle): another process moves the task
@@ -3669,8 +3679,7 @@ class FemtoQueue:
         lease.has_checkpoint = True  # perhaps
         task = FemtoTask(entry.id, payload, attempts, key, lease, self._clock.anchor_ns)
         task.since = _utc(since_ns)
-        if not data:
-            task.size_bytes = size_bytes
+        task.size_bytes = size_bytes
         if entry.directory == "failed":
             # Show the task even if the reason is missing, or if this user may not read the reason.
             with suppress(FileNotFoundError, PermissionError):
@@ -3678,7 +3687,7 @@ class FemtoQueue:
                 task.error = text.decode("utf-8", "replace").removesuffix("\n")
         return task
 
-    def _read_or_log(self, entry: _Entry, data: bool) -> FemtoTask | None:
+    def _read_or_log(self, entry: _Entry, data: bool | int) -> FemtoTask | None:
         """Do what _read_entry() does. Leave out, and log, a task that can't be read."""
         try:
             return self._read_entry(entry, data)
@@ -4130,7 +4139,7 @@ class _Keys:
 
     def reserve(self, source: str, target: str) -> None:
         """Link the path that a failed task will have. Raises KeyInFlight, FileNotFoundError."""
-        key, _ = self._files.head(source)
+        key, *_ = self._files.head(source)
         path, _ = self.find(_tag_of(source))
         if path:
             raise KeyInFlight(key or "", _id_of(path))
@@ -5668,9 +5677,8 @@ def _write_all(fd: int, data: bytes) -> None:
             os.set_blocking(fd, True)
 
 
-def _named(error: Any, name: Any) -> Any:
-    if error.errno and not error.filename and name:
-        error.filename = name
+def _named(error: OSError, fd: int) -> OSError:
+    error.filename = _STREAM_NAMES[fd]
     return error
 
 
@@ -5679,8 +5687,10 @@ def _text_of(error: BaseException) -> str:
 
 
 def _printable(text: str) -> str:
-    # other characters may move the cursor
-    return "".join(it if it.isprintable() else ascii(it)[1:-1] for it in text)
+    """Escape all characters that may move the cursor, but line ends."""
+    return "".join(
+        it if it.isprintable() or it == "\n" else ascii(it)[1:-1] for it in text
+    )
 
 
 def _preview(data: bytes) -> str:
@@ -5695,25 +5705,25 @@ class _Progress:
     tasks that this worker ends if these are more, per second."""
 
     is_paused = False
-    _last = 0.0, 0, 0  # the latest sample
+    _last = 0.0, _FOREVER_S, 0  # the latest sample
 
-    def __init__(self, files: _Files) -> None:
-        self.files = files
+    def __init__(self, data_dir: str) -> None:
+        self.files = _open_files(data_dir, False)
         # A sample: the time, the number of tasks left, and how many this worker has ended. The rate
         # is measured over the first sample, and those that saw a task end.
-        self._ends = deque[tuple[float, int, int]](maxlen=30)
-        self._due_ns: list[int] = []  # when the tasks in scheduled/ are due
+        self._ends = deque[tuple[float, float, int]](maxlen=30)
+        self._scheduled: list[_Entry] = []
 
     def count_left(self, ended: int) -> None:
         """Add a sample. ended: how many tasks this worker has ended."""
-        self._due_ns = [it.stamp_ns for it in self.files.entries("scheduled")]
-        self.waiting = self.files.count("pending") + len(self._due_ns)
+        self._scheduled = self.files.entries("scheduled")
+        self.waiting = self.files.count("pending") + len(self._scheduled)
         self.running = sum(map(self.files.count, self.files.node_dirs()))
         self.is_paused = self.files.exists("PAUSED")
         self.add_sample(time.monotonic(), self.waiting + self.running, ended)
 
-    def add_sample(self, now_s: float, left: int, ended: int = 0) -> None:
-        if not self._ends or left < self._last[1] or ended > self._last[2]:
+    def add_sample(self, now_s: float, left: int, ended: int) -> None:
+        if left < self._last[1] or ended > self._last[2]:
             self._ends.append((now_s, left, ended))
         self._last = now_s, left, ended
 
@@ -5726,23 +5736,27 @@ class _Progress:
         rest_s = self._last[0] - end_s
         # Nothing has ended for the time of five tasks.
         is_stalled = rest_s > 2 and rest_s * rate > 5
-        now_ns = _wall_ns()
-        waits_s = [(it - now_ns) / 1e9 for it in self._due_ns if it > now_ns]
-        due_s = max(waits_s, default=0.0)
+        due_s = 0.0
+        if self._scheduled:  # the last one is due last
+            due_s = (self._scheduled[-1].stamp_ns - _wall_ns()) / 1e9
         texts = []
         if span_s >= 1 and not (self.is_paused or is_stalled):
-            for unit, size in [it for it in _UNITS if rate * it[1] >= 1][-1:]:
-                texts.append(f"{round(rate * size, 1):g}/{unit}")
+            rates = [
+                f"{round(rate * size, 1):g}/{unit}"
+                for unit, size in _UNITS
+                if rate * size >= 1
+            ]
+            texts += rates[-1:]
             if shrinks > rate / 20 and left:  # else it is noise
                 left_s = max(left / shrinks, due_s)
                 texts.append(f"about {_rough_time(left_s)} left")
-        if waits_s:
-            texts.append(f"{len(waits_s)} due in {_rough_time(due_s)}")
+        if due_s > 0:
+            texts.append(f"{len(self._scheduled)} due in {_rough_time(due_s)}")
         return "  ".join(texts)
 
-    def text(self, counts: Mapping[str, int]) -> str:
+    def text(self, counts: Counter[str]) -> str:
         ended = [
-            f"{counts[it]} {it}" for it in WorkCounts.__annotations__ if counts.get(it)
+            f"{counts[it]} {it}" for it in WorkCounts.__annotations__ if counts[it]
         ]
         paused = "  paused" if self.is_paused else ""
         left = f"{self.running} running  {self.waiting} waiting{paused}"
@@ -5751,8 +5765,10 @@ class _Progress:
 
 
 def _rough_time(seconds: float) -> str:
-    unit, size = next((it for it in _UNITS if seconds >= 1.5 * it[1]), _UNITS[-1])
-    return f"{max(1, round(seconds / size))} {unit}"
+    for unit, size in _UNITS:
+        if seconds >= 1.5 * size:
+            return f"{round(seconds / size)} {unit}"
+    return "1 s"
 
 
 def _terminal_size(fd: int) -> tuple[int, int]:
@@ -5760,10 +5776,6 @@ def _terminal_size(fd: int) -> tuple[int, int]:
     with suppress(OSError):
         return os.get_terminal_size(fd)
     return 0, 0
-
-
-class _Stalled(TimeoutError):
-    """Nobody reads the output."""
 
 
 class _Output:
@@ -5783,8 +5795,8 @@ class _Output:
     def put(
         self, data: bytes, end_s: float = _FOREVER_S, begins_line: bool = False
     ) -> None:
-        """Write bytes; begins_line: on a new line. Raises OSError, and _Stalled if nobody has read
-        for _GRACE_S, and the time end_s is over."""
+        """Write bytes; begins_line: on a new line. Raises OSError, and TimeoutError if nobody has
+        read for _GRACE_S, and the time end_s is over."""
         while not self._lock.acquire(timeout=0.1):
             self._check_reader(end_s)
         try:
@@ -5811,7 +5823,7 @@ class _Output:
 
     def _check_reader(self, end_s: float) -> None:
         if time.monotonic() >= max(end_s, self._moved_s + _GRACE_S):
-            raise _Stalled
+            raise TimeoutError
 
     def write(self, text: str, end_s: float = _FOREVER_S) -> None:
         """Write a text as lines of its own."""
@@ -5835,7 +5847,7 @@ class _Output:
                 with suppress(OSError):
                     line = text()
                     # text() may list large directories: it gets at most 1 % of the time.
-                    pause_s = max(least_s, 100 * (time.monotonic() - began_s))
+                    pause_s = least_s + 100 * (time.monotonic() - began_s)
                     if not has_ended.is_set():
                         self._show(line)
 
@@ -5904,12 +5916,12 @@ def _is_signalled(group: int, number: int) -> bool:
     return False
 
 
-def _groups_of(leaders: set[int]) -> list[int]:
+def _groups_of(leaders: set[int]) -> set[int]:
     """Return the running process groups in some sessions; without a /proc, those of leaders."""
     groups = set[int]()
     names = _processes()
     if not names:
-        return [it for it in leaders if _is_signalled(it, 0)]
+        return {it for it in leaders if _is_signalled(it, 0)}
     for name in names:
         # RACE (CommandLine): a process of the list has just ended
         with suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
@@ -5917,7 +5929,7 @@ def _groups_of(leaders: set[int]) -> list[int]:
             # A process whose first thread has ended has the state Z, too: more[13] is num_threads.
             if int(session) in leaders and (state != b"Z" or int(more[13]) > 1):
                 groups.add(int(group))
-    return sorted(groups)
+    return groups
 
 
 def _signal(leaders: set[int], *numbers: int) -> bool:
@@ -5948,7 +5960,6 @@ class _Session:
     _status: int | None = None
     # the signal that ends the job; 0: only wait for its end; None: no end was asked for
     _number: int | None = None
-    _look_s = 0.0  # when the next look is due: it may read all of /proc
 
     def __init__(self, requests: Any, words: list[str], limit_s: float) -> None:
         """Start the job of a request. Raises EOFError if the worker has ended."""
@@ -6013,13 +6024,9 @@ class _Session:
         if self._status is None and (status := self._ended()) is not None:
             self._status = status
             self._report("status", status)
-        now_s = time.monotonic()
-        # until the next request, the worker judges how CMD ended
-        is_judged = self._status is not None and self._number is None
-        if is_judged or now_s < self._look_s:
-            return False
-        self._look_s = now_s + _TICK_S
-        if now_s >= self._signal_s:
+        if self._status is not None and self._number is None:
+            return False  # until the next request, the worker judges how CMD ended
+        if time.monotonic() >= self._signal_s:
             if self._number:
                 _signal({self.pid}, signal.SIGKILL)
             else:
@@ -6091,8 +6098,7 @@ class _Launcher:
 
         self.limit_s = limit_s
         self.requests, requests = socket.socketpair()
-        self._pid = os.fork()
-        if self._pid == 0:
+        if os.fork() == 0:
             try:
                 self.requests.close()
                 # SIGKILL to the worker's process group must not reach the launcher
@@ -6101,11 +6107,6 @@ class _Launcher:
             finally:
                 os._exit(0)
         requests.close()
-
-    def stop(self) -> None:
-        self.requests.close()
-        with suppress(ChildProcessError):  # PID 1 ignores SIGCHLD
-            os.waitpid(self._pid, 0)
 
 
 class _CommandJob:
@@ -6164,8 +6165,7 @@ class _CommandJob:
         for name in _processes():
             # RACE (CommandLine): it has just ended; or it belongs to another user
             with suppress(OSError):
-                status = os.stat(f"/proc/{name}/fd/0")
-                if os.path.samestat(status, os.fstat(self._stdin)):
+                if os.path.samefile(f"/proc/{name}/fd/0", self._stdin):
                     _kill({os.getsid(int(name))})
 
 
@@ -6210,6 +6210,10 @@ class _Shortage(Exception):
     """The system is short of something, such as processes."""
 
 
+class _Trouble(BaseException):
+    """Trouble that ends the worker. It is no Exception, so its task is given back, uncounted."""
+
+
 def _is_shortage(error: BaseException) -> bool:
     is_no_thread = str(error) == "can't start new thread"
     is_short = getattr(error, "errno", 0) in _SHORT_ERRNOS
@@ -6217,18 +6221,17 @@ def _is_shortage(error: BaseException) -> bool:
 
 
 @contextmanager
-def _judged(step: str, directory: str | None = None) -> Iterator[None]:
-    """Raise what an OSError becomes, by the table above. directory: of a file without a name."""
+def _judged(step: str) -> Iterator[None]:
+    """Raise what an OSError becomes, by the table above."""
     try:
         yield
     except OSError as error:
-        is_there = not directory and os.path.lexists(error.filename or "")
-        text = f"{step}: {_named(error, directory)}"
+        text = f"{step}: {error}"
         if _is_shortage(error):
             raise _Shortage(text) from None
-        if is_there or error.errno in _FULL_ERRNOS:
+        if os.path.lexists(error.filename or "") or error.errno in _FULL_ERRNOS:
             raise _CommandFailed(text) from None
-        raise SystemExit(text) from None
+        raise _Trouble(text) from None
 
 
 class _OutputFile:
@@ -6300,12 +6303,13 @@ class _CommandPool(_WorkerPool):
         )
         # In the main thread, the second signal would raise KeyboardInterrupt within a start of CMD.
         self._is_threaded = True
-        self._options, self._launcher = options, launcher
+        self._options = options
+        self._launcher = launcher
         self._cannot_run = f"{options.after_dashes[0]} can't be run"
         self.output = _Output()
         # A write to standard output that waits for a reader must not delay the log.
         self._stdout = self.output if os.path.sameopenfile(1, 2) else _Output(1)
-        self._progress = _Progress(_open_files(os.fspath(queue.data_dir), False))
+        self._progress = _Progress(options.dir)
         self._jobs = set[_CommandJob]()
         self._is_told = threading.Event()  # set when the first signal has come
 
@@ -6313,22 +6317,17 @@ class _CommandPool(_WorkerPool):
         import signal
 
         failed = self._progress.files.count("failed")
-        trouble = ""
         if os.getpid() == 1:  # the system reaps what this process inherits
             signal.signal(signal.SIGCHLD, signal.SIG_IGN)
         try:
             with self.output.reporting(self._progress_text, _REPORT_S):
                 self.run()
-        # SystemExit: see _judged(). RuntimeError: the system allows no more threads.
-        except (SystemExit, RuntimeError, OSError, MemoryError) as error:
-            trouble = f"femtoqueue: {_text_of(error)}\n"
-        # Now a thread that is stuck in a write may hold the lock of the stream.
+        finally:
+            # After a second signal, a thread that is stuck in a write may hold the lock.
+            if len(self.signals) < 2:
+                self.output.write(self._progress_text())
         if len(self.signals) > 1:
             return 128 + self.signals[-1]
-        if text := trouble + self._progress_text():
-            self.output.write(text)
-        if trouble:
-            return 2
         has_failed = self._progress.files.count("failed") > failed
         return self._drain and (has_failed or not self._queue.join(0))
 
@@ -6369,7 +6368,7 @@ class _CommandPool(_WorkerPool):
     # A task
 
     def _run_command(self, task: FemtoTask) -> None:
-        """Raises _CommandFailed if the try fails, and SystemExit for trouble of this worker."""
+        """Raises _CommandFailed if the try fails, and _Trouble."""
         while True:
             try:
                 with ExitStack() as files:
@@ -6380,7 +6379,7 @@ class _CommandPool(_WorkerPool):
             except (_CommandFailed, LeaseLost):
                 raise
             except Exception as error:  # a missing module, no reader of the output, ...
-                raise SystemExit(_text_of(error)) from error
+                raise _Trouble(_text_of(error)) from error
             if self._is_told.wait(_BASE_INTERVAL_S):
                 self._queue.release(task, front=True, counted=False)
                 return
@@ -6388,7 +6387,7 @@ class _CommandPool(_WorkerPool):
     def _try(self, task: FemtoTask, files: ExitStack) -> None:
         import tempfile
 
-        with _judged("its payload can't be written", tempfile.gettempdir()):
+        with _judged(f"its payload can't be written to {tempfile.gettempdir()}"):
             file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
             payload = files.enter_context(file).fileno()
             _write_all(payload, task.data)
@@ -6401,7 +6400,7 @@ class _CommandPool(_WorkerPool):
         self._jobs.add(job)
         try:
             self._follow(job, [] if self._options.output_dir else outputs)
-        except _Stalled:
+        except TimeoutError:
             _log().warning("task %s: output is lost: nobody reads it", task.id)
         finally:
             self._jobs.discard(job)
@@ -6412,17 +6411,15 @@ class _CommandPool(_WorkerPool):
         elif job.errno:
             self._refuse(job)
         elif job.status is None:
-            raise SystemExit(
-                "the launcher of this worker has ended; its jobs are killed"
-            )
+            raise _Trouble("the launcher of this worker has ended; its jobs are killed")
 
     def _outputs(self, ident: str, files: ExitStack) -> list[Any]:
         """Return where CMD's output leads to: one for both streams, or two."""
         if directory := self._options.output_dir:
             with _judged("its output can't be written"):
                 os.makedirs(directory, 0o700, exist_ok=True)
-                paths = f"{directory}/{ident}.out", f"{directory}/{ident}.err"
-                return [_OutputFile(it, files) for it in paths]
+                ends = ".out", ".err"
+                return [_OutputFile(f"{directory}/{ident}{it}", files) for it in ends]
         is_alone = self._options.jobs == 1
         streams = [self._stdout, self.output]
         if is_alone and self._stdout is self.output:
@@ -6430,7 +6427,7 @@ class _CommandPool(_WorkerPool):
         return [_Relay(it, not is_alone, files) for it in streams]
 
     def _follow(self, job: _CommandJob, relays: list[_Relay]) -> None:
-        """Pass on the output until the job is over. After OSError or _Stalled, end the job."""
+        """Pass on the output until the job is over. After OSError, end the job."""
         import signal
 
         fds = [job.link.fileno(), *(it.pipe for it in relays)]
@@ -6466,7 +6463,7 @@ class _CommandPool(_WorkerPool):
             # write fails before the signal has come to this worker. So wait for it.
             is_gone = error.errno in (errno.EPIPE, errno.EIO)
             if not (is_gone and self._is_told.wait(_ONE_SIGNAL_S)):
-                raise _named(error, _STREAM_NAMES[relay.stream.fd]) from None
+                raise _named(error, relay.stream.fd) from None
 
     def _refuse(self, job: _CommandJob) -> None:
         error = OSError(job.errno, os.strerror(job.errno))
@@ -6521,7 +6518,15 @@ def main(argv: list[str] | None = None) -> Any:
         return 0
     except KeyboardInterrupt:
         return 130  # 128 + SIGINT
-    except (FemtoQueueError, OSError, ValueError, MemoryError) as error:
+    # RuntimeError: the system allows no more threads.
+    except (
+        FemtoQueueError,
+        OSError,
+        ValueError,
+        MemoryError,
+        RuntimeError,
+        _Trouble,
+    ) as error:
         name, must, wanted = _text_of(error).partition(" must ")
         _write_error(_OPTIONS.get(name, name) + must + wanted)
         return 1 if isinstance(error, FemtoQueueError) else 2
@@ -6563,7 +6568,7 @@ def _put(fd: int, data: str | bytes) -> None:
     try:
         _write_all(fd, data)
     except OSError as error:
-        raise _named(error, _STREAM_NAMES[fd]) from None
+        raise _named(error, fd) from None
 
 
 def _print(*texts: object) -> None:
@@ -6758,13 +6763,13 @@ def _for_each_id(
 ) -> int:
     """Call act() for each ID. Return how often it raised FemtoQueueError."""
     refused = 0
-    with _open_queue(options, **settings) as q:
-        for name in options.ids:
-            try:
-                act(q, name)
-            except FemtoQueueError as error:
-                _write_error(str(error))
-                refused += 1
+    q = _open_queue(options, **settings)
+    for name in options.ids:
+        try:
+            act(q, name)
+        except FemtoQueueError as error:
+            _write_error(str(error))
+            refused += 1
     return refused
 
 
@@ -6783,12 +6788,8 @@ def _since_s(at: Any) -> Any:
     return round(time.time() - at.timestamp(), 3)
 
 
-def _task_row(q: FemtoQueue, task: FemtoTask) -> dict[str, Any]:
+def _task_row(task: FemtoTask) -> dict[str, Any]:
     """Return the fields of a task that the commands ls and show print, in this order."""
-    preview = ""
-    if task.size_bytes:  # otherwise the file may be a FIFO
-        with suppress(OSError), open(f"{q.data_dir}/{task.path}", "rb") as file:
-            preview = _preview(file.read(_READ_BYTES).partition(b"\n")[2])
     # the attempts of a dead letter of `work`: see _try_text()
     told = re.match(r"(?m).*\(try (\d+)\)$", task.error or "")
     return {
@@ -6801,7 +6802,7 @@ def _task_row(q: FemtoQueue, task: FemtoTask) -> dict[str, Any]:
         "left_s": task.until and -_since_s(task.until),
         "key": task.key,
         "node": task.node,
-        "data_preview": preview,
+        "data_preview": _preview(task.data),
     }
 
 
@@ -6821,12 +6822,6 @@ def _cell(name: str, value: Any) -> str:
 
 _TABLE_HEAD = """\
 STATE     ID                                       AGE  SINCE TRY    BYTES   LEFT KEY NODE DATA"""
-
-
-def _task_rows(q: FemtoQueue, *states: Any) -> Iterator[dict[str, Any]]:
-    """Return the rows of the tasks in some states. Raises ValueError for a wrong state."""
-    tasks = [q.tasks(state, data=False) for state in states]
-    return (_task_row(q, task) for task in itertools.chain(*tasks))
 
 
 def _task_table(rows: Iterable[dict[str, Any]]) -> Iterator[str]:
@@ -6888,7 +6883,7 @@ def _push_command(options: Any) -> None:
                     ident = q.push(payload, delay_s=options.delay, **of_key)
                 else:
                     ident = q.schedule(payload, options.at * 1e6, **of_key)
-            except (OSError, FemtoQueueError):
+            except Exception:
                 if count:
                     _write_error(
                         f"the first {count} tasks are pushed, the others are not"
@@ -6919,7 +6914,7 @@ def _pieces(end: bytes) -> Iterator[bytes]:
     """Yield the pieces of standard input, each as soon as its `end` has come. The last needs none.
     end=b"": yield the whole, unless it is empty."""
     rest = bytearray()
-    with suppress(AttributeError, OSError):  # not on Windows
+    if os.name == "posix":
         os.set_blocking(0, True)  # another process may have set O_NONBLOCK
     while chunk := os.read(0, 1 << 16):
         rest += chunk
@@ -6991,8 +6986,9 @@ def _work_command(options: Any) -> int:
 
     _prepare_work(options)
     launcher = _Launcher(options.after_dashes, options.task_timeout or _FOREVER_S)
-    try:
-        with _open_queue(
+    with (
+        launcher.requests,
+        _open_queue(
             options,
             makes=True,
             node_id=options.node,
@@ -7001,30 +6997,26 @@ def _work_command(options: Any) -> int:
             keep_done=options.keep_done,
             max_attempts=options.max_attempts or None,
             retry_delay_s=options.retry_delay,
-        ) as q:
-            pool = _CommandPool(q, launcher, options)
-            logging.basicConfig(
-                stream=pool.output, format="%(asctime)s %(message)s", datefmt="%H:%M:%S"
-            )
-            status = pool.run_reported()
-        # A normal exit would wait for a thread that is stuck in a write, and holds the log's lock.
-        if status > 128:
-            os._exit(status)
-    finally:
-        launcher.stop()
+        ) as q,
+    ):
+        pool = _CommandPool(q, launcher, options)
+        logging.basicConfig(
+            stream=pool.output, format="%(asctime)s %(message)s", datefmt="%H:%M:%S"
+        )
+        status = pool.run_reported()
+    # A normal exit would wait for a thread that is stuck in a write, and holds the log's lock.
+    if status > 128:
+        os._exit(status)
     return status
 
 
 def _prepare_work(options: Any) -> None:
     """Check the options of `work` and CMD before a task is taken."""
-    # Import all that a job needs: Python may be replaced or removed while the worker runs.
-    import select  # noqa: F401
+    # Import all that a job needs: Python may be replaced or removed while the worker runs. These
+    # modules, and logging, import the others that a job needs.
     import shutil
-    import signal  # noqa: F401
-    import socket  # noqa: F401
     import subprocess  # noqa: F401
     import tempfile  # noqa: F401
-    import traceback  # noqa: F401
 
     command = options.after_dashes
     if options.words or not command:
@@ -7158,7 +7150,8 @@ def _release_command(options: Any) -> int:
 
     Example: femtoqueue release jobs "$task" --delay 5m
     """
-    if bool(options.ids) == bool(options.all or options.node):
+    is_for_all = bool(options.all or options.node)
+    if bool(options.ids) == is_for_all:
         options.error("give IDs, --all or --node")
     options.ids = options.ids or [
         it.path
@@ -7171,7 +7164,7 @@ def _release_command(options: Any) -> int:
             q.attach(name), front=options.front, delay_s=options.delay
         ),
     )
-    if options.all or options.node:
+    if is_for_all:
         _print(f"released {len(options.ids) - refused}")
     return refused > 0
 
@@ -7214,7 +7207,10 @@ def _ls_command(options: Any) -> None:
     import json
 
     states = options.states or [it for it in STATES if options.all or it != "done"]
-    rows = _task_rows(_open_queue(options), *states)
+    q = _open_queue(options)
+    # a wrong state raises ValueError before the head is printed
+    tasks = [q.tasks(state, data=_PREVIEW_BYTES) for state in states]
+    rows = map(_task_row, itertools.chain(*tasks))
     for line in map(json.dumps, rows) if options.json else _fitting(_task_table(rows)):
         _print(line)
 
@@ -7232,18 +7228,15 @@ def _show_command(options: Any) -> None:
     if task is None:
         raise TaskNotFound(f"no task {options.id}")
     if not options.payload:
-        row = _task_row(q, task)
+        row = _task_row(task)
         del row["data_preview"]
         if task.error:  # no line of the reason may look like a field
-            row["reason"] = _escaped(task.error).replace("\n", f"\n{'':21}")
+            row["reason"] = _printable(task.error).replace("\n", f"\n{'':21}")
         _print(*_field_lines(row), "")
     _put(
-        1, _escaped(task.data.decode("utf-8", "replace")) if os.isatty(1) else task.data
+        1,
+        _printable(task.data.decode("utf-8", "replace")) if os.isatty(1) else task.data,
     )
-
-
-def _escaped(text: str) -> str:
-    return "\n".join(map(_printable, text.split("\n")))
 
 
 @_command(
@@ -7272,7 +7265,7 @@ def _stat_command(options: Any) -> bool:
     _print(*[json.dumps(figures)] if options.json else _field_lines(figures))
     ages_s = [figures["oldest_pending_age_s"] or 0]
     ages_s += [_since_s(it.until) for it in q.tasks("inflight", data=False)]
-    is_late = any(it > options.max_age for it in ages_s)
+    is_late: bool = max(ages_s) > options.max_age
     return is_late or figures["pending"] > options.max_pending
 
 
@@ -7311,7 +7304,7 @@ def _top_command(options: Any) -> None:
         _print(f"{options.dir}: waiting for a queue")
         time.sleep(options.interval)
     q = _open_queue(options)
-    progress = _Progress(_open_files(options.dir, False))
+    progress = _Progress(options.dir)
     begin = "\x1b[H\x1b[J" if os.isatty(1) else ""
     while True:
         rows = _terminal_size(1)[1] or 999
@@ -7326,9 +7319,9 @@ def _top_lines(q: FemtoQueue, progress: _Progress) -> Iterator[str]:
     yield f"{q.data_dir} {time.strftime('%H:%M:%S')}  {progress.pace_text()}"
     yield from _field_lines(_figures(q))
     yield ""
-    rows = [*_task_rows(q, "inflight")]
-    for task in reversed(deque(q.tasks("failed", data=False), 20)):
-        row = _task_row(q, task)
+    rows = [*map(_task_row, q.tasks("inflight", data=_PREVIEW_BYTES))]
+    for task in reversed([*q.tasks("failed", data=_PREVIEW_BYTES, last=20)]):
+        row = _task_row(task)
         row["data_preview"] += f"  {_preview((task.error or '').encode())}"
         rows.append(row)
     yield from _task_table(rows)
@@ -7373,7 +7366,8 @@ def _check_command(options: Any) -> bool:
         findings = q.check(options.repair)
     for it in findings:
         state = "mended" if it.repaired else "odd"
-        _print(f"{it.kind}\t{_printable(it.path)}\t{it.text}\t{state}")
+        path = _printable(it.path).replace("\n", "\\n")
+        _print(f"{it.kind}\t{path}\t{it.text}\t{state}")
     return not all(it.repaired for it in findings)
 
 

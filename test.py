@@ -280,7 +280,6 @@ SEAMS = {
     "file system type": "_fs_type",
     "C library": "_libc",
     "groups of a session": "_groups_of",
-    "open files": "_open_files",
     "progress": "_Progress",
     "lines of top": "_top_lines",
     "stop line": "_write_stop_line",
@@ -1631,6 +1630,19 @@ class Lifecycle(QueueCase):
         self.assertEqual([task.key for task in q.tasks("pending")], ["k"])
         with self.assertRaisesRegex(CorruptTask, f"{tasks[0].id}.*header"):
             q.peek(tasks[0].id)
+
+    def test_tasks_reads_the_beginnings_of_the_last_tasks_only(self) -> None:
+        q = self.queue()
+        for number in range(9):
+            q.push(b"%d" % number * 100_000)
+        tasks = list[FemtoTask]()
+        reads = calls_of(
+            "read", lambda: tasks.extend(q.tasks("pending", data=3, last=2))
+        )
+        self.assertEqual([task.data for task in tasks], [b"777", b"888"])
+        self.assertEqual([task.size_bytes for task in tasks], [100_000] * 2)
+        self.assertLess(sum(size for _, size in reads), 10_000)
+        self.assertEqual(len([*q.tasks("pending", last=10)]), 9)
 
     # Order
 
@@ -10163,7 +10175,7 @@ $ { until [ -e read ]; do :; done; femtoqueue pop jobs; echo $? > status; } | { 
 $ cat status -> 1
 $ femtoqueue pop jobs --payload > /dev/full -> ! femtoqueue: ... No space left on device: ... [2]
 $ femtoqueue top jobs > /dev/full -> ! femtoqueue: ... No space left on device: ... [2]
-$ femtoqueue work jobs --drain -- echo x > /dev/full -> ! ... No space left on device: ... ! ... [2]
+$ femtoqueue work jobs --drain -- echo x > /dev/full -> ! ... ! ... No space left on device: ... [2]
 $ femtoqueue ls jobs | grep -c ' 0  *1 ' -> 3
 $ payloads pending -> 1, 2, x
 # work runs a command for each task, with the payload as standard input, and prints its output
@@ -10249,7 +10261,7 @@ $ states -> done 2, pending 1
 $ head -c 100000 /dev/zero | femtoqueue push jobs -> <large>
 $ femtoqueue push jobs y -> <y>
 $ ulimit -f 60; femtoqueue work jobs -q --drain --max-attempts 1 -- true
-! ... <large>: try 1 failed, a dead letter: its payload can't be written: ... File too large: ...
+! ... <large>: try 1 failed, a dead letter: its payload can't be written to /...: ... too large; ...
 [1]
 $ states -> done 1, failed 1
 # processes that a command leaves running do not hold up work, even if they write to its pipes
@@ -11081,10 +11093,10 @@ class CommandLine(CommandCase):
         process = subprocess.Popen(["sleep", "1000"], start_new_session=True)
         self.addCleanup(process.wait)
         groups = through_seam("groups of a session")
-        self.assertEqual(groups({process.pid}), [process.pid])
+        self.assertEqual(groups({process.pid}), {process.pid})
         process.kill()
         until_gone(process.pid)
-        self.assertEqual(groups({process.pid}), [])
+        self.assertEqual(groups({process.pid}), set())
 
     @unittest.skipUnless(os.path.exists("/proc/self/stat"), "needs /proc")
     def test_a_process_whose_first_thread_has_ended_is_not_taken_for_a_zombie(
@@ -11101,7 +11113,7 @@ class CommandLine(CommandCase):
         self.addCleanup(process.kill)
         until_gone(process.pid)  # returns when the state is that of a zombie
         self.assertEqual(
-            through_seam("groups of a session")({process.pid}), [process.pid]
+            through_seam("groups of a session")({process.pid}), {process.pid}
         )
 
     @unittest.skipUnless(os.path.exists("/proc/self/stat"), "needs /proc")
@@ -11117,11 +11129,11 @@ class CommandLine(CommandCase):
         groups = through_seam("groups of a session")
         calls = mock.Mock()
         with mock.patch("os.getpid", return_value=1), mock.patch("os.listdir", calls):
-            self.assertEqual(groups({process.pid}), [process.pid])
+            self.assertEqual(groups({process.pid}), {process.pid})
         calls.assert_not_called()
 
     def progress(self) -> Any:
-        return through_seam("progress")(through_seam("open files")(self.path, False))
+        return through_seam("progress")(self.path)
 
     def pace_text(self, *samples: tuple[float, int, int]) -> str:
         """Return the text that shows the rate and the time left. A sample has three parts: a time
@@ -11198,7 +11210,7 @@ class CommandLine(CommandCase):
             change()
             progress.count_left(0)
             self.assertEqual(
-                progress.text({}), f"femtoqueue  0 done | 0 running  {end}"
+                progress.text(Counter()), f"femtoqueue  0 done | 0 running  {end}"
             )
 
     def test_progress_counts_scheduled_tasks(self) -> None:
@@ -11278,7 +11290,8 @@ class CommandLine(CommandCase):
             80, "work", "jobs", "--drain", "--", "sh", "-c", script
         )
         self.assertRegex(
-            said, r"waiting[^\n]*\r\x1b\[Jfemtoqueue: \[Errno 20\] [^\n]*\r\n"
+            said,
+            r"waiting[^\n]*\r\x1b\[Jfemtoqueue  [^\n]*\r\nfemtoqueue: \[Errno 20\] [^\n]*\r\n\Z",
         )
 
     @unittest.skipUnless(sys.platform == "linux", "needs a terminal of Linux")
@@ -11324,6 +11337,17 @@ class CommandLine(CommandCase):
         )
         *_, last = through_seam("lines of top")(q, self.progress())
         self.assertRegex(last, rf"^failed +{task.id} ")
+
+    def test_top_reads_only_the_dead_letters_that_it_shows(self) -> None:
+        q = self.queue()
+        for number in range(30):
+            q.fail(leased(q, data=b"%d" % number))
+        lines = list[str]()
+        look = through_seam("lines of top")
+        reads = calls_of("read", lambda: lines.extend(look(q, self.progress())))
+        payloads = [line.split()[-1] for line in lines if line.startswith("failed  ")]
+        self.assertEqual(payloads[1:], [str(29 - number) for number in range(20)])
+        self.assertEqual(len(reads), 20)
 
     def start_work(self, script: str, *words: str) -> Command:
         """Start a process of `femtoqueue work`, which runs a shell script for each task."""

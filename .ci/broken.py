@@ -1166,6 +1166,9 @@ the exit status of `work --drain` is 1 if a task failed | CommandLine
 the exit status of `check` is 1 if it finds something that is not repaired | CommandLine
 -    return not all(it.repaired for it in findings)
 +    return not all(it.text for it in findings)
+`top` reads only the dead letters that it shows | CommandLine
+-data=_PREVIEW_BYTES, last=20)
++data=_PREVIEW_BYTES)
 the last piece of --null needs no zero byte | CommandLine
 -        yield bytes(rest)
 """
