@@ -6417,7 +6417,9 @@ class _CommandPool(_WorkerPool):
         """Return where CMD's output leads to: one for both streams, or two."""
         if directory := self._options.output_dir:
             with _judged("its output can't be written"):
-                os.makedirs(directory, 0o700, exist_ok=True)
+                # If another kind of file is there, open() says so: trouble for all tasks.
+                with suppress(FileExistsError):
+                    os.makedirs(directory, 0o700)
                 ends = ".out", ".err"
                 return [_OutputFile(f"{directory}/{ident}{it}", files) for it in ends]
         is_alone = self._options.jobs == 1

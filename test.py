@@ -10362,6 +10362,16 @@ $ femtoqueue work jobs -q --drain --max-attempts 1 --output-dir logs -- true
 ! ... <x>: try 1 failed, a dead letter: its output can't be written: ...; data: x
 [1]
 $ states -> done 1, failed 1
+# if --output-dir can't be a directory, work ends, and fails no task
+$ femtoqueue push jobs x -> <x>
+$ touch file
+$ femtoqueue work jobs -q --drain --output-dir file -- true
+! femtoqueue: its output can't be written: [Errno 20] Not a directory: 'file/<x>.out'
+[2]
+$ femtoqueue work jobs -q --drain --output-dir file/logs -- true
+! femtoqueue: its output can't be written: [Errno 20] Not a directory: 'file/logs'
+[2]
+$ femtoqueue ls jobs -> ... pending <x> ...s 0 1 - - - x
 # only a regular file of this user with one link takes output; a removed directory is made again
 $ femtoqueue push jobs a b c d e -> <a> <b> <c> <d> <e>
 $ mkdir -m 755 logs; touch other; ln -s ../other logs/$a.out; ln other logs/$b.out
