@@ -3603,14 +3603,14 @@ class FemtoQueue:
         last:  a number: only so many tasks, the last ones.
 
         Tasks that move meanwhile are left out. Corrupt tasks, and tasks that this user may not
-        read, are left out and logged. Raises ValueError if `state` is invalid.
+        read, are left out and logged. Raises ValueError if `state` or `last` is invalid.
         """
         if state not in STATES:
             raise ValueError(f"state must be one of {', '.join(STATES)}, not {state!r}")
         # a plain str: `state` may be a member of a str Enum
         entries: Iterable[_Entry] = self._files.find(STATES[STATES.index(state)])
         if last is not None:
-            entries = deque(entries, last)
+            entries = deque(entries, int(_check_number("last", last)))
         return filter(None, (self._read_or_log(entry, data) for entry in entries))
 
     def peek(

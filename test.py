@@ -1643,6 +1643,8 @@ class Lifecycle(QueueCase):
         self.assertEqual([task.size_bytes for task in tasks], [100_000] * 2)
         self.assertLess(sum(size for _, size in reads), 10_000)
         self.assertEqual(len([*q.tasks("pending", last=10)]), 9)
+        with self.assertRaisesRegex(ValueError, "last must be finite, and 0 or more"):
+            q.tasks("pending", last=-1)
 
     # Order
 
