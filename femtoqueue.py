@@ -751,7 +751,8 @@ class FemtoTask:
     queue; checkpoint() needs `data` as it was delivered.
 
     id:  the id, which stays the same through retries and delays.
-    data:  the payload. b"": empty, or not read: attach(), and tasks(data=False).
+    data:  the payload. b"": empty, or not read: attach(), and tasks(data=False). tasks() with a
+        number for data: the beginning of the payload.
     attempts:  the deliveries so far, with the current one, without those given back uncounted.
         None: unknown, as in done/ and failed/.
     key:  the key, or None.
@@ -7070,31 +7071,31 @@ def _pop_command(options: Any) -> int:
     Example: task=$(femtoqueue pop jobs) && tail -n +2 "jobs/$task"
              femtoqueue done jobs "$task"
     """
-    with _open_queue(
+    q = _open_queue(
         options,
         node_id=options.node,
         timeout_stale_ms=options.timeout * 1000,
         detached=True,
-    ) as q:
-        if options.key is None and options.id is None:
-            task = q.pop(options.wait)
-        else:
-            task = q.take(options.key, options.wait, id=options.id)
-        if task is None:
-            return 1
-        try:
-            if options.payload:
-                _put(1, task.data)
-            _put(2 if options.payload else 1, f"{task.path}\n")
-        except BaseException as error:
-            # without the path, the caller can't settle the task
-            q.release(task, front=True, counted=False)
-            if isinstance(error, BrokenPipeError):
-                # main() would take this error for a success
-                raise FemtoQueueError(
-                    f"task {task.id} is given back: nobody reads"
-                ) from None
-            raise
+    )
+    if options.key is None and options.id is None:
+        task = q.pop(options.wait)
+    else:
+        task = q.take(options.key, options.wait, id=options.id)
+    if task is None:
+        return 1
+    try:
+        if options.payload:
+            _put(1, task.data)
+        _put(2 if options.payload else 1, f"{task.path}\n")
+    except BaseException as error:
+        # without the path, the caller can't settle the task
+        q.release(task, front=True, counted=False)
+        if isinstance(error, BrokenPipeError):
+            # main() would take this error for a success
+            raise FemtoQueueError(
+                f"task {task.id} is given back: nobody reads"
+            ) from None
+        raise
     return 0
 
 

@@ -925,8 +925,8 @@ a wait lists a replaced pending/ once more before it sleeps | WaitingWithInotify
 -        return self._watches != before
 +        return False
 a `pop` that can't print the payload does not print the path of the lease | CommandLine
--                _put(1, task.data)
-+                sys.stdout.buffer.write(task.data)
+-            _put(1, task.data)
++            sys.stdout.buffer.write(task.data)
 a cancelled pop_async() loses no task | Coroutines hangs
                      # RACE (Coroutines): the coroutine was cancelled, or close() was called.
 -                    self._put_back(task)
@@ -1155,11 +1155,11 @@ a command's exit status is 1 for a FemtoQueueError, 2 for another error | Comman
 -        return 1 if isinstance(error, FemtoQueueError) else 2
 +        return 2 if isinstance(error, FemtoQueueError) else 1
 the exit status of `pop` on an empty queue is 1 | CommandLine
-         if task is None:
--            return 1
-+            return 0
+     if task is None:
+-        return 1
++        return 0
 a lease that `pop` can't print is given back | CommandLine
--            q.release(task, front=True, counted=False)
+-        q.release(task, front=True, counted=False)
 the exit status of `work --drain` is 1 if a task failed | CommandLine
 -        return self._drain and (
 +        return bool(self.signals) and (
