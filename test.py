@@ -1280,6 +1280,12 @@ class Lifecycle(QueueCase):
             (caught.exception.id, caught.exception.expired), (ident, False)
         )
 
+    def test_task_of_another_queue_is_refused_and_the_error_says_so(self) -> None:
+        task = leased(self.queue())
+        self.path = self.new_dir(self.memory)
+        with self.assertRaisesRegex(LeaseLost, "or of another queue"):
+            self.queue().done(task)
+
     def test_attach_to_an_ended_lease_says_whether_it_expired(self) -> None:
         q = self.queue()
         clock = self.clock()
@@ -1292,8 +1298,11 @@ class Lifecycle(QueueCase):
                     q.attach(lease)
                 self.assertEqual(caught.exception.expired, expired)
             clock.advance(31)
-        for no_lease in ("what~is~this", waiting):
-            self.assertRaises(LeaseLost, q.attach, no_lease)
+        for no_lease in ("what~is~this", waiting, waiting[-4:]):
+            with self.assertRaises(LeaseLost) as caught:
+                q.attach(no_lease)
+            found = f"now it is {waiting}" in str(caught.exception)
+            self.assertEqual(found, no_lease == waiting)
 
     def test_changed_id_of_a_task_object_is_not_used_in_file_names(self) -> None:
         q = self.queue(keep_done=False, retry_delay_s=0)
@@ -1595,23 +1604,31 @@ class Lifecycle(QueueCase):
         names = {str(path).rstrip("/").rpartition("/")[2] for path, *_ in listings}
         self.assertEqual(names & {"done", "failed"}, set())
 
-    def test_stats_spends_no_call_on_a_finished_task(self) -> None:
-        """stats() makes as many calls of Python functions for 100 finished tasks as for two."""
+    def test_stats_and_peek_spend_no_call_on_another_task(self) -> None:
+        """stats(), and peek() of an unknown id, make as many calls of Python functions for 50 tasks
+        of each state as for one."""
         q = self.queue()
+        unknown = f"{1:020d}-0000aaaa00000000"
 
-        def end_and_count(number: int) -> int:
+        def add_and_count(number: int) -> int:
             for end in (q.done, q.fail) * number:
                 end(leased(q))
+            for delay_s in (0, 60) * number:
+                q.push(b"waits", delay_s=delay_s)
             calls = []
             sys.setprofile(lambda *args: calls.append(args[1]))
             try:
                 stats = q.stats()
+                found = q.peek(unknown)
             finally:
                 sys.setprofile(None)
-            self.assertEqual(stats.done, stats.failed)
+            self.assertIsNone(found)
+            self.assertEqual(
+                (stats.pending, stats.scheduled), (stats.done, stats.failed)
+            )
             return calls.count("call")
 
-        self.assertEqual(end_and_count(1), end_and_count(49))
+        self.assertEqual(add_and_count(1), add_and_count(49))
 
     def test_tasks_without_data_reads_headers_only(self) -> None:
         # tasks(data=False) also yields a file without a valid header; tasks() leaves such a file
@@ -2625,7 +2642,7 @@ STEPS = {
     ),
     "push x, take | save 1": Row(
         "open stat fstat fchown fchmod write close "
-        "stat mkdir open stat fstat list fchown fchmod close move open move",
+        "mkdir open stat fstat list fchown fchmod close move open move",
         "file directory move move directory",
     ),
 }
@@ -2637,7 +2654,7 @@ KEY_STEPS = {
         "open lock readlink move unlink lock close", "move unlink file directory"
     ),
     "push x, take, done | push y": Row(
-        "open lock readlink open write close readlink stat symlink move move lock close",
+        "open lock readlink open write close readlink symlink move move lock close",
         "file move directory move directory",
     ),
     "push x | push y": Row(
@@ -2645,25 +2662,25 @@ KEY_STEPS = {
         "file move move move file directory",
     ),
     "push x, take, fail | retry": Row(
-        "stat open lock stat open read close readlink readlink stat symlink move"
+        "stat open lock stat open read close readlink readlink symlink move"
         " unlink readlink move readlink lock close",
         "move directory unlink move file directory",
     ),
     "push x, take, release | push y": Row(
         "open lock readlink stat open write close move move open move"
-        " readlink stat symlink move lock close",
+        " readlink symlink move lock close",
         "file move move move move directory file directory",
     ),
     "push x, take | push y": Row(
         "open lock readlink stat stat stat open list close stat open list close"
-        " readlink stat symlink"
-        " move open write close readlink stat symlink move move lock close",
+        " readlink symlink"
+        " move open write close readlink symlink move move lock close",
         "move file move directory move directory",
     ),
     "push x, take | push y update": Row(
         "open lock readlink stat stat stat open list close stat open list close"
-        " readlink stat symlink"
-        " move open write close readlink stat symlink move move lock close",
+        " readlink symlink"
+        " move open write close readlink symlink move move lock close",
         "move file move directory move directory",
     ),
 }
@@ -8547,18 +8564,19 @@ class Compatibility(QueueCase):
         return sorted(shapes)
 
     def test_directory_of_0_4_is_not_taken_for_an_empty_queue_in_silence(self) -> None:
-        """The first object that opens tasks of 0.4 logs a warning; a name like theirs gets none."""
+        """The first object that opens tasks of 0.4 logs a warning, once. Similar names get none."""
         LOG.disabled = False
         self.queue()
-        for state in ("pending", "scheduled"):
+        for states in (["pending"], ["scheduled"], ["pending", "scheduled"]):
             self.path = self.new_dir(self.memory)
-            os.mkdir(self.file(state))
-            self.put("2026_report.txt", b"", state)
-            self.put(
-                "1795776223005118_<built-in method hex of bytes object at 0x7f00>",
-                b"",
-                state,
-            )
+            for state in states:
+                os.mkdir(self.file(state))
+                self.put("2026_report.txt", b"", state)
+                self.put(
+                    "1795776223005118_<built-in method hex of bytes object at 0x7f00>",
+                    b"",
+                    state,
+                )
             with self.assertLogs("femtoqueue", "WARNING") as logs:
                 q, _ = self.queue(), self.queue("n2")
             self.assertEqual(len(logs.output), 1)
@@ -10785,7 +10803,8 @@ class CommandLine(CommandCase):
         ("as an argument: sh -c", "work jobs -- sh -c -e {}"),
         ("--max-attempts must be None or an int", "work jobs --max-attempts -1 -- true"),
         ("--node must be 1 to 100", "work jobs --node a/b -- true"),
-        ("unrecognized arguments: -l; see femtoqueue work --help", "work jobs ls -l"),
+        ("unrecognized arguments: -l; put the command after --, as in: work", "work jobs ls -l"),
+        ("unrecognized arguments: -x; see femtoqueue", "work jobs -x -- ls", "push jobs -x -- y"),
         ("unrecognized arguments: --until=1s; see femtoqueue pop --help", "pop jobs --until=1s"),
         ("unrecognized arguments: x; see", "pop jobs x", "stat jobs x", "show jobs TASK x"),
         ("argument ID: invalid 'why'", "fail jobs TASK why", "cancel jobs why"),

@@ -186,7 +186,7 @@ a name whose tag is not 16 hex digits is foreign | ForeignFiles; fuzz: names
 +_ID = f"({_NS}-[0-9a-zA-Z]{{16}})"
 a file with a foreign name is not removed | ForeignFiles; storm: ~ left over:
 +        [self.remove(f"{directory}/{name}") for name in names if not _parse(directory, name)]
-         return [entry for name in names if (entry := _parse(directory, name))]
+         return [entry for name in sorted(names) if (entry := _parse(directory, name))]
 a node_id that cannot be part of a file name is refused | Lifecycle
 -    match = _parse_node_dir("inflight-" + _check_str("node_id", node_id))
 +    match = re.match("(.*)", f"{node_id}")
@@ -300,20 +300,35 @@ a finished task is not delivered, even if a second name of it came back | Lifecy
 +        if not source and
 the claim is one rename: a task is leased once | Crash
 ; faults: SIGKILL; hosts: calm ~ leased twice|stands in; nfs: calm ~ leased twice|stands in
--            os.rename(old, new, src_dir_fd=where.fd, dst_dir_fd=held.fd)
-+            os.link(old, new, src_dir_fd=where.fd, dst_dir_fd=held.fd)
+-            os.rename(
+-                old.prefix + name,
+-                held.prefix + new_name,
+-                src_dir_fd=old.fd,
+-                dst_dir_fd=held.fd,
+-            )
++            new = held.prefix + new_name
++            os.link(old.prefix + name, new, src_dir_fd=old.fd, dst_dir_fd=held.fd)
 +            with suppress(FileNotFoundError):
-+                os.unlink(old, dir_fd=where.fd)
++                os.unlink(old.prefix + name, dir_fd=old.fd)
 the claim is one rename: a task is in one state at each instant | Crash; faults: SIGKILL
--            os.rename(old, new, src_dir_fd=where.fd, dst_dir_fd=held.fd)
-+            with open(os.open(old, os.O_RDONLY, dir_fd=where.fd), "rb") as file:
+-            os.rename(
+-                old.prefix + name,
+-                held.prefix + new_name,
+-                src_dir_fd=old.fd,
+-                dst_dir_fd=held.fd,
+-            )
++            fd = os.open(old.prefix + name, os.O_RDONLY, dir_fd=old.fd)
++            with open(fd, "rb") as file:
 +                content = file.read()
-+            os.unlink(old, dir_fd=where.fd)
++            os.unlink(old.prefix + name, dir_fd=old.fd)
 +            with open(f"{self._files.path}/{lease.path}", "wb") as file:
 +                file.write(content)
 a claim moves a task only into the directory whose lock the worker holds | LeaseDirectoryLost
--            os.rename(old, new, src_dir_fd=where.fd, dst_dir_fd=held.fd)
-+            os.rename(old, f"{self._files.path}/{lease.path}", src_dir_fd=where.fd)
+-                held.prefix + new_name,
+-                src_dir_fd=old.fd,
+-                dst_dir_fd=held.fd,
++                f"{self._files.path}/{lease.path}",
++                src_dir_fd=old.fd,
 work() passes over a task that can't be read | TroubleOfOneTask
 -            error.task_id = ident  # type: ignore[union-attr]
 a task that can't be read has its attempts counted | TroubleOfOneTask
@@ -340,8 +355,8 @@ work() ends if nothing but errors of single tasks comes | TroubleOfOneTask hangs
 -        if not ident or (now_s >= self._trouble_end_s and not self._running):
 +        if not ident:
 root changes the mode only of a file that it made itself | ManyUsers
--            fd = super()._open(flags | os.O_EXCL, self._mode)
-+            fd = super()._open(flags, self._mode)
+-            flags = _LOCK_FLAGS | os.O_CREAT | os.O_EXCL
++            flags = _LOCK_FLAGS | os.O_CREAT
 a due time is compared with a margin of a microsecond | ReplacedClock
 -    return _wall_ns() + 1000
 +    return _wall_ns()
@@ -393,8 +408,8 @@ a task put back to the front has the order of its push | Lifecycle
 -            if names and name < names[0]:
 +            if names and name < names[-1]:
 a worker that restarts under its node_id takes back its tasks | Model
--        elif self._held is None and lock.try_exclusive() and lock.is_at_path():
-+        elif self._held is None and not lock.try_exclusive():
+-        elif self._held is None and lock.try_lock() and lock.is_at_path():
++        elif self._held is None and not lock.try_lock():
 a detached lease outlives a restart of its node_id | CommandLine
 - for it in self.files.entries(directory) if it.boot != _DETACHED]
 + for it in self.files.entries(directory)]
@@ -424,8 +439,8 @@ close() does not touch the leases of another worker with the same node_id | Mode
 -            if is_alone is None or (is_alone and lock.is_at_path()):
 +            if is_alone in (None, True):
 a dead worker's tasks come back at once | Model
--            if not lock.try_exclusive() or not lock.is_at_path():
-+            if lock.try_exclusive() or not lock.is_at_path():
+-            if not lock.try_lock() or not lock.is_at_path():
++            if lock.try_lock() or not lock.is_at_path():
 if a lease can't be moved, other leases still end | Liveness
 -            try:
 -                _for_each(self._worker.reclaim, [*self._lease_dir.orphans])
@@ -451,8 +466,8 @@ a directory of the queue that is a link is refused | Durability
 -_DIR_FLAGS = _ROOT_FLAGS | _NO_FOLLOW_OR_BLOCK
 +_DIR_FLAGS = _ROOT_FLAGS
 a lock file that is a link is not followed | Trust
--_LOCK_FLAGS = os.O_RDWR | os.O_CREAT | _NO_FOLLOW_OR_BLOCK
-+_LOCK_FLAGS = os.O_RDWR | os.O_CREAT
+-_LOCK_FLAGS = os.O_RDWR | _NO_FOLLOW_OR_BLOCK
++_LOCK_FLAGS = os.O_RDWR
 a lease directory that is a link is left alone | ForeignFiles
 -        return [name for name in names if not stat.S_ISLNK(self.mode_of(name))]
 +        return names
@@ -463,8 +478,12 @@ a push writes only into the directory that the queue has opened | Faults
 -            fd = os.open(source, _CREATE_FLAGS, self._file_mode, dir_fd=old.fd)
 +            fd = os.open(f"{old.path}/{source}", _CREATE_FLAGS, self._file_mode)
 a move stays in the directories that the queue has opened | Faults
--            os.replace(name, new_name, src_dir_fd=old.fd, dst_dir_fd=new.fd)
-+            os.replace(f"{self.path}/{source}", f"{self.path}/{target}")
+-                old.prefix + name,
+-                new.prefix + new_name,
+-                src_dir_fd=old.fd,
+-                dst_dir_fd=new.fd,
++                f"{self.path}/{source}",
++                f"{self.path}/{target}",
 a read stays in the directory that the queue has opened | Faults
 -                fd = os.open(where.prefix + name, _READ_FLAGS, dir_fd=where.fd)
 +                fd = os.open(f"{where.path}/{name}", _READ_FLAGS)
@@ -610,8 +629,8 @@ a child forked unseen by Python does not remove its parent's tickets | Tickets
 -            _notice_fork()
              for member in list(self._held_tickets):
 a child's close of its copy of a lock does not unlock the parent's | Liveness
--                if fcntl and self.fd is not None and os.getpid() == _process_id:
-+                if fcntl and self.fd is not None:
+-                if self._may_be_locked and os.getpid() == _process_id:
++                if self._may_be_locked:
 a forked child opens its directories anew | Liveness
 -        self._files.dirs.clear()
          self._clock.init_worker()
@@ -653,8 +672,8 @@ a task that is released keeps its attempts in spite of a payload of "update" | M
 -                if not _is_update(behind):
 +                if behind:
 a push with if_in_flight="update" returns the id of the leased task | Model
--                return _id_of(path if _is_update(target) else target)
-+                return _id_of(target)
+-                    ident = _id_of(path if _is_update(target) else target)
++                    ident = _id_of(target)
 a pop() that close() meets does not open the lease directory again | InterruptedDelivery
 -                        is_closed = self.lease_dir.close_count != close_count
 +                        is_closed = False
@@ -742,7 +761,7 @@ attempts are counted | Model
 -        attempts = min(_attempts_of(name) + 1, _MAX_ATTEMPTS) if "~" in name else 1
 +        attempts = 1
 a corrupt task goes to failed/, and pop() goes on | Corruption
--            self.quarantine(path, error.reason)
+-            self.quarantine(lease.path, error.reason)
 a worker that lost its lease can't end the task | Model
 ; fuzz: lives; storm: ~ settled:; hosts: cut ~ \(\) by .*, when|not refused
 -                raise self.lease_lost(lease) from None
@@ -778,10 +797,10 @@ a renewal never shortens a lease | Model
 +                length_ns = lease.length_ns
 the lock of a key is taken | KeyedConcurrency
 -            lock.acquire_exclusive(until_s)
-             _key_locks
+             lock.thread = threading.get_ident()
 the lock file of a key is never removed | -
 ; hosts: key ~ crowded|overlapping; nfs: keys ~ crowded|overlapping
-             _key_locks[self._holder(tag)] = lock
+             _key_locks[self._files.inode, tag[-2:]] = lock
              yield
 +            os.unlink(lock.path)
 a task in flight is found by its key | Model; hosts: key ~ found nothing
@@ -851,16 +870,16 @@ moving due tasks does not hold the lock for long | Lifecycle
 -lambda _: time.monotonic() < end_s, due
 +lambda _: True, due
 the newer of two payloads behind a leased task is kept | Model
--        is_update = is_update and (not behind or _is_update(behind))
-+        _is_update(behind)
+-        if is_update and (not behind or _is_update(behind)):
+-            return behind or f"keys/update~{ident}"
++        if is_update:
++            return f"keys/update~{_id_of(behind) or ident}"
 a push with a key makes the link before it puts the payload in place | Durability hangs
--            self._link(
--                _tag_of(target), path or target, target if path else "", sync=True
--            )
+-            self._link(tag, path or target, target if path else "", sync=True)
              self._swap(new_path, behind, target)
 sync_after_write: the link of a key is synced before the payload is put in place | Durability
--                _tag_of(target), path or target, target if path else "", sync=True
-+                _tag_of(target), path or target, target if path else ""
+-            self._link(tag, path or target, target if path else "", sync=True)
++            self._link(tag, path or target, target if path else "")
 a second task of a key, put in place by hand, becomes a dead letter | Keyed
 -        if path and _id_of(path) != _id_of(lease):
 +        if not tag:
@@ -902,11 +921,11 @@ done() succeeds though the directory of an attached lease is removed meanwhile |
 keep_done=False: the directory is synced after the removal | Durability
 -            self.files.sync_dir(os.path.dirname(lease.path))
 a payload pushed behind a task has a later order, even if clocks differ | KeyedOnSharedFileSystem
--                order_ns = _stamp_of(_id_of(path)) + 1
-+                pass
+-            ident = _new_name(order_ns + 1, _tag_of(ident))
++            pass
 a payload pushed behind a task with a forged id has an order of the present | Trust
--            if path and order_ns <= _stamp_of(_id_of(path)) < _latest_order_ns():
-+            if path and order_ns <= _stamp_of(_id_of(path)):
+-        if ident <= _id_of(path) and order_ns < _latest_order_ns():
++        if ident <= _id_of(path):
 a payload that replaces an older one does not get the checkpoint of the older one | Cost
 -            self._files.remove(f"checkpoints/{ident}")
 +            pass
@@ -1013,6 +1032,12 @@ a search for an unknown id does not list done/ | Lifecycle
 stats() parses no name of a finished task | Lifecycle
 -            **{state: files.count(state) for state in _ENDED},
 +            **{state: len(files.entries(state)) for state in _ENDED},
+a search for an unknown id parses no name of another task | Lifecycle
+-        return next(self.find(*listed, ending=ident), None)
++        return next((it for it in self.find(*listed) if it.id == ident), None)
+stats() parses no name of a task that waits | Lifecycle
+-        pending, scheduled = map(files.task_names, _WAITING_DIRS)
++        pending, scheduled = [[it.name for it in files.entries(d)] for d in _WAITING_DIRS]
 the time since which a task is in its state counts from the last move | Lifecycle
 -            since_ns = self._files.lstat(entry.path).st_ctime_ns
 +            since_ns = self._files.lstat(entry.path).st_mtime_ns
@@ -1092,7 +1117,7 @@ a queue object that is collected gives up its lease directory | Liveness
 +del FemtoQueue.__del__
  class _Keys:
 a dead member's ticket is passed over at once | Tickets hangs
--is_dead = lock.try_exclusive()
+-is_dead = lock.try_lock()
 +is_dead = None
 another host's ticket is passed over when it is stale, not earlier | SharedTickets
 ; hosts: tickets ~ turns overlap
