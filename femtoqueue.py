@@ -701,8 +701,7 @@ class FemtoTask:
     queue; checkpoint() needs `data` as it was delivered.
 
     id:  the id, which stays the same through retries and delays.
-    data:  the payload. b"": empty, or not read: attach(), and tasks(data=False). tasks() with a
-        number for data: the beginning of the payload.
+    data:  the payload. b"": empty, or not read: attach(), and tasks(data=False).
     attempts:  the deliveries so far, with the current one, without those given back uncounted.
         None: unknown, as in done/ and failed/.
     key:  the key, or None.
@@ -1505,15 +1504,12 @@ class _Files:
         finally:
             os.close(fd)
 
-    def head(self, path: str) -> tuple[str | None, int | None, bytes]:
-        """Return the key and the length in the header of a record, and how the payload begins; or
-        (None, None, b"")."""
-        begin = self.beginning(path, _READ_BYTES)
-        header = _match_header(begin)
+    def head(self, path: str) -> tuple[str | None, int | None]:
+        """Return the key and the length in the header of a record, or (None, None)."""
+        header = _match_header(self.beginning(path, _READ_BYTES))
         if header is None:
-            return None, None, b""
-        key = _decode_key(header[3].decode()) if header[3] else None
-        return key, int(header[2]), begin[header.end() :]
+            return None, None
+        return (_decode_key(header[3].decode()) if header[3] else None), int(header[2])
 
     def read(self, directory: str, name: str, ident: str) -> _Record:
         """Return the payload and the key of a record. Raises CorruptTask unless the record is
@@ -3560,7 +3556,7 @@ class FemtoQueue:
         )
 
     def tasks(
-        self, state: _State, *, data: bool | int = True, last: int | None = None
+        self, state: _State, *, data: bool = True, last: int | None = None
     ) -> Iterator[FemtoTask]:
         """Iterate over the tasks in a state, in the order of their names, without leasing them. The
         tasks in flight come worker by worker. A task that waits has the newest payload of its key,
@@ -3568,19 +3564,25 @@ class FemtoQueue:
 
         state:  one of STATES.
         data:  False: read only the headers. `data` is then b"", and a corrupt task is not noticed.
-            A number up to 3,000: the same, but `data` has so many bytes of the payload.
-        last:  a number: only so many tasks, the last ones.
+        last:  look only at so many tasks, the last ones. None: at all.
 
         Tasks that move meanwhile are left out. Corrupt tasks, and tasks that this user may not
-        read, are left out and logged. Raises ValueError if `state` or `last` is invalid.
+        read, are left out and logged. Raises ValueError if `state` is invalid, or `last` negative.
         """
         if state not in STATES:
             raise ValueError(f"state must be one of {', '.join(STATES)}, not {state!r}")
         # a plain str: `state` may be a member of a str Enum
-        entries: Iterable[_Entry] = self._files.find(STATES[STATES.index(state)])
-        if last is not None:
-            entries = deque(entries, int(_check_number("last", last)))
-        return filter(None, (self._read_or_log(entry, data) for entry in entries))
+        entries = self._files.find(STATES[STATES.index(state)])
+
+        def read() -> Iterator[FemtoTask]:
+            for entry in deque(entries, last):
+                try:
+                    if task := self._read_entry(entry, data):
+                        yield task
+                except (CorruptTask, PermissionError) as error:
+                    _log().warning("left out: %s", error)
+
+        return read()
 
     def peek(
         self, id: str | None = None, *, key: str | None = None
@@ -3623,19 +3625,18 @@ class FemtoQueue:
         )
 
     def _read_entry(
-        self, entry: _Entry, data: bool | int = True, length_ns: int = 0
+        self, entry: _Entry, data: bool = True, length_ns: int = 0
     ) -> FemtoTask | None:
         """Return the task of an entry, or None if its file has moved.
 
-        data: as for tasks(). length_ns: for attach(), which makes the caller a holder of the
-        lease."""
+        data=False: read only the header. length_ns: for attach(), which makes the caller a holder
+        of the lease."""
+        payload = b""
         try:
-            if data is True:
+            if data:
                 payload, key = self._files.read_path(entry.path)
-                size_bytes: int | None = len(payload)
             else:
-                key, size_bytes, payload = self._files.head(entry.path)
-                payload = payload[:data]
+                key, size_bytes = self._files.head(entry.path)
             since_ns = self._files.lstat(entry.path).st_ctime_ns
         except FileNotFoundError:
             return None  # RACE (Lifecycle): another process moves the task
@@ -3648,21 +3649,14 @@ class FemtoQueue:
         lease.has_checkpoint = True  # perhaps
         task = FemtoTask(entry.id, payload, attempts, key, lease, self._clock.anchor_ns)
         task.since = _utc(since_ns)
-        task.size_bytes = size_bytes
+        if not data:
+            task.size_bytes = size_bytes
         if entry.directory == "failed":
             # Show the task even if the reason is missing, or if this user may not read the reason.
             with suppress(FileNotFoundError, PermissionError):
                 text = self._files.beginning(f"failed/{entry.id}.error", _SHOWN_BYTES)
                 task.error = text.decode("utf-8", "replace").removesuffix("\n")
         return task
-
-    def _read_or_log(self, entry: _Entry, data: bool | int) -> FemtoTask | None:
-        """Do what _read_entry() does. Leave out, and log, a task that can't be read."""
-        try:
-            return self._read_entry(entry, data)
-        except (CorruptTask, PermissionError) as error:
-            _log().warning("left out: %s", error)
-            return None
 
     # Closing
 
@@ -4104,7 +4098,7 @@ class _Keys:
 
     def reserve(self, source: str, target: str) -> None:
         """Link the path that a failed task will have. Raises KeyInFlight, FileNotFoundError."""
-        key, *_ = self._files.head(source)
+        key, _ = self._files.head(source)
         path, _ = self.find(_tag_of(source))
         if path:
             raise KeyInFlight(key or "", _id_of(path))
@@ -6781,8 +6775,12 @@ def _since_s(at: Any) -> Any:
     return round(time.time() - at.timestamp(), 3)
 
 
-def _task_row(task: FemtoTask) -> dict[str, Any]:
+def _task_row(q: FemtoQueue, task: FemtoTask) -> dict[str, Any]:
     """Return the fields of a task that the commands ls and show print, in this order."""
+    preview = ""
+    if task.size_bytes:  # otherwise the file may be a FIFO
+        with suppress(OSError), open(f"{q.data_dir}/{task.path}", "rb") as file:
+            preview = _preview(file.read(_READ_BYTES).partition(b"\n")[2])
     # the attempts of a dead letter of `work`: see _try_text()
     told = re.match(r"(?m).*\(try (\d+)\)$", task.error or "")
     return {
@@ -6795,7 +6793,7 @@ def _task_row(task: FemtoTask) -> dict[str, Any]:
         "left_s": task.until and -_since_s(task.until),
         "key": task.key,
         "node": task.node,
-        "data_preview": _preview(task.data),
+        "data_preview": preview,
     }
 
 
@@ -7200,8 +7198,8 @@ def _ls_command(options: Any) -> None:
     states = options.states or [it for it in STATES if options.all or it != "done"]
     q = _open_queue(options)
     # a wrong state raises ValueError before the head is printed
-    tasks = [q.tasks(state, data=_PREVIEW_BYTES) for state in states]
-    rows = map(_task_row, itertools.chain(*tasks))
+    tasks = [q.tasks(state, data=False) for state in states]
+    rows = (_task_row(q, task) for task in itertools.chain(*tasks))
     for line in map(json.dumps, rows) if options.json else _fitting(_task_table(rows)):
         _print(line)
 
@@ -7219,7 +7217,7 @@ def _show_command(options: Any) -> None:
     if task is None:
         raise TaskNotFound(f"no task {options.id}")
     if not options.payload:
-        row = _task_row(task)
+        row = _task_row(q, task)
         del row["data_preview"]
         if task.error:  # no line of the reason may look like a field
             row["reason"] = _printable(task.error).replace("\n", f"\n{'':21}")
@@ -7310,9 +7308,9 @@ def _top_lines(q: FemtoQueue, progress: _Progress) -> Iterator[str]:
     yield f"{q.data_dir} {time.strftime('%H:%M:%S')}  {progress.pace_text()}"
     yield from _field_lines(_figures(q))
     yield ""
-    rows = [*map(_task_row, q.tasks("inflight", data=_PREVIEW_BYTES))]
-    for task in reversed([*q.tasks("failed", data=_PREVIEW_BYTES, last=20)]):
-        row = _task_row(task)
+    rows = [_task_row(q, task) for task in q.tasks("inflight", data=False)]
+    for task in reversed([*q.tasks("failed", data=False, last=20)]):
+        row = _task_row(q, task)
         row["data_preview"] += f"  {_preview((task.error or '').encode())}"
         rows.append(row)
     yield from _task_table(rows)

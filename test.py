@@ -1648,20 +1648,18 @@ class Lifecycle(QueueCase):
         with self.assertRaisesRegex(CorruptTask, f"{tasks[0].id}.*header"):
             q.peek(tasks[0].id)
 
-    def test_tasks_reads_the_beginnings_of_the_last_tasks_only(self) -> None:
+    def test_tasks_reads_the_last_tasks_only(self) -> None:
         q = self.queue()
         for number in range(9):
-            q.push(b"%d" % number * 100_000)
+            q.push(b"%d" % number)
         tasks = list[FemtoTask]()
-        reads = calls_of(
-            "read", lambda: tasks.extend(q.tasks("pending", data=3, last=2))
-        )
-        self.assertEqual([task.data for task in tasks], [b"777", b"888"])
-        self.assertEqual([task.size_bytes for task in tasks], [100_000] * 2)
-        self.assertLess(sum(size for _, size in reads), 10_000)
+        reads = calls_of("read", lambda: tasks.extend(q.tasks("pending", last=2)))
+        self.assertEqual([task.data for task in tasks], [b"7", b"8"])
+        self.assertLess(len(reads), 9)
         self.assertEqual(len([*q.tasks("pending", last=10)]), 9)
-        with self.assertRaisesRegex(ValueError, "last must be finite, and 0 or more"):
-            q.tasks("pending", last=-1)
+        self.assertEqual([*q.tasks("pending", last=0)], [])
+        with self.assertRaises(ValueError):
+            next(q.tasks("pending", last=-1))
 
     # Order
 

@@ -1192,8 +1192,8 @@ the exit status of `check` is 1 if it finds something that is not repaired | Com
 -    return not all(it.repaired for it in findings)
 +    return not all(it.text for it in findings)
 `top` reads only the dead letters that it shows | CommandLine
--data=_PREVIEW_BYTES, last=20)
-+data=_PREVIEW_BYTES)
+-data=False, last=20)
++data=False)
 the last piece of --null needs no zero byte | CommandLine
 -        yield bytes(rest)
 """
