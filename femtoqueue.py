@@ -5656,15 +5656,6 @@ def _write_all(fd: int, data: bytes) -> None:
             os.set_blocking(fd, True)
 
 
-def _named(error: OSError, fd: int) -> OSError:
-    error.filename = _STREAM_NAMES[fd]
-    return error
-
-
-def _text_of(error: BaseException) -> str:
-    return str(error) or type(error).__name__
-
-
 def _printable(text: str) -> str:
     """Escape all characters that may move the cursor, but line ends."""
     return "".join(
@@ -5771,9 +5762,7 @@ class _Output:
         self._has_terminal = os.isatty(2) and os.environ.get("TERM", "dumb") != "dumb"
         self._lock = threading.Lock()  # held during a write
 
-    def put(
-        self, data: bytes, end_s: float = _FOREVER_S, begins_line: bool = False
-    ) -> None:
+    def put(self, data: bytes, end_s: float, begins_line: bool) -> None:
         """Write bytes; begins_line: on a new line. Raises OSError, and TimeoutError if nobody has
         read for _GRACE_S, and the time end_s is over."""
         while not self._lock.acquire(timeout=0.1):
@@ -5804,18 +5793,18 @@ class _Output:
         if time.monotonic() >= max(end_s, self._moved_s + _GRACE_S):
             raise TimeoutError
 
-    def write(self, text: str, end_s: float = _FOREVER_S) -> None:
-        """Write a text as lines of its own."""
+    def write(self, text: str) -> None:
+        """Write a text as lines of its own. Drop it if nobody reads for _GRACE_S."""
         # Raise nothing: if the terminal is gone, the running jobs must still finish.
         with suppress(OSError):
-            self.put(text.encode("utf-8", "backslashreplace"), end_s, True)
+            self.put(text.encode("utf-8", "backslashreplace"), 0.0, True)
 
     @contextmanager
     def reporting(
         self, text: Callable[[], str], plain_s: float = 0.0
     ) -> Iterator[None]:
-        """Show what text() returns. Without a terminal, write it every plain_s seconds (0: never)
-        if it has changed."""
+        """Show what text() returns on a terminal. plain_s: without a terminal, write it so often,
+        in seconds, if it has changed; and let the last text stay. 0: not at all."""
         least_s = _REDRAW_S if self._has_terminal else plain_s
         has_ended = threading.Event()
 
@@ -5831,19 +5820,24 @@ class _Output:
                         self._show(line)
 
         if least_s:
-            threading.Thread(target=report, daemon=True).start()
+            with suppress(RuntimeError):  # the system allows no more threads
+                threading.Thread(target=report, daemon=True).start()
         try:
             yield
         finally:
             has_ended.set()
-            self._show("")
+            if self._has_terminal:
+                self._show("")
+                self._has_terminal = False
+            if plain_s:
+                self._show(text())
 
     def _show(self, line: str) -> None:
         before = self._line
         self._line = line
         if self._has_terminal or line == before:
             line = ""  # put() draws `_line`
-        self.write(line, 0.0)
+        self.write(line)
 
     def _drawing(self) -> bytes:
         line = self._line.rstrip()[: _terminal_size(2)[0] or 80]
@@ -6194,9 +6188,11 @@ class _Trouble(BaseException):
 
 
 def _is_shortage(error: BaseException) -> bool:
-    is_no_thread = str(error) == "can't start new thread"
-    is_short = getattr(error, "errno", 0) in _SHORT_ERRNOS
-    return is_short or is_no_thread or isinstance(error, MemoryError)
+    return (
+        getattr(error, "errno", 0) in _SHORT_ERRNOS
+        or str(error) == "can't start new thread"
+        or isinstance(error, MemoryError)
+    )
 
 
 @contextmanager
@@ -6222,10 +6218,12 @@ class _OutputFile:
         self.fd = os.open(path, flags, 0o666)
         files.callback(os.close, self.fd)
         it = os.fstat(self.fd)
-        is_regular = stat.S_ISREG(it.st_mode)
-        if not (is_regular and it.st_uid == os.geteuid() and it.st_nlink == 1):
-            what = "not a regular file of this user, with one link"
-            raise OSError(errno.EPERM, what, path)
+        if not (
+            stat.S_ISREG(it.st_mode) and it.st_uid == os.geteuid() and it.st_nlink == 1
+        ):
+            raise OSError(
+                errno.EPERM, "not a regular file of this user, with one link", path
+            )
         self._begin = it.st_size
 
     @property
@@ -6298,13 +6296,8 @@ class _CommandPool(_WorkerPool):
         failed = self._progress.files.count("failed")
         if os.getpid() == 1:  # the system reaps what this process inherits
             signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-        try:
-            with self.output.reporting(self._progress_text, _REPORT_S):
-                self.run()
-        finally:
-            # After a second signal, a thread that is stuck in a write may hold the lock.
-            if len(self.signals) < 2:
-                self.output.write(self._progress_text())
+        with self.output.reporting(self._progress_text, _REPORT_S):
+            self.run()
         if len(self.signals) > 1:
             return 128 + self.signals[-1]
         has_failed = self._progress.files.count("failed") > failed
@@ -6325,7 +6318,8 @@ class _CommandPool(_WorkerPool):
 
     def _tell_stop(self) -> None:
         self._is_told.set()
-        _write_stop_line(self.output.clearing() or b"\n")
+        # On a terminal, the system has echoed ^C.
+        _write_stop_line(self.output.clearing() or b"\n" * os.isatty(2))
 
     def _abort(self) -> None:
         """End all jobs by the second signal, and give back the tasks of those that do not end."""
@@ -6358,7 +6352,7 @@ class _CommandPool(_WorkerPool):
             except (_CommandFailed, LeaseLost):
                 raise
             except Exception as error:  # a missing module, no reader of the output, ...
-                raise _Trouble(_text_of(error)) from error
+                raise _Trouble(error) from error
             if self._is_told.wait(_BASE_INTERVAL_S):
                 self._queue.release(task, front=True, counted=False)
                 return
@@ -6377,12 +6371,11 @@ class _CommandPool(_WorkerPool):
             job = _CommandJob(self._launcher, task, streams)
         files.callback(job.link.close)
         self._jobs.add(job)
+        files.callback(self._jobs.discard, job)
         try:
             self._follow(job, [] if self._options.output_dir else outputs)
         except TimeoutError:
-            _log().warning("task %s: output is lost: nobody reads it", task.id)
-        finally:
-            self._jobs.discard(job)
+            outputs[-1].tail += b"\noutput is lost: nobody reads it"
         if job.is_stopped:
             self._queue.release(task, front=True, counted=False)
         elif job.is_late or job.status:
@@ -6399,8 +6392,10 @@ class _CommandPool(_WorkerPool):
                 # If another kind of file is there, open() says so: trouble for all tasks.
                 with suppress(FileExistsError):
                     os.makedirs(directory, 0o700)
-                ends = ".out", ".err"
-                return [_OutputFile(f"{directory}/{ident}{it}", files) for it in ends]
+                return [
+                    _OutputFile(f"{directory}/{ident}{it}", files)
+                    for it in (".out", ".err")
+                ]
         is_alone = self._options.jobs == 1
         streams = [self._stdout, self.output]
         if is_alone and self._stdout is self.output:
@@ -6438,17 +6433,18 @@ class _CommandPool(_WorkerPool):
         """After a stop, drop output whose reader is gone: the running jobs must still finish."""
         try:
             if due := relay.due(job.is_over):
-                relay.stream.put(due, job.end_s)
+                relay.stream.put(due, job.end_s, False)
         except OSError as error:
             # RACE (CommandLine): Ctrl-C ends `tee` in `femtoqueue work ... | tee log`, and the
             # write fails before the signal has come to this worker. So wait for it.
             is_gone = error.errno in (errno.EPIPE, errno.EIO)
             if not (is_gone and self._is_told.wait(_ONE_SIGNAL_S)):
-                raise _named(error, relay.stream.fd) from None
+                error.filename = _STREAM_NAMES[relay.stream.fd]
+                raise
 
     def _refuse(self, job: _CommandJob) -> None:
         error = OSError(job.errno, os.strerror(job.errno))
-        is_argument = any("{}" in it for it in self._options.after_dashes)
+        is_argument = "{}" in " ".join(self._options.after_dashes)
         if is_argument and error.errno in (errno.E2BIG, errno.EINVAL):
             text = f"the payload can't be an argument of the command, in place of {{}}: {error}"
             self._queue.fail(job.task, text + _try_text(job.task))
@@ -6508,8 +6504,10 @@ def main(argv: list[str] | None = None) -> Any:
         RuntimeError,
         _Trouble,
     ) as error:
-        name, must, wanted = _text_of(error).partition(" must ")
-        _write_error(_OPTIONS.get(name, name) + must + wanted)
+        text = str(error) or type(error.__cause__ or error).__name__
+        name, must, wanted = text.partition(" must ")
+        # On the command line, --max-attempts 0 stands for None.
+        _write_error(_OPTIONS.get(name, name) + must + wanted.replace("None", "0"))
         return 1 if isinstance(error, FemtoQueueError) else 2
 
 
@@ -6549,7 +6547,8 @@ def _put(fd: int, data: str | bytes) -> None:
     try:
         _write_all(fd, data)
     except OSError as error:
-        raise _named(error, fd) from None
+        error.filename = _STREAM_NAMES[fd]
+        raise
 
 
 def _print(*texts: object) -> None:
@@ -6568,6 +6567,7 @@ def _command(*arguments: Any) -> Callable[[Any], Any]:
 
     def declare(run: Any) -> Any:
         run.arguments = arguments
+        run.help = run.__doc__ or "\n"  # `python -OO` keeps no docstrings
         _COMMANDS[run.__name__.split("_")[1]] = run
         return run
 
@@ -6595,7 +6595,7 @@ def _parse_arguments(argv: list[str]) -> Any:
     name, *words = argv or [""]
     if name in ("--version", "-h", "--help"):
         titles = [
-            f"    {it:9} {run.__doc__.splitlines()[0]}" for it, run in _COMMANDS.items()
+            f"    {it:9} {run.help.splitlines()[0]}" for it, run in _COMMANDS.items()
         ]
         version = [f"femtoqueue {__version__}"]
         _print(*version if name == "--version" else [_SUMMARY, *titles, _NOTES])
@@ -6636,7 +6636,7 @@ def _parser_of(name: str, hint: str) -> Any:
         def print_help(self, file: object = None) -> None:
             _put(1, self.format_help())  # raises OSError, on a full disk
 
-    summary, _, notes = run.__doc__.partition("\n\n")
+    summary, _, notes = run.help.partition("\n\n")
     parser = Parser(
         f"femtoqueue {name}",
         description=summary,
@@ -6687,9 +6687,9 @@ def _id_argument(text: str) -> str:
     )
 
 
-def _utf8_argument(text: str) -> str:
+def _utf8_text(text: str) -> str:
     """Decode an argument as UTF-8: a key must be the same in every locale."""
-    return os.fsencode(text).decode(errors="surrogateescape")
+    return os.fsencode(text).decode()
 
 
 _SUMMARY = """\
@@ -6713,8 +6713,9 @@ _TYPES: dict[str, Callable[[str], Any]] = {
     "TIME": _seconds,
     "WHEN": _timestamp,
     "ID": _id_argument,
-    "KEY": _utf8_argument,
-    "TEXT": _utf8_argument,
+    "KEY": _utf8_text,
+    # A reason may have been cut in the middle of a character.
+    "TEXT": lambda it: os.fsencode(it).decode(errors="backslashreplace"),
     "N": int,
 }
 _ID_HELP = "id of a task, or the path that `pop` printed"
@@ -6780,9 +6781,10 @@ def _task_row(q: FemtoQueue, task: FemtoTask) -> dict[str, Any]:
     preview = ""
     if task.size_bytes:  # otherwise the file may be a FIFO
         with suppress(OSError), open(f"{q.data_dir}/{task.path}", "rb") as file:
-            preview = _preview(file.read(_READ_BYTES).partition(b"\n")[2])
+            file.readline()  # the header
+            preview = _preview(file.read(_PREVIEW_BYTES))
     # the attempts of a dead letter of `work`: see _try_text()
-    told = re.match(r"(?m).*\(try (\d+)\)$", task.error or "")
+    told = re.match(r"(?m).*\(try (\d{1,6})\)$", task.error or "")
     return {
         "state": task.state,
         "id": task.id,
@@ -6811,13 +6813,10 @@ def _cell(name: str, value: Any) -> str:
     return f"{value:.0f}s"
 
 
-_TABLE_HEAD = """\
-STATE     ID                                       AGE  SINCE TRY    BYTES   LEFT KEY NODE DATA"""
-
-
 def _task_table(rows: Iterable[dict[str, Any]]) -> Iterator[str]:
     form = "{:9} {:37} {:>6} {:>6} {:>3} {:>8} {:>6} {} {} {}"
-    yield _TABLE_HEAD
+    yield """\
+STATE     ID                                       AGE  SINCE TRY    BYTES   LEFT KEY NODE DATA"""
     for row in rows:
         yield form.format(*map(_cell, row, row.values()))
 
@@ -6966,8 +6965,9 @@ def _work_command(options: Any) -> int:
 
     If this worker is killed, its commands are killed. A program that calls setsid()
     has left its command, and nothing ends it: to end such programs, too, run the
-    command in a container, or with `systemd-run --scope`. If a lease is lost, CMD
-    goes on.
+    command in a container, or with `systemd-run --scope`. If CMD ends and leaves a
+    program running, what that program writes is lost, and the write ends it:
+    redirect its output, or use --output-dir. If a lease is lost, CMD goes on.
 
     Status 1 (only with --drain): a task became a dead letter, or tasks are left.
 
@@ -7005,9 +7005,11 @@ def _prepare_work(options: Any) -> None:
     """Check the options of `work` and CMD before a task is taken."""
     # Import all that a job needs: Python may be replaced or removed while the worker runs. These
     # modules, and logging, import the others that a job needs.
+    import hashlib  # noqa: F401
     import shutil
     import subprocess  # noqa: F401
     import tempfile  # noqa: F401
+    import urllib.parse  # noqa: F401
 
     command = options.after_dashes
     if options.words or not command:
@@ -7239,7 +7241,7 @@ def _show_command(options: Any) -> None:
         "--max-pending N", "status 1 if more tasks are pending", default=_FOREVER_S
     ),
 )
-def _stat_command(options: Any) -> bool:
+def _stat_command(options: Any) -> Any:
     """Count the tasks in each state, for people and for monitors.
 
     A task that moves from one state to another meanwhile may be missed, or counted
@@ -7254,8 +7256,7 @@ def _stat_command(options: Any) -> bool:
     _print(*[json.dumps(figures)] if options.json else _field_lines(figures))
     ages_s = [figures["oldest_pending_age_s"] or 0]
     ages_s += [_since_s(it.until) for it in q.tasks("inflight", data=False)]
-    is_late: bool = max(ages_s) > options.max_age
-    return is_late or figures["pending"] > options.max_pending
+    return max(ages_s) > options.max_age or figures["pending"] > options.max_pending
 
 
 def _figures(q: FemtoQueue) -> dict[str, Any]:
@@ -7290,14 +7291,14 @@ def _top_command(options: Any) -> None:
     Example: femtoqueue top jobs
     """
     while not _has_queue(options.dir):
-        _print(f"{options.dir}: waiting for a queue")
+        _warn_once(f"{options.dir}: waiting for a queue")
         time.sleep(options.interval)
     q = _open_queue(options)
     progress = _Progress(options.dir)
     begin = "\x1b[H\x1b[J" if os.isatty(1) else ""
     while True:
         rows = _terminal_size(1)[1] or 999
-        lines = itertools.islice(_fitting(_top_lines(q, progress)), rows - 1)
+        lines = itertools.islice(_fitting(_top_lines(q, progress)), rows - 1 or 1)
         _print(begin + next(lines), *lines)
         time.sleep(options.interval)
 

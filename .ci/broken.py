@@ -717,6 +717,18 @@ an environment that is too large makes no dead letters | CommandLine
 a slow reader gets all output | CommandLine
 -max(end_s, self._moved_s + _GRACE_S)
 +end_s
+a log that nobody reads keeps no task from its end | CommandLine
+-"backslashreplace"), 0.0, True)
++"backslashreplace"), _FOREVER_S, True)
+the last line of progress is not repeated at the end | CommandLine
+-        if self._has_terminal or line == before:
++        if self._has_terminal:
+a worker whose Python is removed takes a keyed task | CommandLine
+-    import urllib.parse  # noqa: F401
++    import urllib  # noqa: F401
+a dead letter with a huge number in its reason ends no command | CommandLine
+-(try (\d{1,6})
++(try (\d+)
 a process whose first thread has ended is no zombie | CommandLine
 - or int(more[13]) > 1
 + or int(more[13]) > 99
