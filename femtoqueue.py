@@ -103,7 +103,7 @@ import threading
 import time
 import weakref
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import (
     AbstractContextManager,
     ExitStack,
@@ -3572,22 +3572,35 @@ class FemtoQueue:
             expired=sum(node.expired for node in nodes),
         )
 
-    def tasks(self, state: _State, *, data: bool = True) -> Iterator[FemtoTask]:
+    def tasks(
+        self, state: _State, *, data: bool = True, last: int | None = None
+    ) -> Iterator[FemtoTask]:
         """Iterate over the tasks in a state, in the order of their names, without leasing them. The
         tasks in flight come worker by worker. A task that waits has the newest payload of its key,
         unless its last claim was undone.
 
         state:  one of STATES.
         data:  False: read only the headers. `data` is then b"", and a corrupt task is not noticed.
+        last:  look only at so many tasks, the last ones. None: at all.
 
         Tasks that move meanwhile are left out. Corrupt tasks, and tasks that this user may not
-        read, are left out and logged. Raises ValueError if `state` is invalid.
+        read, are left out and logged. Raises ValueError if `state` is invalid, or `last` negative.
         """
         if state not in STATES:
             raise ValueError(f"state must be one of {', '.join(STATES)}, not {state!r}")
         # a plain str: `state` may be a member of a str Enum
         entries = self._files.find(STATES[STATES.index(state)])
-        return filter(None, (self._read_or_log(entry, data) for entry in entries))
+
+        def read() -> Iterator[FemtoTask]:
+            for entry in deque(entries, last):
+                try:
+                    if task := self._read_entry(entry, data):
+                        yield task
+                except (CorruptTask, PermissionError, MemoryError) as error:
+                    why = str(error) or f"{entry.path}: {error!r}"
+                    _log().warning("left out: %s", why)
+
+        return read()
 
     def peek(
         self, id: str | None = None, *, key: str | None = None
@@ -3662,14 +3675,6 @@ class FemtoQueue:
                 text = self._files.beginning(f"failed/{entry.id}.error", _SHOWN_BYTES)
                 task.error = text.decode("utf-8", "replace").removesuffix("\n")
         return task
-
-    def _read_or_log(self, entry: _Entry, data: bool) -> FemtoTask | None:
-        """Do what _read_entry() does. Leave out, and log, a task that can't be read."""
-        try:
-            return self._read_entry(entry, data)
-        except (CorruptTask, PermissionError, MemoryError) as error:
-            _log().warning("left out: %s", str(error) or f"{entry.path}: {error!r}")
-            return None
 
     # Closing
 
@@ -5670,19 +5675,11 @@ def _write_all(fd: int, data: bytes) -> None:
             os.set_blocking(fd, True)
 
 
-def _named(error: Any, name: Any) -> Any:
-    if error.errno and not error.filename and name:
-        error.filename = name
-    return error
-
-
-def _text_of(error: BaseException) -> str:
-    return str(error) or type(error).__name__
-
-
 def _printable(text: str) -> str:
-    # other characters may move the cursor
-    return "".join(it if it.isprintable() else ascii(it)[1:-1] for it in text)
+    """Escape all characters that may move the cursor, but line ends."""
+    return "".join(
+        it if it.isprintable() or it == "\n" else ascii(it)[1:-1] for it in text
+    )
 
 
 def _preview(data: bytes) -> str:
@@ -5697,25 +5694,25 @@ class _Progress:
     tasks that this worker ends if these are more, per second."""
 
     is_paused = False
-    _last = 0.0, 0, 0  # the latest sample
+    _last = 0.0, _FOREVER_S, 0  # the latest sample
 
-    def __init__(self, files: _Files) -> None:
-        self.files = files
+    def __init__(self, data_dir: str) -> None:
+        self.files = _open_files(data_dir, False)
         # A sample: the time, the number of tasks left, and how many this worker has ended. The rate
         # is measured over the first sample, and those that saw a task end.
-        self._ends = deque[tuple[float, int, int]](maxlen=30)
-        self._due_ns: list[int] = []  # when the tasks in scheduled/ are due
+        self._ends = deque[tuple[float, float, int]](maxlen=30)
+        self._scheduled: list[_Entry] = []
 
     def count_left(self, ended: int) -> None:
         """Add a sample. ended: how many tasks this worker has ended."""
-        self._due_ns = [it.stamp_ns for it in self.files.entries("scheduled")]
-        self.waiting = self.files.count("pending") + len(self._due_ns)
+        self._scheduled = self.files.entries("scheduled")
+        self.waiting = self.files.count("pending") + len(self._scheduled)
         self.running = sum(map(self.files.count, self.files.node_dirs()))
         self.is_paused = self.files.exists("PAUSED")
         self.add_sample(time.monotonic(), self.waiting + self.running, ended)
 
-    def add_sample(self, now_s: float, left: int, ended: int = 0) -> None:
-        if not self._ends or left < self._last[1] or ended > self._last[2]:
+    def add_sample(self, now_s: float, left: int, ended: int) -> None:
+        if left < self._last[1] or ended > self._last[2]:
             self._ends.append((now_s, left, ended))
         self._last = now_s, left, ended
 
@@ -5728,23 +5725,27 @@ class _Progress:
         rest_s = self._last[0] - end_s
         # Nothing has ended for the time of five tasks.
         is_stalled = rest_s > 2 and rest_s * rate > 5
-        now_ns = _wall_ns()
-        waits_s = [(it - now_ns) / 1e9 for it in self._due_ns if it > now_ns]
-        due_s = max(waits_s, default=0.0)
+        due_s = 0.0
+        if self._scheduled:  # the last one is due last
+            due_s = (self._scheduled[-1].stamp_ns - _wall_ns()) / 1e9
         texts = []
         if span_s >= 1 and not (self.is_paused or is_stalled):
-            for unit, size in [it for it in _UNITS if rate * it[1] >= 1][-1:]:
-                texts.append(f"{round(rate * size, 1):g}/{unit}")
+            rates = [
+                f"{round(rate * size, 1):g}/{unit}"
+                for unit, size in _UNITS
+                if rate * size >= 1
+            ]
+            texts += rates[-1:]
             if shrinks > rate / 20 and left:  # else it is noise
                 left_s = max(left / shrinks, due_s)
                 texts.append(f"about {_rough_time(left_s)} left")
-        if waits_s:
-            texts.append(f"{len(waits_s)} due in {_rough_time(due_s)}")
+        if due_s > 0:
+            texts.append(f"{len(self._scheduled)} due in {_rough_time(due_s)}")
         return "  ".join(texts)
 
-    def text(self, counts: Mapping[str, int]) -> str:
+    def text(self, counts: Counter[str]) -> str:
         ended = [
-            f"{counts[it]} {it}" for it in WorkCounts.__annotations__ if counts.get(it)
+            f"{counts[it]} {it}" for it in WorkCounts.__annotations__ if counts[it]
         ]
         paused = "  paused" if self.is_paused else ""
         left = f"{self.running} running  {self.waiting} waiting{paused}"
@@ -5753,8 +5754,10 @@ class _Progress:
 
 
 def _rough_time(seconds: float) -> str:
-    unit, size = next((it for it in _UNITS if seconds >= 1.5 * it[1]), _UNITS[-1])
-    return f"{max(1, round(seconds / size))} {unit}"
+    for unit, size in _UNITS:
+        if seconds >= 1.5 * size:
+            return f"{round(seconds / size)} {unit}"
+    return "1 s"
 
 
 def _terminal_size(fd: int) -> tuple[int, int]:
@@ -5762,10 +5765,6 @@ def _terminal_size(fd: int) -> tuple[int, int]:
     with suppress(OSError):
         return os.get_terminal_size(fd)
     return 0, 0
-
-
-class _Stalled(TimeoutError):
-    """Nobody reads the output."""
 
 
 class _Output:
@@ -5782,11 +5781,9 @@ class _Output:
         self._has_terminal = os.isatty(2) and os.environ.get("TERM", "dumb") != "dumb"
         self._lock = threading.Lock()  # held during a write
 
-    def put(
-        self, data: bytes, end_s: float = _FOREVER_S, begins_line: bool = False
-    ) -> None:
-        """Write bytes; begins_line: on a new line. Raises OSError, and _Stalled if nobody has read
-        for _GRACE_S, and the time end_s is over."""
+    def put(self, data: bytes, end_s: float, begins_line: bool) -> None:
+        """Write bytes; begins_line: on a new line. Raises OSError, and TimeoutError if nobody has
+        read for _GRACE_S, and the time end_s is over."""
         while not self._lock.acquire(timeout=0.1):
             self._check_reader(end_s)
         try:
@@ -5813,20 +5810,20 @@ class _Output:
 
     def _check_reader(self, end_s: float) -> None:
         if time.monotonic() >= max(end_s, self._moved_s + _GRACE_S):
-            raise _Stalled
+            raise TimeoutError
 
-    def write(self, text: str, end_s: float = _FOREVER_S) -> None:
-        """Write a text as lines of its own."""
+    def write(self, text: str) -> None:
+        """Write a text as lines of its own. Drop it if nobody reads for _GRACE_S."""
         # Raise nothing: if the terminal is gone, the running jobs must still finish.
         with suppress(OSError):
-            self.put(text.encode("utf-8", "backslashreplace"), end_s, True)
+            self.put(text.encode("utf-8", "backslashreplace"), 0.0, True)
 
     @contextmanager
     def reporting(
         self, text: Callable[[], str], plain_s: float = 0.0
     ) -> Iterator[None]:
-        """Show what text() returns. Without a terminal, write it every plain_s seconds (0: never)
-        if it has changed."""
+        """Show what text() returns on a terminal. plain_s: without a terminal, write it so often,
+        in seconds, if it has changed; and let the last text stay. 0: not at all."""
         least_s = _REDRAW_S if self._has_terminal else plain_s
         has_ended = threading.Event()
 
@@ -5837,24 +5834,29 @@ class _Output:
                 with suppress(OSError):
                     line = text()
                     # text() may list large directories: it gets at most 1 % of the time.
-                    pause_s = max(least_s, 100 * (time.monotonic() - began_s))
+                    pause_s = least_s + 100 * (time.monotonic() - began_s)
                     if not has_ended.is_set():
                         self._show(line)
 
         if least_s:
-            threading.Thread(target=report, daemon=True).start()
+            with suppress(RuntimeError):  # the system allows no more threads
+                threading.Thread(target=report, daemon=True).start()
         try:
             yield
         finally:
             has_ended.set()
-            self._show("")
+            if self._has_terminal:
+                self._show("")
+                self._has_terminal = False
+            if plain_s:
+                self._show(text())
 
     def _show(self, line: str) -> None:
         before = self._line
         self._line = line
         if self._has_terminal or line == before:
             line = ""  # put() draws `_line`
-        self.write(line, 0.0)
+        self.write(line)
 
     def _drawing(self) -> bytes:
         line = self._line.rstrip()[: _terminal_size(2)[0] or 80]
@@ -5906,12 +5908,12 @@ def _is_signalled(group: int, number: int) -> bool:
     return False
 
 
-def _groups_of(leaders: set[int]) -> list[int]:
+def _groups_of(leaders: set[int]) -> set[int]:
     """Return the running process groups in some sessions; without a /proc, those of leaders."""
     groups = set[int]()
     names = _processes()
     if not names:
-        return [it for it in leaders if _is_signalled(it, 0)]
+        return {it for it in leaders if _is_signalled(it, 0)}
     for name in names:
         # RACE (CommandLine): a process of the list has just ended
         with suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
@@ -5919,7 +5921,7 @@ def _groups_of(leaders: set[int]) -> list[int]:
             # A process whose first thread has ended has the state Z, too: more[13] is num_threads.
             if int(session) in leaders and (state != b"Z" or int(more[13]) > 1):
                 groups.add(int(group))
-    return sorted(groups)
+    return groups
 
 
 def _signal(leaders: set[int], *numbers: int) -> bool:
@@ -5950,7 +5952,6 @@ class _Session:
     _status: int | None = None
     # the signal that ends the job; 0: only wait for its end; None: no end was asked for
     _number: int | None = None
-    _look_s = 0.0  # when the next look is due: it may read all of /proc
 
     def __init__(self, requests: Any, words: list[str], limit_s: float) -> None:
         """Start the job of a request. Raises EOFError if the worker has ended."""
@@ -6015,13 +6016,9 @@ class _Session:
         if self._status is None and (status := self._ended()) is not None:
             self._status = status
             self._report("status", status)
-        now_s = time.monotonic()
-        # until the next request, the worker judges how CMD ended
-        is_judged = self._status is not None and self._number is None
-        if is_judged or now_s < self._look_s:
-            return False
-        self._look_s = now_s + _TICK_S
-        if now_s >= self._signal_s:
+        if self._status is not None and self._number is None:
+            return False  # until the next request, the worker judges how CMD ended
+        if time.monotonic() >= self._signal_s:
             if self._number:
                 _signal({self.pid}, signal.SIGKILL)
             else:
@@ -6093,8 +6090,7 @@ class _Launcher:
 
         self.limit_s = limit_s
         self.requests, requests = socket.socketpair()
-        self._pid = os.fork()
-        if self._pid == 0:
+        if os.fork() == 0:
             try:
                 self.requests.close()
                 # SIGKILL to the worker's process group must not reach the launcher
@@ -6103,11 +6099,6 @@ class _Launcher:
             finally:
                 os._exit(0)
         requests.close()
-
-    def stop(self) -> None:
-        self.requests.close()
-        with suppress(ChildProcessError):  # PID 1 ignores SIGCHLD
-            os.waitpid(self._pid, 0)
 
 
 class _CommandJob:
@@ -6166,8 +6157,7 @@ class _CommandJob:
         for name in _processes():
             # RACE (CommandLine): it has just ended; or it belongs to another user
             with suppress(OSError):
-                status = os.stat(f"/proc/{name}/fd/0")
-                if os.path.samestat(status, os.fstat(self._stdin)):
+                if os.path.samefile(f"/proc/{name}/fd/0", self._stdin):
                     _kill({os.getsid(int(name))})
 
 
@@ -6212,25 +6202,30 @@ class _Shortage(Exception):
     """The system is short of something, such as processes."""
 
 
+class _Trouble(BaseException):
+    """Trouble that ends the worker. It is no Exception, so its task is given back, uncounted."""
+
+
 def _is_shortage(error: BaseException) -> bool:
-    is_no_thread = str(error) == "can't start new thread"
-    is_short = getattr(error, "errno", 0) in _SHORT_ERRNOS
-    return is_short or is_no_thread or isinstance(error, MemoryError)
+    return (
+        getattr(error, "errno", 0) in _SHORT_ERRNOS
+        or str(error) == "can't start new thread"
+        or isinstance(error, MemoryError)
+    )
 
 
 @contextmanager
-def _judged(step: str, directory: str | None = None) -> Iterator[None]:
-    """Raise what an OSError becomes, by the table above. directory: of a file without a name."""
+def _judged(step: str) -> Iterator[None]:
+    """Raise what an OSError becomes, by the table above."""
     try:
         yield
     except OSError as error:
-        is_there = not directory and os.path.lexists(error.filename or "")
-        text = f"{step}: {_named(error, directory)}"
+        text = f"{step}: {error}"
         if _is_shortage(error):
             raise _Shortage(text) from None
-        if is_there or error.errno in _FULL_ERRNOS:
+        if os.path.lexists(error.filename or "") or error.errno in _FULL_ERRNOS:
             raise _CommandFailed(text) from None
-        raise SystemExit(text) from None
+        raise _Trouble(text) from None
 
 
 class _OutputFile:
@@ -6242,10 +6237,12 @@ class _OutputFile:
         self.fd = os.open(path, flags, 0o666)
         files.callback(os.close, self.fd)
         it = os.fstat(self.fd)
-        is_regular = stat.S_ISREG(it.st_mode)
-        if not (is_regular and it.st_uid == os.geteuid() and it.st_nlink == 1):
-            what = "not a regular file of this user, with one link"
-            raise OSError(errno.EPERM, what, path)
+        if not (
+            stat.S_ISREG(it.st_mode) and it.st_uid == os.geteuid() and it.st_nlink == 1
+        ):
+            raise OSError(
+                errno.EPERM, "not a regular file of this user, with one link", path
+            )
         self._begin = it.st_size
 
     @property
@@ -6302,12 +6299,13 @@ class _CommandPool(_WorkerPool):
         )
         # In the main thread, the second signal would raise KeyboardInterrupt within a start of CMD.
         self._is_threaded = True
-        self._options, self._launcher = options, launcher
+        self._options = options
+        self._launcher = launcher
         self._cannot_run = f"{options.after_dashes[0]} can't be run"
         self.output = _Output()
         # A write to standard output that waits for a reader must not delay the log.
         self._stdout = self.output if os.path.sameopenfile(1, 2) else _Output(1)
-        self._progress = _Progress(_open_files(os.fspath(queue.data_dir), False))
+        self._progress = _Progress(options.dir)
         self._jobs = set[_CommandJob]()
         self._is_told = threading.Event()  # set when the first signal has come
 
@@ -6315,22 +6313,12 @@ class _CommandPool(_WorkerPool):
         import signal
 
         failed = self._progress.files.count("failed")
-        trouble = ""
         if os.getpid() == 1:  # the system reaps what this process inherits
             signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-        try:
-            with self.output.reporting(self._progress_text, _REPORT_S):
-                self.run()
-        # SystemExit: see _judged(). RuntimeError: the system allows no more threads.
-        except (SystemExit, RuntimeError, OSError, MemoryError) as error:
-            trouble = f"femtoqueue: {_text_of(error)}\n"
-        # Now a thread that is stuck in a write may hold the lock of the stream.
+        with self.output.reporting(self._progress_text, _REPORT_S):
+            self.run()
         if len(self.signals) > 1:
             return 128 + self.signals[-1]
-        if text := trouble + self._progress_text():
-            self.output.write(text)
-        if trouble:
-            return 2
         has_failed = self._progress.files.count("failed") > failed
         return self._drain and (has_failed or not self._queue.join(0))
 
@@ -6349,7 +6337,8 @@ class _CommandPool(_WorkerPool):
 
     def _tell_stop(self) -> None:
         self._is_told.set()
-        _write_stop_line(self.output.clearing() or b"\n")
+        # On a terminal, the system has echoed ^C.
+        _write_stop_line(self.output.clearing() or b"\n" * os.isatty(2))
 
     def _abort(self) -> None:
         """End all jobs by the second signal, and give back the tasks of those that do not end."""
@@ -6371,7 +6360,7 @@ class _CommandPool(_WorkerPool):
     # A task
 
     def _run_command(self, task: FemtoTask) -> None:
-        """Raises _CommandFailed if the try fails, and SystemExit for trouble of this worker."""
+        """Raises _CommandFailed if the try fails, and _Trouble."""
         while True:
             try:
                 with ExitStack() as files:
@@ -6382,7 +6371,7 @@ class _CommandPool(_WorkerPool):
             except (_CommandFailed, LeaseLost):
                 raise
             except Exception as error:  # a missing module, no reader of the output, ...
-                raise SystemExit(_text_of(error)) from error
+                raise _Trouble(error) from error
             if self._is_told.wait(_BASE_INTERVAL_S):
                 self._queue.release(task, front=True, counted=False)
                 return
@@ -6390,7 +6379,7 @@ class _CommandPool(_WorkerPool):
     def _try(self, task: FemtoTask, files: ExitStack) -> None:
         import tempfile
 
-        with _judged("its payload can't be written", tempfile.gettempdir()):
+        with _judged(f"its payload can't be written to {tempfile.gettempdir()}"):
             file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
             payload = files.enter_context(file).fileno()
             _write_all(payload, task.data)
@@ -6401,12 +6390,11 @@ class _CommandPool(_WorkerPool):
             job = _CommandJob(self._launcher, task, streams)
         files.callback(job.link.close)
         self._jobs.add(job)
+        files.callback(self._jobs.discard, job)
         try:
             self._follow(job, [] if self._options.output_dir else outputs)
-        except _Stalled:
-            _log().warning("task %s: output is lost: nobody reads it", task.id)
-        finally:
-            self._jobs.discard(job)
+        except TimeoutError:
+            outputs[-1].tail += b"\noutput is lost: nobody reads it"
         if job.is_stopped:
             self._queue.release(task, front=True, counted=False)
         elif job.is_late or job.status:
@@ -6414,17 +6402,19 @@ class _CommandPool(_WorkerPool):
         elif job.errno:
             self._refuse(job)
         elif job.status is None:
-            raise SystemExit(
-                "the launcher of this worker has ended; its jobs are killed"
-            )
+            raise _Trouble("the launcher of this worker has ended; its jobs are killed")
 
     def _outputs(self, ident: str, files: ExitStack) -> list[Any]:
         """Return where CMD's output leads to: one for both streams, or two."""
         if directory := self._options.output_dir:
             with _judged("its output can't be written"):
-                os.makedirs(directory, 0o700, exist_ok=True)
-                paths = f"{directory}/{ident}.out", f"{directory}/{ident}.err"
-                return [_OutputFile(it, files) for it in paths]
+                # If another kind of file is there, open() says so: trouble for all tasks.
+                with suppress(FileExistsError):
+                    os.makedirs(directory, 0o700)
+                return [
+                    _OutputFile(f"{directory}/{ident}{it}", files)
+                    for it in (".out", ".err")
+                ]
         is_alone = self._options.jobs == 1
         streams = [self._stdout, self.output]
         if is_alone and self._stdout is self.output:
@@ -6432,7 +6422,7 @@ class _CommandPool(_WorkerPool):
         return [_Relay(it, not is_alone, files) for it in streams]
 
     def _follow(self, job: _CommandJob, relays: list[_Relay]) -> None:
-        """Pass on the output until the job is over. After OSError or _Stalled, end the job."""
+        """Pass on the output until the job is over. After OSError, end the job."""
         import signal
 
         fds = [job.link.fileno(), *(it.pipe for it in relays)]
@@ -6462,17 +6452,18 @@ class _CommandPool(_WorkerPool):
         """After a stop, drop output whose reader is gone: the running jobs must still finish."""
         try:
             if due := relay.due(job.is_over):
-                relay.stream.put(due, job.end_s)
+                relay.stream.put(due, job.end_s, False)
         except OSError as error:
             # RACE (CommandLine): Ctrl-C ends `tee` in `femtoqueue work ... | tee log`, and the
             # write fails before the signal has come to this worker. So wait for it.
             is_gone = error.errno in (errno.EPIPE, errno.EIO)
             if not (is_gone and self._is_told.wait(_ONE_SIGNAL_S)):
-                raise _named(error, _STREAM_NAMES[relay.stream.fd]) from None
+                error.filename = _STREAM_NAMES[relay.stream.fd]
+                raise
 
     def _refuse(self, job: _CommandJob) -> None:
         error = OSError(job.errno, os.strerror(job.errno))
-        is_argument = any("{}" in it for it in self._options.after_dashes)
+        is_argument = "{}" in " ".join(self._options.after_dashes)
         if is_argument and error.errno in (errno.E2BIG, errno.EINVAL):
             text = f"the payload can't be an argument of the command, in place of {{}}: {error}"
             self._queue.fail(job.task, text + _try_text(job.task))
@@ -6523,9 +6514,19 @@ def main(argv: list[str] | None = None) -> Any:
         return 0
     except KeyboardInterrupt:
         return 130  # 128 + SIGINT
-    except (FemtoQueueError, OSError, ValueError, MemoryError) as error:
-        name, must, wanted = _text_of(error).partition(" must ")
-        _write_error(_OPTIONS.get(name, name) + must + wanted)
+    # RuntimeError: the system allows no more threads.
+    except (
+        FemtoQueueError,
+        OSError,
+        ValueError,
+        MemoryError,
+        RuntimeError,
+        _Trouble,
+    ) as error:
+        text = str(error) or type(error.__cause__ or error).__name__
+        name, must, wanted = text.partition(" must ")
+        # On the command line, --max-attempts 0 stands for None.
+        _write_error(_OPTIONS.get(name, name) + must + wanted.replace("None", "0"))
         return 1 if isinstance(error, FemtoQueueError) else 2
 
 
@@ -6565,7 +6566,8 @@ def _put(fd: int, data: str | bytes) -> None:
     try:
         _write_all(fd, data)
     except OSError as error:
-        raise _named(error, _STREAM_NAMES[fd]) from None
+        error.filename = _STREAM_NAMES[fd]
+        raise
 
 
 def _print(*texts: object) -> None:
@@ -6584,6 +6586,7 @@ def _command(*arguments: Any) -> Callable[[Any], Any]:
 
     def declare(run: Any) -> Any:
         run.arguments = arguments
+        run.help = run.__doc__ or "\n"  # `python -OO` keeps no docstrings
         _COMMANDS[run.__name__.split("_")[1]] = run
         return run
 
@@ -6611,7 +6614,7 @@ def _parse_arguments(argv: list[str]) -> Any:
     name, *words = argv or [""]
     if name in ("--version", "-h", "--help"):
         titles = [
-            f"    {it:9} {run.__doc__.splitlines()[0]}" for it, run in _COMMANDS.items()
+            f"    {it:9} {run.help.splitlines()[0]}" for it, run in _COMMANDS.items()
         ]
         version = [f"femtoqueue {__version__}"]
         _print(*version if name == "--version" else [_SUMMARY, *titles, _NOTES])
@@ -6652,7 +6655,7 @@ def _parser_of(name: str, hint: str) -> Any:
         def print_help(self, file: object = None) -> None:
             _put(1, self.format_help())  # raises OSError, on a full disk
 
-    summary, _, notes = run.__doc__.partition("\n\n")
+    summary, _, notes = run.help.partition("\n\n")
     parser = Parser(
         f"femtoqueue {name}",
         description=summary,
@@ -6703,9 +6706,9 @@ def _id_argument(text: str) -> str:
     )
 
 
-def _utf8_argument(text: str) -> str:
+def _utf8_text(text: str) -> str:
     """Decode an argument as UTF-8: a key must be the same in every locale."""
-    return os.fsencode(text).decode(errors="surrogateescape")
+    return os.fsencode(text).decode()
 
 
 _SUMMARY = """\
@@ -6729,8 +6732,9 @@ _TYPES: dict[str, Callable[[str], Any]] = {
     "TIME": _seconds,
     "WHEN": _timestamp,
     "ID": _id_argument,
-    "KEY": _utf8_argument,
-    "TEXT": _utf8_argument,
+    "KEY": _utf8_text,
+    # A reason may have been cut in the middle of a character.
+    "TEXT": lambda it: os.fsencode(it).decode(errors="backslashreplace"),
     "N": int,
 }
 _ID_HELP = "id of a task, or the path that `pop` printed"
@@ -6766,13 +6770,13 @@ def _for_each_id(
 ) -> int:
     """Call act() for each ID. Return how often it raised FemtoQueueError."""
     refused = 0
-    with _open_queue(options, **settings) as q:
-        for name in options.ids:
-            try:
-                act(q, name)
-            except FemtoQueueError as error:
-                _write_error(str(error))
-                refused += 1
+    q = _open_queue(options, **settings)
+    for name in options.ids:
+        try:
+            act(q, name)
+        except FemtoQueueError as error:
+            _write_error(str(error))
+            refused += 1
     return refused
 
 
@@ -6796,9 +6800,10 @@ def _task_row(q: FemtoQueue, task: FemtoTask) -> dict[str, Any]:
     preview = ""
     if task.size_bytes:  # otherwise the file may be a FIFO
         with suppress(OSError), open(f"{q.data_dir}/{task.path}", "rb") as file:
-            preview = _preview(file.read(_READ_BYTES).partition(b"\n")[2])
+            file.readline()  # the header
+            preview = _preview(file.read(_PREVIEW_BYTES))
     # the attempts of a dead letter of `work`: see _try_text()
-    told = re.match(r"(?m).*\(try (\d+)\)$", task.error or "")
+    told = re.match(r"(?m).*\(try (\d{1,6})\)$", task.error or "")
     return {
         "state": task.state,
         "id": task.id,
@@ -6827,19 +6832,10 @@ def _cell(name: str, value: Any) -> str:
     return f"{value:.0f}s"
 
 
-_TABLE_HEAD = """\
-STATE     ID                                       AGE  SINCE TRY    BYTES   LEFT KEY NODE DATA"""
-
-
-def _task_rows(q: FemtoQueue, *states: Any) -> Iterator[dict[str, Any]]:
-    """Return the rows of the tasks in some states. Raises ValueError for a wrong state."""
-    tasks = [q.tasks(state, data=False) for state in states]
-    return (_task_row(q, task) for task in itertools.chain(*tasks))
-
-
 def _task_table(rows: Iterable[dict[str, Any]]) -> Iterator[str]:
     form = "{:9} {:37} {:>6} {:>6} {:>3} {:>8} {:>6} {} {} {}"
-    yield _TABLE_HEAD
+    yield """\
+STATE     ID                                       AGE  SINCE TRY    BYTES   LEFT KEY NODE DATA"""
     for row in rows:
         yield form.format(*map(_cell, row, row.values()))
 
@@ -6896,7 +6892,7 @@ def _push_command(options: Any) -> None:
                     ident = q.push(payload, delay_s=options.delay, **of_key)
                 else:
                     ident = q.schedule(payload, options.at * 1e6, **of_key)
-            except (OSError, FemtoQueueError):
+            except Exception:
                 if count:
                     _write_error(
                         f"the first {count} tasks are pushed, the others are not"
@@ -6927,7 +6923,7 @@ def _pieces(end: bytes) -> Iterator[bytes]:
     """Yield the pieces of standard input, each as soon as its `end` has come. The last needs none.
     end=b"": yield the whole, unless it is empty."""
     rest = bytearray()
-    with suppress(AttributeError, OSError):  # not on Windows
+    if os.name == "posix":
         os.set_blocking(0, True)  # another process may have set O_NONBLOCK
     while chunk := os.read(0, 1 << 16):
         rest += chunk
@@ -6988,8 +6984,9 @@ def _work_command(options: Any) -> int:
 
     If this worker is killed, its commands are killed. A program that calls setsid()
     has left its command, and nothing ends it: to end such programs, too, run the
-    command in a container, or with `systemd-run --scope`. If a lease is lost, CMD
-    goes on.
+    command in a container, or with `systemd-run --scope`. If CMD ends and leaves a
+    program running, what that program writes is lost, and the write ends it:
+    redirect its output, or use --output-dir. If a lease is lost, CMD goes on.
 
     Status 1 (only with --drain): a task became a dead letter, or tasks are left.
 
@@ -6999,8 +6996,9 @@ def _work_command(options: Any) -> int:
 
     _prepare_work(options)
     launcher = _Launcher(options.after_dashes, options.task_timeout or _FOREVER_S)
-    try:
-        with _open_queue(
+    with (
+        launcher.requests,
+        _open_queue(
             options,
             makes=True,
             node_id=options.node,
@@ -7009,30 +7007,28 @@ def _work_command(options: Any) -> int:
             keep_done=options.keep_done,
             max_attempts=options.max_attempts or None,
             retry_delay_s=options.retry_delay,
-        ) as q:
-            pool = _CommandPool(q, launcher, options)
-            logging.basicConfig(
-                stream=pool.output, format="%(asctime)s %(message)s", datefmt="%H:%M:%S"
-            )
-            status = pool.run_reported()
-        # A normal exit would wait for a thread that is stuck in a write, and holds the log's lock.
-        if status > 128:
-            os._exit(status)
-    finally:
-        launcher.stop()
+        ) as q,
+    ):
+        pool = _CommandPool(q, launcher, options)
+        logging.basicConfig(
+            stream=pool.output, format="%(asctime)s %(message)s", datefmt="%H:%M:%S"
+        )
+        status = pool.run_reported()
+    # A normal exit would wait for a thread that is stuck in a write, and holds the log's lock.
+    if status > 128:
+        os._exit(status)
     return status
 
 
 def _prepare_work(options: Any) -> None:
     """Check the options of `work` and CMD before a task is taken."""
-    # Import all that a job needs: Python may be replaced or removed while the worker runs.
-    import select  # noqa: F401
+    # Import all that a job needs: Python may be replaced or removed while the worker runs. These
+    # modules, and logging, import the others that a job needs.
+    import hashlib  # noqa: F401
     import shutil
-    import signal  # noqa: F401
-    import socket  # noqa: F401
     import subprocess  # noqa: F401
     import tempfile  # noqa: F401
-    import traceback  # noqa: F401
+    import urllib.parse  # noqa: F401
 
     command = options.after_dashes
     if options.words or not command:
@@ -7082,31 +7078,31 @@ def _pop_command(options: Any) -> int:
     Example: task=$(femtoqueue pop jobs) && tail -n +2 "jobs/$task"
              femtoqueue done jobs "$task"
     """
-    with _open_queue(
+    q = _open_queue(
         options,
         node_id=options.node,
         timeout_stale_ms=options.timeout * 1000,
         detached=True,
-    ) as q:
-        if options.key is None and options.id is None:
-            task = q.pop(options.wait)
-        else:
-            task = q.take(options.key, options.wait, id=options.id)
-        if task is None:
-            return 1
-        try:
-            if options.payload:
-                _put(1, task.data)
-            _put(2 if options.payload else 1, f"{task.path}\n")
-        except BaseException as error:
-            # without the path, the caller can't settle the task
-            q.release(task, front=True, counted=False)
-            if isinstance(error, BrokenPipeError):
-                # main() would take this error for a success
-                raise FemtoQueueError(
-                    f"task {task.id} is given back: nobody reads"
-                ) from None
-            raise
+    )
+    if options.key is None and options.id is None:
+        task = q.pop(options.wait)
+    else:
+        task = q.take(options.key, options.wait, id=options.id)
+    if task is None:
+        return 1
+    try:
+        if options.payload:
+            _put(1, task.data)
+        _put(2 if options.payload else 1, f"{task.path}\n")
+    except BaseException as error:
+        # without the path, the caller can't settle the task
+        q.release(task, front=True, counted=False)
+        if isinstance(error, BrokenPipeError):
+            # main() would take this error for a success
+            raise FemtoQueueError(
+                f"task {task.id} is given back: nobody reads"
+            ) from None
+        raise
     return 0
 
 
@@ -7164,7 +7160,8 @@ def _release_command(options: Any) -> int:
 
     Example: femtoqueue release jobs "$task" --delay 5m
     """
-    if bool(options.ids) == bool(options.all or options.node):
+    is_for_all = bool(options.all or options.node)
+    if bool(options.ids) == is_for_all:
         options.error("give IDs, --all or --node")
     options.ids = options.ids or [
         it.path
@@ -7177,7 +7174,7 @@ def _release_command(options: Any) -> int:
             q.attach(name), front=options.front, delay_s=options.delay
         ),
     )
-    if options.all or options.node:
+    if is_for_all:
         _print(f"released {len(options.ids) - refused}")
     return refused > 0
 
@@ -7220,7 +7217,10 @@ def _ls_command(options: Any) -> None:
     import json
 
     states = options.states or [it for it in STATES if options.all or it != "done"]
-    rows = _task_rows(_open_queue(options), *states)
+    q = _open_queue(options)
+    # a wrong state raises ValueError before the head is printed
+    tasks = [q.tasks(state, data=False) for state in states]
+    rows = (_task_row(q, task) for task in itertools.chain(*tasks))
     for line in map(json.dumps, rows) if options.json else _fitting(_task_table(rows)):
         _print(line)
 
@@ -7241,15 +7241,12 @@ def _show_command(options: Any) -> None:
         row = _task_row(q, task)
         del row["data_preview"]
         if task.error:  # no line of the reason may look like a field
-            row["reason"] = _escaped(task.error).replace("\n", f"\n{'':21}")
+            row["reason"] = _printable(task.error).replace("\n", f"\n{'':21}")
         _print(*_field_lines(row), "")
     _put(
-        1, _escaped(task.data.decode("utf-8", "replace")) if os.isatty(1) else task.data
+        1,
+        _printable(task.data.decode("utf-8", "replace")) if os.isatty(1) else task.data,
     )
-
-
-def _escaped(text: str) -> str:
-    return "\n".join(map(_printable, text.split("\n")))
 
 
 @_command(
@@ -7263,7 +7260,7 @@ def _escaped(text: str) -> str:
         "--max-pending N", "status 1 if more tasks are pending", default=_FOREVER_S
     ),
 )
-def _stat_command(options: Any) -> bool:
+def _stat_command(options: Any) -> Any:
     """Count the tasks in each state, for people and for monitors.
 
     A task that moves from one state to another meanwhile may be missed, or counted
@@ -7278,8 +7275,7 @@ def _stat_command(options: Any) -> bool:
     _print(*[json.dumps(figures)] if options.json else _field_lines(figures))
     ages_s = [figures["oldest_pending_age_s"] or 0]
     ages_s += [_since_s(it.until) for it in q.tasks("inflight", data=False)]
-    is_late = any(it > options.max_age for it in ages_s)
-    return is_late or figures["pending"] > options.max_pending
+    return max(ages_s) > options.max_age or figures["pending"] > options.max_pending
 
 
 def _figures(q: FemtoQueue) -> dict[str, Any]:
@@ -7314,14 +7310,14 @@ def _top_command(options: Any) -> None:
     Example: femtoqueue top jobs
     """
     while not _has_queue(options.dir):
-        _print(f"{options.dir}: waiting for a queue")
+        _warn_once(f"{options.dir}: waiting for a queue")
         time.sleep(options.interval)
     q = _open_queue(options)
-    progress = _Progress(_open_files(options.dir, False))
+    progress = _Progress(options.dir)
     begin = "\x1b[H\x1b[J" if os.isatty(1) else ""
     while True:
         rows = _terminal_size(1)[1] or 999
-        lines = itertools.islice(_fitting(_top_lines(q, progress)), rows - 1)
+        lines = itertools.islice(_fitting(_top_lines(q, progress)), rows - 1 or 1)
         _print(begin + next(lines), *lines)
         time.sleep(options.interval)
 
@@ -7332,8 +7328,8 @@ def _top_lines(q: FemtoQueue, progress: _Progress) -> Iterator[str]:
     yield f"{q.data_dir} {time.strftime('%H:%M:%S')}  {progress.pace_text()}"
     yield from _field_lines(_figures(q))
     yield ""
-    rows = [*_task_rows(q, "inflight")]
-    for task in reversed(deque(q.tasks("failed", data=False), 20)):
+    rows = [_task_row(q, task) for task in q.tasks("inflight", data=False)]
+    for task in reversed([*q.tasks("failed", data=False, last=20)]):
         row = _task_row(q, task)
         row["data_preview"] += f"  {_preview((task.error or '').encode())}"
         rows.append(row)
@@ -7379,7 +7375,8 @@ def _check_command(options: Any) -> bool:
         findings = q.check(options.repair)
     for it in findings:
         state = "mended" if it.repaired else "odd"
-        _print(f"{it.kind}\t{_printable(it.path)}\t{it.text}\t{state}")
+        path = _printable(it.path).replace("\n", "\\n")
+        _print(f"{it.kind}\t{path}\t{it.text}\t{state}")
     return not all(it.repaired for it in findings)
 
 

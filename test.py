@@ -281,7 +281,6 @@ SEAMS = {
     "file system type": "_fs_type",
     "C library": "_libc",
     "groups of a session": "_groups_of",
-    "open files": "_open_files",
     "progress": "_Progress",
     "lines of top": "_top_lines",
     "stop line": "_write_stop_line",
@@ -1659,6 +1658,19 @@ class Lifecycle(QueueCase):
         self.assertEqual([task.key for task in q.tasks("pending")], ["k"])
         with self.assertRaisesRegex(CorruptTask, f"{tasks[0].id}.*header"):
             q.peek(tasks[0].id)
+
+    def test_tasks_reads_the_last_tasks_only(self) -> None:
+        q = self.queue()
+        for number in range(9):
+            q.push(b"%d" % number)
+        tasks = list[FemtoTask]()
+        reads = calls_of("read", lambda: tasks.extend(q.tasks("pending", last=2)))
+        self.assertEqual([task.data for task in tasks], [b"7", b"8"])
+        self.assertLess(len(reads), 9)
+        self.assertEqual(len([*q.tasks("pending", last=10)]), 9)
+        self.assertEqual([*q.tasks("pending", last=0)], [])
+        with self.assertRaises(ValueError):
+            next(q.tasks("pending", last=-1))
 
     # Order
 
@@ -10405,7 +10417,7 @@ $ { until [ -e read ]; do :; done; femtoqueue pop jobs; echo $? > status; } | { 
 $ cat status -> 1
 $ femtoqueue pop jobs --payload > /dev/full -> ! femtoqueue: ... No space left on device: ... [2]
 $ femtoqueue top jobs > /dev/full -> ! femtoqueue: ... No space left on device: ... [2]
-$ femtoqueue work jobs --drain -- echo x > /dev/full -> ! ... No space left on device: ... ! ... [2]
+$ femtoqueue work jobs --drain -- echo x > /dev/full -> ! ... ! ... No space left on device: ... [2]
 $ femtoqueue ls jobs | grep -c ' 0  *1 ' -> 3
 $ payloads pending -> 1, 2, x
 # work runs a command for each task, with the payload as standard input, and prints its output
@@ -10478,7 +10490,7 @@ $ femtoqueue work jobs -- sh -c 'kill -HUP $(worker)' 2> /dev/full
 $ states -> done 1
 $ femtoqueue push jobs x -> ...
 $ { femtoqueue work jobs -q -- sh -c 'echo 1; kill -INT $(worker); sleep 0.5; echo 2; echo 3'; \
- echo $? > status; } | head -n 1 -> 1 ! ! femtoqueue: the running tasks may finish; ...
+ echo $? > status; } | head -n 1 -> 1 ! femtoqueue: the running tasks may finish; ...
 $ cat status -> 0
 $ states -> done 2
 $ femtoqueue push jobs x -> ...
@@ -10491,7 +10503,7 @@ $ states -> done 2, pending 1
 $ head -c 100000 /dev/zero | femtoqueue push jobs -> <large>
 $ femtoqueue push jobs y -> <y>
 $ ulimit -f 60; femtoqueue work jobs -q --drain --max-attempts 1 -- true
-! ... <large>: try 1 failed, a dead letter: its payload can't be written: ... File too large: ...
+! ... <large>: try 1 failed, a dead letter: its payload can't be written to /...: ... too large; ...
 [1]
 $ states -> done 1, failed 1
 # processes that a command leaves running do not hold up work, even if they write to its pipes
@@ -10592,6 +10604,18 @@ $ femtoqueue work jobs -q --drain --max-attempts 1 --output-dir logs -- true
 ! ... <x>: try 1 failed, a dead letter: its output can't be written: ...; data: x
 [1]
 $ states -> done 1, failed 1
+# if --output-dir can't be a directory, work ends, and fails no task
+$ femtoqueue push jobs x -> <x>
+$ touch file
+$ femtoqueue work jobs -q --drain --output-dir file -- true
+! femtoqueue: its output can't be written: [Errno 20] Not a directory: 'file/<x>.out'
+[2]
+$ ln -s /no/disk dangling
+$ femtoqueue work jobs -q --drain --output-dir dangling -- true -> ! ... 'dangling/<x>.out' [2]
+$ femtoqueue work jobs -q --drain --output-dir file/logs -- true
+! femtoqueue: its output can't be written: [Errno 20] Not a directory: 'file/logs'
+[2]
+$ femtoqueue ls jobs -> ... pending <x> ...s 0 1 - - - x
 # only a regular file of this user with one link takes output; a removed directory is made again
 $ femtoqueue push jobs a b c d e -> <a> <b> <c> <d> <e>
 $ mkdir -m 755 logs; touch other; ln -s ../other logs/$a.out; ln other logs/$b.out
@@ -10730,8 +10754,8 @@ class Command(subprocess.Popen[bytes]):
         """Send a signal, and wait until the process reports it. Then send the second signal, if one
         is given, and wait until the process ends."""
         self.send_signal(number)
-        heard = self.stderr.readline(), self.stderr.readline()
-        demand(b"the running tasks may finish" in heard[1], f"it said {heard}")
+        heard = self.stderr.readline()
+        demand(b"the running tasks may finish" in heard, f"it said {heard}")
         if second is not None:
             time.sleep(2 * constant("one signal"))  # two signals at once count as one
             self.send_signal(second)
@@ -11001,7 +11025,7 @@ class CommandLine(CommandCase):
         ("as an argument: sh -c", "work jobs -- nice /bin/bash -ec {}"),
         ("as an argument: sh -c", "work jobs -- bash -o pipefail -c {}"),
         ("as an argument: sh -c", "work jobs -- sh -c -e {}"),
-        ("--max-attempts must be None or an int", "work jobs --max-attempts -1 -- true"),
+        ("--max-attempts must be 0 or an int", "work jobs --max-attempts -1 -- true"),
         ("--node must be 1 to 100", "work jobs --node a/b -- true"),
         ("unrecognized arguments: -l; put the command after --, as in: work", "work jobs ls -l"),
         ("unrecognized arguments: -x; see femtoqueue", "work jobs -x -- ls", "push jobs -x -- y"),
@@ -11029,6 +11053,7 @@ class CommandLine(CommandCase):
         ("pending: there is no queue; push makes one", "ls pending"),
     )
     WRONG_USES_OF_A_QUEUE = (
+        ("argument --key: invalid", "push jobs --key \udcff x", "pop jobs --key \udcff"),
         ("key must be 1 to 200 bytes", f"push jobs --key {'k' * 201} 1"),
         ("--if-in-flight must be buffer or update", "push jobs --key k --if-in-flight never 1"),
         ("state must be one of pending, scheduled", "ls jobs pendng"),
@@ -11037,6 +11062,27 @@ class CommandLine(CommandCase):
         ("jobs/file", "push jobs/file x"),
     )
     # fmt: on
+
+    def test_progress_is_left_out_if_the_system_allows_no_thread(self) -> None:
+        error = RuntimeError("can't start new thread")
+        with (
+            mock.patch("os.isatty", return_value=True),
+            mock.patch.dict(self.env, TERM="xterm"),
+            mock.patch("threading.Thread.start", side_effect=error),
+        ):
+            status, _, err = self.run_command("push", "jobs", "x")
+        self.assertEqual((status, "thread" in err), (0, False), err)
+        self.assertEqual(self.states(), {"pending": 1})
+
+    def test_commands_need_no_docstrings(self) -> None:
+        program = [sys.executable, "-OO", "-B", os.path.join(HERE, "femtoqueue.py")]
+        for words in (["push", "jobs", "x"], ["--help"], ["work", "--help"]):
+            self.assertEqual(run_guarded(*program, *words, env=self.env)[0], 0)
+
+    def test_reason_with_a_huge_number_is_shown(self) -> None:
+        q = self.queue()
+        q.fail(leased(q), f"x (try {'9' * 5000})")
+        self.assertRegex(self.output_of("ls", "jobs"), r"\nfailed .* -  +1 ")
 
     def test_wrong_use_is_one_line_that_says_what_to_type(self) -> None:
         """A wrong use ends with exit status 2 and a message of one line, and changes nothing."""
@@ -11050,8 +11096,9 @@ class CommandLine(CommandCase):
         self.assertFalse(os.path.exists(self.path))
         self.queue().push(b"x")
         self.put("file", b"", "")
-        for text, line in self.WRONG_USES_OF_A_QUEUE:
-            self.check_wrong(line, text)
+        for text, *lines in self.WRONG_USES_OF_A_QUEUE:
+            for line in lines:
+                self.check_wrong(line, text)
         with hooked(at_call("stat", "jobs/pending", errno_raiser(errno.EACCES))):
             self.check_wrong("ls jobs", "Permission denied")
         self.assertEqual(self.states(), {"pending": 1})
@@ -11145,6 +11192,25 @@ class CommandLine(CommandCase):
         self.assertEqual(later[1].split(), ["pending", "1"])
         self.assertNotIn(task.id, "".join(later))
 
+    def test_top_says_once_that_it_waits_for_a_queue(self) -> None:
+        command = [*self.program(), "top", "jobs", "--interval", "1ms"]
+        streams: dict[str, Any] = {
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.STDOUT,
+        }
+        with Command(command, env=self.env, **streams) as process:
+            line = process.stdout.readline()
+            self.assertEqual(line, b"jobs: waiting for a queue\n")
+            self.queue()
+            self.assertEqual(process.stdout.readline()[:5], b"jobs ")
+            process.send_signal(signal.SIGINT)
+
+    def test_top_shows_one_line_in_a_terminal_of_one_row(self) -> None:
+        self.queue()
+        sizes = deque([os.terminal_size((80, 1))])
+        (look,) = self.looks_of_top(sizes, interrupt)
+        self.assertEqual((len(look), look[0][:5]), (1, "jobs "))
+
     # work
 
     def test_work_reports_its_progress_now_and_then_and_at_the_end(self) -> None:
@@ -11166,8 +11232,23 @@ class CommandLine(CommandCase):
         self.queue(None).push(b"x")
         program = self.program_with({"report": 0.05})
         words = "work", "jobs", "--drain", "--", "sleep", "0.6"
-        *before, _ = run_guarded(*program, *words, env=self.env)[2].splitlines()
-        self.assertEqual(len(before), len({*before}), before)
+        said = run_guarded(*program, *words, env=self.env)[2].splitlines()
+        self.assertEqual(len(said), len({*said}), said)
+
+    def test_last_line_of_progress_is_not_repeated_at_the_end(self) -> None:
+        self.queue(None)
+        program = self.program_with({"report": 0.05})
+        with Command(
+            [*program, "work", "jobs", "--", "true"],
+            env=self.env,
+            stderr=subprocess.PIPE,
+        ) as process:
+            line = process.stderr.readline()
+            process.send_signals(signal.SIGTERM)
+            self.assertEqual(
+                (line, process.stderr.read()),
+                (b"femtoqueue  0 done | 0 running  0 waiting\n", b""),
+            )
 
     def test_command_that_ends_before_its_limit_is_done_even_if_the_worker_is_stopped(
         self,
@@ -11205,6 +11286,20 @@ class CommandLine(CommandCase):
         status, _, err = run_guarded(*words, code + main, *command, env=self.env)
         self.assertEqual((status, err.count(" waits: true can't be run")), (0, 3), err)
         self.assertEqual(self.states(), {"done": 2})
+
+    def test_worker_whose_python_is_removed_still_takes_a_keyed_task(self) -> None:
+        # From the first command on, each import fails.
+        code = "import os\nclass Finder:\n    def find_spec(name, *_):\n"
+        code += "        if os.path.exists('removed'): raise ImportError(name)\n"
+        code += "sys.meta_path.insert(0, Finder)\n"
+        script = "test -e removed || femtoqueue push jobs --key k x && touch removed"
+        *words, main = self.program()
+        begin, _, run = main.partition("sys.exit")
+        self.queue(None).push(b"x")
+        command = "work", "jobs", "-q", "--drain", "--", "sh", "-c", script
+        program = *words, f"{begin}\n{code}sys.exit{run}"
+        status, _, err = run_guarded(*program, *command, env=self.env)
+        self.assertEqual((status, err, self.states()), (0, "", {"done": 2}))
 
     def test_error_of_the_worker_is_no_failed_try_of_its_task(self) -> None:
         # In the first worker, TemporaryFile() raises an error, as it may if the worker's Python is
@@ -11293,6 +11388,21 @@ class CommandLine(CommandCase):
             self.assertEqual(len(process.stdout.read()), 1000000)
         self.assertEqual(self.states(), {"done": 1})
 
+    def test_log_that_nobody_reads_keeps_no_task_from_its_end(self) -> None:
+        self.set_constant("grace", 0.2)
+        self.queue().push(b"x")
+        limits = "--task-timeout", "300ms", "--max-attempts", "1"
+        command = *self.program(), "work", "jobs", "--drain", *limits, "--", "yes"
+        reader, writer = os.pipe()
+        self.addCleanup(os.close, reader)
+        with Command(command, env=self.env, stdout=writer, stderr=writer) as process:
+            os.close(writer)
+            self.assertEqual(process.wait(PATIENCE_S), 1)
+        (task,) = self.queue("other").tasks("failed")
+        self.assertRegex(
+            str(task.error), r"\Akilled (?s:.*)\noutput is lost: nobody reads it\Z"
+        )
+
     @unittest.skipUnless(sys.platform == "linux", "pipes have a size on Linux")
     def test_slow_reader_gets_all_output_even_after_the_time_limit(self) -> None:
         # The worker gives up only a reader that reads nothing for the time of grace.
@@ -11324,10 +11434,10 @@ class CommandLine(CommandCase):
         process = subprocess.Popen(["sleep", "1000"], start_new_session=True)
         self.addCleanup(process.wait)
         groups = through_seam("groups of a session")
-        self.assertEqual(groups({process.pid}), [process.pid])
+        self.assertEqual(groups({process.pid}), {process.pid})
         process.kill()
         until_gone(process.pid)
-        self.assertEqual(groups({process.pid}), [])
+        self.assertEqual(groups({process.pid}), set())
 
     @unittest.skipUnless(os.path.exists("/proc/self/stat"), "needs /proc")
     def test_a_process_whose_first_thread_has_ended_is_not_taken_for_a_zombie(
@@ -11344,7 +11454,7 @@ class CommandLine(CommandCase):
         self.addCleanup(process.kill)
         until_gone(process.pid)  # returns when the state is that of a zombie
         self.assertEqual(
-            through_seam("groups of a session")({process.pid}), [process.pid]
+            through_seam("groups of a session")({process.pid}), {process.pid}
         )
 
     @unittest.skipUnless(os.path.exists("/proc/self/stat"), "needs /proc")
@@ -11360,11 +11470,11 @@ class CommandLine(CommandCase):
         groups = through_seam("groups of a session")
         calls = mock.Mock()
         with mock.patch("os.getpid", return_value=1), mock.patch("os.listdir", calls):
-            self.assertEqual(groups({process.pid}), [process.pid])
+            self.assertEqual(groups({process.pid}), {process.pid})
         calls.assert_not_called()
 
     def progress(self) -> Any:
-        return through_seam("progress")(through_seam("open files")(self.path, False))
+        return through_seam("progress")(self.path)
 
     def pace_text(self, *samples: tuple[float, int, int]) -> str:
         """Return the text that shows the rate and the time left. A sample has three parts: a time
@@ -11441,7 +11551,7 @@ class CommandLine(CommandCase):
             change()
             progress.count_left(0)
             self.assertEqual(
-                progress.text({}), f"femtoqueue  0 done | 0 running  {end}"
+                progress.text(Counter()), f"femtoqueue  0 done | 0 running  {end}"
             )
 
     def test_progress_counts_scheduled_tasks(self) -> None:
@@ -11521,7 +11631,7 @@ class CommandLine(CommandCase):
             80, "work", "jobs", "--drain", "--", "sh", "-c", script
         )
         self.assertRegex(
-            said, r"waiting[^\n]*\r\x1b\[Jfemtoqueue: \[Errno 20\] [^\n]*\r\n"
+            said, r"waiting[^\n]*\r\x1b\[Jfemtoqueue: \[Errno 20\] [^\n]*\r\n\Z"
         )
 
     @unittest.skipUnless(sys.platform == "linux", "needs a terminal of Linux")
@@ -11567,6 +11677,17 @@ class CommandLine(CommandCase):
         )
         *_, last = through_seam("lines of top")(q, self.progress())
         self.assertRegex(last, rf"^failed +{task.id} ")
+
+    def test_top_reads_only_the_dead_letters_that_it_shows(self) -> None:
+        q = self.queue()
+        for number in range(30):
+            q.fail(leased(q, data=b"%d" % number))
+        lines = list[str]()
+        look = through_seam("lines of top")
+        reads = calls_of("read", lambda: lines.extend(look(q, self.progress())))
+        payloads = [line.split()[-1] for line in lines if line.startswith("failed  ")]
+        self.assertEqual(payloads[1:], [str(29 - number) for number in range(20)])
+        self.assertEqual(len(reads), 20)
 
     def start_work(self, script: str, *words: str) -> Command:
         """Start a process of `femtoqueue work`, which runs a shell script for each task."""

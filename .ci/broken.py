@@ -739,6 +739,18 @@ an environment that is too large makes no dead letters | CommandLine
 a slow reader gets all output | CommandLine
 -max(end_s, self._moved_s + _GRACE_S)
 +end_s
+a log that nobody reads keeps no task from its end | CommandLine
+-"backslashreplace"), 0.0, True)
++"backslashreplace"), _FOREVER_S, True)
+the last line of progress is not repeated at the end | CommandLine
+-        if self._has_terminal or line == before:
++        if self._has_terminal:
+a worker whose Python is removed takes a keyed task | CommandLine
+-    import urllib.parse  # noqa: F401
++    import urllib  # noqa: F401
+a dead letter with a huge number in its reason ends no command | CommandLine
+-(try (\d{1,6})
++(try (\d+)
 a process whose first thread has ended is no zombie | CommandLine
 - or int(more[13]) > 1
 + or int(more[13]) > 99
@@ -978,8 +990,8 @@ a wait lists a replaced pending/ once more before it sleeps | WaitingWithInotify
 -        return self._watches != before
 +        return False
 a `pop` that can't print the payload does not print the path of the lease | CommandLine
--                _put(1, task.data)
-+                sys.stdout.buffer.write(task.data)
+-            _put(1, task.data)
++            sys.stdout.buffer.write(task.data)
 a cancelled pop_async() loses no task | Coroutines hangs
                      # RACE (Coroutines): the coroutine was cancelled, or close() was called.
 -                    self.put_back(task)
@@ -1214,17 +1226,20 @@ a command's exit status is 1 for a FemtoQueueError, 2 for another error | Comman
 -        return 1 if isinstance(error, FemtoQueueError) else 2
 +        return 2 if isinstance(error, FemtoQueueError) else 1
 the exit status of `pop` on an empty queue is 1 | CommandLine
-         if task is None:
--            return 1
-+            return 0
+     if task is None:
+-        return 1
++        return 0
 a lease that `pop` can't print is given back | CommandLine
--            q.release(task, front=True, counted=False)
+-        q.release(task, front=True, counted=False)
 the exit status of `work --drain` is 1 if a task failed | CommandLine
 -        return self._drain and (
 +        return bool(self.signals) and (
 the exit status of `check` is 1 if it finds something that is not repaired | CommandLine
 -    return not all(it.repaired for it in findings)
 +    return not all(it.text for it in findings)
+`top` reads only the dead letters that it shows | CommandLine
+-data=False, last=20)
++data=False)
 the last piece of --null needs no zero byte | CommandLine
 -        yield bytes(rest)
 """
