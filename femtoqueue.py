@@ -1282,7 +1282,7 @@ _Result = TypeVar("_Result")
 
 class _OpenDirs(dict[str, _OpenFile]):
     """The open directories of a queue, by name; "" is data_dir. Of the lease directories, only the
-    own one is kept open."""
+    own one is kept open. The directory above is not."""
 
     def __init__(self, root: _OpenFile) -> None:
         super().__init__({"": root})
@@ -1290,7 +1290,7 @@ class _OpenDirs(dict[str, _OpenFile]):
 
     def __missing__(self, name: str) -> _OpenFile:
         opened = self.open(name) if name else _OpenFile(None, self._path, _ROOT_FLAGS)
-        if not name.startswith("inflight-"):
+        if not name.startswith(("inflight-", "..")):
             self[name] = opened
         return opened
 
@@ -1359,7 +1359,6 @@ class _Files:
             # process did not make data_dir.
             with suppress(PermissionError):
                 self.sync_dir("..")
-                del self.dirs[".."]  # not kept open
 
     def make_dir(self, name: str) -> None:
         """Make a directory in data_dir for all users of the queue, unless it exists. If the queue
@@ -1420,7 +1419,7 @@ class _Files:
     def names(self, directory: str) -> list[str]:
         """Return all names in a directory. Raises the OSError that _pass_over() raises."""
         try:
-            root = self.dirs[""]
+            root = self.root
             if root.fd is None:
                 return os.listdir(root.prefix + directory)
             # two listings in one opening would share a position
@@ -1737,10 +1736,7 @@ class _Files:
 
     def remove_empty_dir(self, path: str) -> None:
         """Remove a directory if it is empty, and if this user may remove it."""
-        # POSIX lets the file system report ENOTEMPTY or EEXIST. EBUSY: a mount point
-        with _ignore_missing(
-            errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY, *_NO_WRITE_ERRNOS
-        ):
+        with suppress(OSError):
             self.call(os.rmdir, path)
 
     def shrink(self, new_name: str) -> None:
@@ -2000,10 +1996,6 @@ class _Batch:
             if names and name < names[0]:
                 names.insert(bisect.bisect(names, False, key=name.__gt__), name)
 
-    def bar(self, ident: str) -> None:
-        with self._lock:
-            self.barred[ident] = time.monotonic() + _TROUBLE_PAUSE_S
-
     def correct_after_loss(self, lost: str) -> None:
         """After a lost claim at the path `lost`, drop the oldest names up to one whose file exists:
         a look costs a third of a failed rename()."""
@@ -2141,7 +2133,8 @@ class _LeaseDir:
             if error.errno in _MISSING_ERRNOS:
                 return False
             if error.errno in (errno.EPERM, errno.EACCES):
-                self._worker.batch.bar(_id_of(name))
+                until_s = time.monotonic() + _TROUBLE_PAUSE_S
+                self._worker.batch.barred[_id_of(name)] = until_s
             raise self._files.named(error, lease.source, lease.path) from None
         return True
 
@@ -2153,8 +2146,7 @@ class _LeaseDir:
         self._worker.maintenance.drop_batch()
         self._files.dirs.pop(self.directory, None)
         lock, self._held = self._held, None
-        if lock is None or lock.fd == -1:
-            # never opened, or closed by the garbage collector
+        if lock is None:
             return
         with closing(lock):
             try:
@@ -3509,7 +3501,7 @@ class FemtoQueue:
         A task that may not be removed is logged, and does not count. Raises ValueError or TypeError
         if an argument is invalid, and the OSError of the system call.
         """
-        _check_number("older_than_s", older_than_s)
+        before_s = time.time() - _check_number("older_than_s", older_than_s)
         given = {states} if isinstance(states, str) else set(states)
         if not given <= {*_ENDED}:
             raise ValueError(
@@ -3517,18 +3509,15 @@ class FemtoQueue:
             )
         wanted = [state for state in _ENDED if state in given]
         files = self._files
-        before_s = time.time() - older_than_s
-        count = _for_each(
-            lambda it: files.unlink_if_older(it.path, before_s), files.find(*wanted)
-        )
+
+        def purge(path: str) -> bool:
+            return files.unlink_if_older(path, before_s)
+
+        count = _for_each(purge, [it.path for it in files.find(*wanted)])
         if "failed" in wanted:
-            reasons = filter(_parse_reason, files.names("failed"))
-            left = [
-                it
-                for it in reasons
-                if not files.exists(f"failed/{it.removesuffix('.error')}")
-            ]
-            _for_each(lambda it: files.unlink_if_older(f"failed/{it}", before_s), left)
+            for name in filter(_parse_reason, files.names("failed")):
+                if not files.exists(f"failed/{name.removesuffix('.error')}"):
+                    _for_each(purge, [f"failed/{name}"])
         return count
 
     def check(self, repair: bool = False) -> list[Finding]:
@@ -3619,7 +3608,7 @@ class FemtoQueue:
         if (id is None) == (key is None):
             raise TypeError("peek needs either an id or a key")
         if id is None:
-            path = self._worker.keys.path_of(_key_tag(_encode_key(key)))
+            path = self._worker.keys.path_of(key)
             entry = _parse(*path.split("/")) if path else None
         else:
             # The order is the one in which tasks move: see _LIVE. A push to the key of the task may
@@ -3630,7 +3619,7 @@ class FemtoQueue:
     def contains(self, key: str) -> bool:
         """Return True if a task of the key waits or is in flight. Raises TypeError if the key is
         not a str, and ValueError if it is too long or empty."""
-        return self._worker.keys.path_of(_key_tag(_encode_key(key))) != ""
+        return self._worker.keys.path_of(key) != ""
 
     def keys(self, state: _State) -> Iterator[str]:
         """Iterate over the keys of the tasks in a state. Tasks without a key are left out, and so
@@ -3830,9 +3819,8 @@ class _Keys:
     def _has_lock(self, tag: str) -> bool:
         held = _key_locks.get((self._files.inode, tag[-2:]))
         # fd is -1: Ctrl-C came while the lock was being closed, or this is a forked child.
-        if held is None or held.fd == -1:
-            return False
-        return held.thread == threading.get_ident()
+        thread = held.thread if held and held.fd != -1 else 0
+        return thread == threading.get_ident()
 
     def lock_of(
         self, path: str, until_s: float = _FOREVER_S
@@ -3908,8 +3896,9 @@ class _Keys:
         """Say, without the lock, whether a key may have a task."""
         return not self.has_links or self._linked(tag)[0] != ""
 
-    def path_of(self, tag: str) -> str:
+    def path_of(self, key: object) -> str:
         """Return the path of a key's task, or ""."""
+        tag = _key_tag(_encode_key(key))
         if not self.may_have_task(tag):
             self._files.lstat("pending")  # a missing pending/ is disk trouble
             return ""

@@ -850,8 +850,8 @@ the lock file of a key is never removed | -
              yield
 +            os.unlink(lock.path)
 a task in flight is found by its key | Model; hosts: key ~ found nothing
--        return self._worker.keys.path_of(_key_tag(_encode_key(key))) != ""
-+        path = self._worker.keys.path_of(_key_tag(_encode_key(key)))
+-        return self._worker.keys.path_of(key) != ""
++        path = self._worker.keys.path_of(key)
 +        return path.startswith(("pending", "scheduled"))
 a link in keys/ that names another key's task is not trusted | Keyed; fuzz: contents
 -            if match and {_tag_of(match[2]), _tag_of(match[4] or match[2])} == {tag}:
@@ -1124,7 +1124,7 @@ a claim whose undo failed is put back uncounted later | Faults
 -                self.lease_dir.orphans[lease.path] = place
 +                self.lease_dir.orphans[lease.path] = None
 a task that this user may not claim does not delay other tasks | TroubleOfOneTask
--                self._worker.batch.bar(_id_of(name))
+-                self._worker.batch.barred[_id_of(name)] = until_s
 a task that this user could not claim is tried again after a minute | TroubleOfOneTask
 -self.barred.get(_id_of(it), 0) < now_s
 +not self.barred.get(_id_of(it), 0)
