@@ -163,8 +163,8 @@ _OUT_OF_SPACE_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
 _REFUSED_ERRNOS = (errno.EACCES, errno.EPERM, errno.EROFS)
 # Errors of a call that makes a file. EISDIR: a person made a directory with the name of the file.
 _NO_WRITE_ERRNOS = (*_OUT_OF_SPACE_ERRNOS, *_REFUSED_ERRNOS, errno.EISDIR)
-# Errors of one file: another user's in a sticky directory, an immutable one, a directory, a link, a
-# file in the place of a directory, a socket.
+# Errors of one file: it belongs to another user or is immutable, or it is a directory, a link or a
+# socket where the call needs another kind.
 _ONE_FILE_ERRNOS = (
     errno.EACCES,
     errno.EPERM,
@@ -389,8 +389,8 @@ _RELEASE_NS = 1_795_824_000 * 10**9  # 2026-11-28, the date of this release
 _MAX_ATTEMPTS = 999_999  # a name has room for six digits
 _DETACHED = "00000000"  # the <boot> of a detached lease
 _MAX_KEY_BYTES = 200
-# Where the id and its tag begin in a path, counted from the end. pop() and done() slice by these,
-# to save the call of _id_of().
+# Where the id and its tag begin in a path, counted from the end. For speed, pop() and done() slice
+# by these, and do not call _id_of().
 _ID_AT = -37
 _TAG_AT = -16
 
@@ -1145,8 +1145,8 @@ class _OpenFile:
         return False
 
     def try_lock(self, how: str = "LOCK_EX") -> bool | None:
-        """Try to take the lock; `how` is "LOCK_EX" or "LOCK_SH". Return False if another process
-        holds it, None if flock does not work here. A lock that was held may be lost."""
+        """Try to take the lock; `how` is "LOCK_EX" or "LOCK_SH". Return None if flock does not work
+        here."""
         if fcntl is None:
             return None
         # If another thread forks before this line, and this process dies before that child, the
@@ -1361,9 +1361,7 @@ class _Files:
                 self.sync_dir("..")
 
     def make_dir(self, name: str) -> None:
-        """Make a directory in data_dir for all users of the queue, unless it exists. If the queue
-        is durable, data_dir is synced, but not for a lease directory: a claim is not synced
-        either."""
+        """Make a directory in data_dir for all users of the queue, unless it exists."""
         root = self.root
         mode = self.mode
         is_lease_dir = name.startswith("inflight-")
@@ -1566,8 +1564,7 @@ class _Files:
         return _OpenFile(self.dirs[directory], name, _LOCK_FLAGS)
 
     def make_lock(self, path: str) -> _OpenFile:
-        """Open a file to lock it. If it is missing, make it. Those who may not write to data_dir
-        may not read the file either: flock() needs only reading, and they could stop all others."""
+        """Open a file to lock it. If it is missing, make it."""
         # First without O_CREAT: in a sticky directory, the kernel refuses O_CREAT for another
         # user's file (fs.protected_regular).
         with suppress(FileNotFoundError):
@@ -1678,8 +1675,7 @@ class _Files:
     def move(self, source: str, target: str) -> str:
         """Rename a file, and return the target. A file at the target is replaced. The target ""
         removes the file. If several processes move a task at the same time, one rename succeeds,
-        and the others raise FileNotFoundError. If a directory was replaced, open it anew, and try
-        again."""
+        and the others raise FileNotFoundError."""
         if not target:
             self.unlink(source)
             return target
@@ -1790,7 +1786,7 @@ class _Files:
     @contextmanager
     def batch(self) -> Iterator[bool]:
         """Make durable what is published into pending/ in the block, if the queue is durable. Yield
-        True if each task must be synced for this: one syncfs(2) does not write them all."""
+        True if each task must be synced for this."""
         if not self.is_durable or _fs_type(self.root) not in _SYNCFS_TYPES:
             yield self.is_durable
             return
@@ -2422,11 +2418,12 @@ class _Worker:
     # From scheduled/
 
     def enqueue_scheduled(self, source: str) -> None:
-        """Move a due task to the back of pending/. Without the sync, a later push may sync pending/
-        alone. After power loss, btrfs then showed the task in scheduled/, too."""
+        """Move a due task to the back of pending/."""
         target = self.back_path(source, _attempts_of(source))
         # RACE (Races, Keyed): another worker moves the task first, or holds the lock of its key.
         with suppress(FileNotFoundError, BlockingIOError):
+            # Without the sync, a later push may sync pending/ alone. After power loss, btrfs then
+            # showed the task in scheduled/, too.
             self.files.sync_with_dir(self.move_task(source, target, 0))
 
 
@@ -2583,7 +2580,7 @@ class _Consumer(_Worker):
             return
         place = lease.source
         # A file or key is locked, the payload is too large, or a file of the task can't be used.
-        # read() has set `task_id` for an error of the record.
+        # For other errors of the record, read() sets `task_id`.
         is_its_own = (
             isinstance(error, (BlockingIOError, MemoryError))
             or getattr(error, "errno", None) in _ONE_FILE_ERRNOS
@@ -2621,7 +2618,7 @@ class _Consumer(_Worker):
 #    If no process calls pop() or take(), nothing is done.
 #    Invariant: an OSError of the maintenance never stops deliveries. If no task waits, pop()
 #    repeats what failed, and raises the OSError if it fails again. An error of one file or
-#    directory that this user may not use is logged.
+#    directory that this user may not use is only logged.
 #
 #    TOPIC: how a lease ends without its holder. _Worker.reclaim() moves the task back to the place
 #    of its push, and the delivery counts as an attempt, in these cases:
@@ -2657,7 +2654,7 @@ class _Maintenance:
         self._batch = worker.batch
         self._lease_dir = worker.lease_dir
         self._lock = worker.lock
-        # What is called, and the pause after it. A function that returns True has stopped before
+        # The function, and the pause after it. A function that returns True has stopped before
         # its end.
         self._acts: dict[str, tuple[Callable[[], object], float]] = {
             "look": (self._look, _BASE_INTERVAL_S),
@@ -3105,9 +3102,9 @@ class FemtoQueue:
 
         Raises ValueError or TypeError if an argument is invalid, and OSError. An OSError of the
         maintenance is raised only when no task waits, and only logged if this user may not use a
-        file or directory. If the attribute `task_id` of an OSError or MemoryError names a task,
-        this task is at the back of the queue, and the attempt counts unless a file or key was
-        locked. A task that this user may not move is passed over for a minute.
+        file or directory. If an OSError or MemoryError has the attribute `task_id`, this
+        task is at the back of the queue. The attempt counts, unless a file or key was locked. A
+        task that this user may not move is passed over for a minute.
         """
         if os.getpid() != _process_id:  # inlined: a call would be 2 % of pop()
             _after_fork_in_child()
@@ -3239,8 +3236,8 @@ class FemtoQueue:
 
         task:  the task that pop() or another method leased.
 
-        If done/ can't take the file, for example on a full disk or without the right to write
-        there, the task is deleted, too, and a warning is logged: it would run again otherwise.
+        If done/ can't take the file (a full disk, no right to write there), the task is deleted,
+        and a warning is logged. Otherwise it would run again.
 
         The checkpoint of the task is removed. A payload behind the task (see push()) becomes a
         task.
@@ -4056,8 +4053,7 @@ class _Keys:
             self._quarantine_second(path, lease)
             return None
         # Without a link, a push would add a second task. So an error undoes the claim. If find()
-        # has found the task, there is a link: perhaps an older one, which leads to the task by its
-        # id.
+        # has found the task, a link exists. An older link leads to the task by its id.
         if not path:
             self._link(tag, lease, behind)
         return behind
@@ -4184,9 +4180,9 @@ _WATCHED = (
     ("pending", _IN_COMES),
     ("scheduled", _IN_COMES),
 )
-# A little longer than a tick of the clock that sets the times of files; and where these times have
-# whole seconds, such as on ext4 with inodes of 128 bytes.
+# a little longer than a tick of the clock that sets the times of files
 _FILE_TICK_S = 0.011
+# the same where these times have whole seconds, such as on ext4 with inodes of 128 bytes
 _COARSE_TICK_S = 2.02
 # the thread that serves coroutines ends this time after the last request
 _SERVER_LINGER_S = 1.0
@@ -4325,16 +4321,16 @@ class _Waits:
         # in the one that is read. Each such move sets the time of pending/ or scheduled/. A move in
         # the first tick of the clock may not change the time, so all is read again a tick later.
         files = self._worker.files
-        before = self._changed()
+        before = self._waiting_ctimes_ns()
         is_fine = any(time_ns % 10**9 for time_ns in before)
         for pause_s in (_FILE_TICK_S if is_fine else _COARSE_TICK_S, 0):
             for directory in ("keys", *_WAITING_DIRS, *files.node_dirs()):
                 if any(_parse(directory, name) for name in files.scan(directory)):
                     return True
             time.sleep(pause_s)
-        return self._changed() != before
+        return self._waiting_ctimes_ns() != before
 
-    def _changed(self) -> list[int]:
+    def _waiting_ctimes_ns(self) -> list[int]:
         # RACE (Shrinking): a directory that shrink() puts in place may have the same st_mtime.
         return [self._worker.files.lstat(it).st_ctime_ns for it in _WAITING_DIRS]
 
@@ -4445,7 +4441,9 @@ class _Waits:
 # ==================================================================================================
 # 16. Processing: the block of processing(), which keeps a lease and ends the delivery; checkpoints.
 #    A lease is renewed about every third of its length. The thread that renews leases makes ten
-#    rounds or more in that time, so a renewal that failed is soon tried again.
+#    rounds or more in that time, so a renewal that failed is soon tried again. A checkpoint is
+#    removed when the task ends, when a newer payload replaces the task's, when it is read for
+#    another payload, and by the sweep after 30 days.
 #    Invariant: one thread per queue object renews the leases of all blocks that run.
 # ==================================================================================================
 
@@ -4581,7 +4579,7 @@ class _Processing:
 
     def try_to_keep_lease(self, wait_s: float) -> None:
         """Do what _keep_lease() does, but raise nothing, so that the other leases are renewed.
-        wait_s: how long to wait for the lock of the key, whose holder may be stopped."""
+        wait_s: how long to wait for the lock of the key."""
         try:
             self._keep_lease(time.monotonic() + wait_s)
         except LeaseLost:
@@ -4909,8 +4907,7 @@ class _WorkerPool:
 
     def _on_signal(self, number: int) -> None:
         """Note a signal. The first one stops the pool. After the second one, run() gives the
-        running tasks back. The third one acts as before work(): a step of run() may wait for
-        ever."""
+        running tasks back. The third one acts as before work()."""
         if time.monotonic() < self._last_signal_s + _ONE_SIGNAL_S:
             return
         self._last_signal_s = time.monotonic()
@@ -5127,7 +5124,7 @@ class TicketQueue:
 
     def register(self) -> tuple[int, str]:
         """Take the next ticket, and return its number, and the name of its file in queue_dir. The
-        number is 1 or more. Where other hosts write, it may come again when nobody is in line.
+        number is 1 or more. Where other hosts write, a number may come twice.
         The name stands for the member: pass it to remove(). The call blocks only while another
         process or thread takes a ticket, or runs maybe_cleanup(). Raises OSError, also if this host
         was cut off from the network again and again."""
@@ -5802,7 +5799,7 @@ class _Output:
             raise TimeoutError
 
     def write(self, text: str) -> None:
-        """Write a text as lines of its own. Drop it if nobody reads for _GRACE_S."""
+        """Write a text as lines of its own. If nobody reads for _GRACE_S, the text is lost."""
         # Raise nothing: if the terminal is gone, the running jobs must still finish.
         with suppress(OSError):
             self.put(text.encode("utf-8", "backslashreplace"), 0.0, True)
@@ -5811,8 +5808,8 @@ class _Output:
     def reporting(
         self, text: Callable[[], str], plain_s: float = 0.0
     ) -> Iterator[None]:
-        """Show what text() returns on a terminal. plain_s: without a terminal, write it so often,
-        in seconds, if it has changed; and let the last text stay. 0: not at all."""
+        """Show what text() returns on a terminal. plain_s: the seconds between two lines without a
+        terminal; 0: no lines. An unchanged text is not written again."""
         least_s = _REDRAW_S if self._has_terminal else plain_s
         has_ended = threading.Event()
 
@@ -6488,7 +6485,8 @@ def _try_text(task: FemtoTask) -> str:
 # 24. Command line: a function for each command. The docstring of the function is the help text.
 #     Invariant: a command calls only public methods of FemtoQueue and FemtoTask.
 #     TOPIC: a new command is a function _NAME_command(options), below the decorator @_command. A
-#     new kind of value needs a parser in _TYPES. The test of --help has the number of commands.
+#     new kind of value needs a parser in _TYPES. The class CommandLine has the number of commands.
+#     It wants an example, and at most 24 lines of help.
 # ==================================================================================================
 
 
@@ -6973,9 +6971,9 @@ def _work_command(options: Any) -> int:
 
     If this worker is killed, its commands are killed. A program that calls setsid()
     has left its command, and nothing ends it: to end such programs, too, run the
-    command in a container, or with `systemd-run --scope`. If CMD ends and leaves a
-    program running, what that program writes is lost, and the write ends it:
-    redirect its output, or use --output-dir. If a lease is lost, CMD goes on.
+    command in a container, or with `systemd-run --scope`. A program that CMD
+    leaves running ends at its next write, unless its output is redirected or goes
+    to --output-dir. If a lease is lost, CMD goes on.
 
     Status 1 (only with --drain): a task became a dead letter, or tasks are left.
 

@@ -1017,7 +1017,7 @@ a pause is noticed soon, however long the last listing took | Lifecycle
 -            "look": (self._look, _BASE_INTERVAL_S),
 +            "look": (self._look, _REPAIR_INTERVAL_S),
 a task that moves during each listing counts as work that is left | Lifecycle
--        return self._changed() != before
+-        return self._waiting_ctimes_ns() != before
 +        return False
 a copy of a TicketQueue holds no ticket | Tickets
 -    def __reduce__(self) -> tuple[Any, ...]:  # a copy holds no ticket
