@@ -1282,7 +1282,7 @@ _Result = TypeVar("_Result")
 
 class _OpenDirs(dict[str, _OpenFile]):
     """The open directories of a queue, by name; "" is data_dir. Of the lease directories, only the
-    own one is kept open. The directory above is not."""
+    own one is kept open."""
 
     def __init__(self, root: _OpenFile) -> None:
         super().__init__({"": root})
