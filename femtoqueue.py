@@ -6164,6 +6164,8 @@ class _CommandJob:
 # SIGKILL after 5 s. The threads settle their tasks as after the first signal. _abort() gives back
 # the tasks that are left. The process ends with the status 128 + the signal.
 #
+# Third: it acts as before work(). A step after the second one may wait for ever, as for a disk.
+#
 # TOPIC: whose trouble an error is (_judged).
 #
 #   step                errno or event                           what follows
