@@ -7409,6 +7409,18 @@ class ByHand(QueueCase):
         self.assertEqual((status, err), (0, ""), command)
         return out
 
+    def test_checkpoint_of_another_payload_is_not_delivered(self) -> None:
+        """If a person writes another payload into the file of a task, the checkpoint of the older
+        one is removed."""
+        q = self.queue()
+        task = leased(q, b"old")
+        q.checkpoint(task, b"half")
+        q.release(task)
+        (name,) = self.names("pending")
+        self.put(name, record(b"new"))
+        self.assertEqual(((task := self.pop(q)).data, task.checkpoint), (b"new", None))
+        self.assertEqual(self.names("checkpoints"), [])
+
     def test_mv_rm_and_touch_change_what_is_delivered(self) -> None:
         """A command has the same effect on a worker that has listed the tasks as on another one."""
         clock = self.clock()

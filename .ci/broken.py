@@ -823,7 +823,7 @@ retry() puts a task at the back | Model
 a checkpoint is removed with its task | Model
 -        if lease.has_checkpoint and _ends_at(target):
 +        if lease.has_checkpoint and not target:
-a checkpoint belongs to one payload | Model
+a checkpoint belongs to one payload | ByHand
 -    if saved.startswith(of_data):
 +    if saved:
 a renewal never shortens a lease | Model
