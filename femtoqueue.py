@@ -171,7 +171,6 @@ _ONE_FILE_ERRNOS = (
     errno.EISDIR,
     errno.ENOTEMPTY,
     errno.ELOOP,
-    errno.ENOTDIR,
     errno.ENXIO,
 )
 # no descriptor or no memory is left; the file itself is in order
@@ -2269,9 +2268,11 @@ class _Worker:
             try:
                 gone_to = self.move_leased(lease, f"done/{lease.path[_ID_AT:]}", "done")
             except OSError as error:
+                is_refused = error.errno in _OUT_OF_SPACE_ERRNOS
+                if "/done" in str(error.filename2 or error.filename):
+                    is_refused |= error.errno in (*_ONE_FILE_ERRNOS, errno.ENOTDIR)
                 # If the lease is gone, only a step after the rename has failed.
-                refused = (*_OUT_OF_SPACE_ERRNOS, *_ONE_FILE_ERRNOS)
-                if error.errno not in refused or not self.files.exists(lease.path):
+                if not is_refused or not self.files.exists(lease.path):
                     raise
                 text = "task %s is done, and removed: done/ can't take it: %s"
                 _log().warning(text, _id_of(lease.path), error)
@@ -2335,6 +2336,10 @@ class _Worker:
         old deadline if that is longer. until_s: as in _Keys.lock(). Raises LeaseLost."""
         lease = _lease_of(task)
         with self.keys.lock_of(lease.path, until_s), self.lock:
+            if (
+                lease.path in self.lease_dir.orphans
+            ):  # it was given back, and waits for a lock
+                raise self.lease_lost(lease)
             if length_ns is None:
                 length_ns = max(lease.length_ns, self.left_ns(lease.path))
             deadline_ns = self.clock.now_ns() + length_ns
@@ -2436,7 +2441,7 @@ class _Worker:
 #       getdents, close], and every 0.1 s looks at PAUSED and at the directories [stat].
 #    3. _LeaseDir.claim() [rename]. If another worker was first, begin again.
 #    4. _deliver(): read the record [open, read, close]. For a task with a key: _Keys.to_deliver()
-#       [readlink, stat]. For a second delivery: the checkpoint [stat].
+#       [readlink, stat]. For a second delivery: the checkpoint [open].
 #
 #    TOPIC: close() while another thread of this object waits for a task. Under the worker's lock,
 #    close() adds 1 to `close_count`, which ends all waits, and ends all leases. A pop() that has
@@ -2673,7 +2678,9 @@ class _Maintenance:
         self._unfinished: set[str] = set()
         # When refill() is to look again. 0: nothing is listed before a look that finds no PAUSED.
         self._next_look_s = 0.0
-        self._changed_ns = 0  # the time of scheduled/ before its last listing
+        # the time of scheduled/ before its last listing, and the first due time seen there
+        self._changed_ns = 0
+        self._first_due_ns = _MAX_STAMP_NS
         # the listing of done/, while a purge goes on
         self.done_scan: Iterator[str] | None = None
 
@@ -2726,10 +2733,10 @@ class _Maintenance:
         if self._batch.names:
             return True
         wanted = [*self._unfinished]
-        # A task came to scheduled/, or was moved from there. But a slow run rests (see _run()).
+        # A task came to scheduled/, or the date was set. But a slow run rests (see _run()).
         is_changed = self._changed_ns != self._files.lstat("scheduled").st_mtime_ns
         is_rested = self.next_s["enqueue"] <= time.monotonic() + _BASE_INTERVAL_S
-        if is_changed and is_rested:
+        if is_rested and (is_changed or _latest_due_ns() >= self._first_due_ns):
             wanted.append("enqueue")
         if self._lease_dir.orphans:
             wanted.append("reclaim")
@@ -2767,8 +2774,10 @@ class _Maintenance:
         self._changed_ns = self._files.lstat("scheduled").st_mtime_ns
         names = sorted(filter(_FORMS["scheduled"], self._files.names("scheduled")))
         count = bisect.bisect(names, _latest_due_ns(), key=_stamp_of)
+        self._first_due_ns = _MAX_STAMP_NS
         if count < len(names):
-            self.note_due(_stamp_of(names[count]))
+            self._first_due_ns = _stamp_of(names[count])
+            self.note_due(self._first_due_ns)
         due = [f"scheduled/{name}" for name in names[:count]]
         end_s = time.monotonic() + _BASE_INTERVAL_S
         in_time = itertools.takewhile(lambda _: time.monotonic() < end_s, due)
@@ -3236,8 +3245,8 @@ class FemtoQueue:
 
         task:  the task that pop() or another method leased.
 
-        If done/ can't take the file (a full disk, no right to write there), the task is deleted,
-        and a warning is logged. Otherwise it would run again.
+        If done/ can't take the file (a full disk, no right to write there, a link in its place),
+        the task is deleted, and a warning is logged. Otherwise it would run again.
 
         The checkpoint of the task is removed. A payload behind the task (see push()) becomes a
         task.
@@ -3474,8 +3483,8 @@ class FemtoQueue:
         """Put every failed task at the back of the queue, oldest first, and return their number.
 
         A task whose key has another task now stays in failed/, and does not count. A task that may
-        not be moved, such as an immutable file, is logged and stays. Any other OSError is raised
-        after the last task was tried.
+        not be moved, such as an immutable file, is logged and stays, without its reason. Any other
+        OSError is raised after the last task was tried.
         """
 
         def retry(entry: _Entry) -> bool:
@@ -4368,9 +4377,14 @@ class _Waits:
             return await asyncio.wrap_future(answer)
         except BaseException:
             # RACE (Coroutines): the coroutine was cancelled, and the thread answers with a task
-            # before the cancel() here.
+            # before the cancel() here. A thread puts the task back: the worker's lock may be held.
             if not answer.cancel() and answer.exception() is None:
-                self.put_back(answer.result())
+                with suppress(
+                    RuntimeError
+                ):  # the interpreter ends, and with it the lease
+                    threading.Thread(
+                        target=self.put_back, args=[answer.result()], daemon=True
+                    ).start()
             raise
 
     def _serve(self) -> None:
@@ -4432,6 +4446,8 @@ class _Waits:
         orphans = self._lease_dir.orphans
         lease = _lease_of(task)
         with suppress(OSError), self._worker.lock:  # so no renewal changes the path
+            if not self._worker.files.exists(lease.path):
+                return
             orphans.setdefault(lease.path, lease.source)
             self._worker.reclaim(lease.path)
         if lease.path not in orphans:
@@ -4462,7 +4478,7 @@ def _read_checkpoint(worker: _Worker, ident: str, data: bytes) -> bytes | None:
         saved, _ = files.read_path(path)
     except FileNotFoundError:
         return None
-    except (CorruptTask, PermissionError) as error:
+    except (CorruptTask, PermissionError, NotADirectoryError) as error:
         _log().warning("%s: no checkpoint: %s", path, error)
         return None
     of_data = _header(data)
@@ -4626,10 +4642,14 @@ class _Processing:
             self.__exit__(*exc_info)
         else:
             loop = asyncio.get_running_loop()
-            ended = loop.run_in_executor(None, self.__exit__, *exc_info)
             # RACE (AsyncProcessing): the coroutine is cancelled before a thread has begun. The
             # shield keeps the end of the delivery in the line for the threads.
-            await asyncio.shield(ended)
+            try:
+                ended = loop.run_in_executor(None, self.__exit__, *exc_info)
+            except RuntimeError:  # the executor is shut down
+                self.__exit__(*exc_info)
+            else:
+                await asyncio.shield(ended)
 
     def _end(self, error: BaseException | None) -> None:
         """Finish the task. After an Exception, give it another attempt, or fail it after
@@ -5359,8 +5379,8 @@ class TicketQueue:
 
     def _lives(self, member: str) -> bool:
         """Return whether a member lives. If not, remove its ticket."""
-        # a directory or a socket is no ticket
-        with _ignore_missing(errno.EISDIR, errno.ENXIO):
+        # a directory, a socket or a link is no ticket
+        with _ignore_missing(errno.EISDIR, errno.ENXIO, errno.ELOOP):
             # RACE (Tickets): the member or another process removed the ticket
             with closing(self._files.open_lock(member)) as lock:
                 if f"~{self._boot}~" in member or self._files.is_local:
@@ -6382,7 +6402,7 @@ class _CommandPool(_WorkerPool):
         try:
             self._follow(job, [] if self._options.output_dir else outputs)
         except TimeoutError:
-            outputs[-1].tail += b"\noutput is lost: nobody reads it"
+            _log().warning("%s: output is lost: nobody reads it", task.id)
         if job.is_stopped:
             self._queue.release(task, front=True, counted=False)
         elif job.is_late or job.status:
@@ -6514,8 +6534,7 @@ def main(argv: list[str] | None = None) -> Any:
     ) as error:
         text = str(error) or type(error.__cause__ or error).__name__
         name, must, wanted = text.partition(" must ")
-        # On the command line, --max-attempts 0 stands for None.
-        _write_error(_OPTIONS.get(name, name) + must + wanted.replace("None", "0"))
+        _write_error(_OPTIONS.get(name, name) + must + wanted)
         return 1 if isinstance(error, FemtoQueueError) else 2
 
 

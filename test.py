@@ -1933,15 +1933,14 @@ class ReplacedClock(QueueCase):
         with hooked(move):
             self.assertEqual(len(self.drain(q)), 20)
 
-    def test_due_task_is_found_soon_when_the_date_alone_is_set_forward(self) -> None:
-        """If only the wall clock is set forward, pop() finds the due tasks within 0.4 s."""
+    def test_due_task_is_found_at_once_when_the_date_alone_is_set_forward(self) -> None:
+        """If only the wall clock is set forward, the next pop() finds the tasks that are due."""
         clock = self.clock()
         q = self.queue()
         clock.stand_still()
         q.schedule(b"x", (clock.time() + 60) * 1e6)
         self.assertIsNone(q.pop())
         clock.wall_shift_s += 61
-        clock.advance(0.4)
         self.assertEqual(self.pop(q).data, b"x")
 
     def test_due_task_is_found_after_the_clock_went_back(self) -> None:
@@ -6931,6 +6930,40 @@ class TroubleOfOneTask(QueueCase):
                 self.assertEqual(getattr(caught.exception, "task_id", None), task.id)
                 self.assertEqual(popped(q).data, b"good")
 
+    def test_link_in_the_place_of_a_directory_costs_no_task_its_attempts(self) -> None:
+        """If keys/ is a link, pop() raises an error that names no task, and no attempt counts. If
+        checkpoints/ is one, the task is delivered without its checkpoint."""
+        for name in ("keys", "checkpoints"):
+            q = self.new_queue(max_attempts=3)
+            task = leased(q, b"1", "k")
+            q.checkpoint(task, b"half")
+            q.release(task)
+            shutil.rmtree(self.file(name))
+            os.symlink("elsewhere", self.file(name))
+            self.clock().advance(1)
+            if name == "keys":
+                for _ in range(4):
+                    with self.assertRaises(NotADirectoryError) as caught:
+                        q.pop()
+                    self.assertFalse(hasattr(caught.exception, "task_id"))
+                self.assertEqual(len(os.listdir(self.file("pending"))), 1)
+            else:
+                task = popped(q)
+                self.assertEqual((task.attempts, task.checkpoint), (2, None))
+
+    def test_task_that_was_given_back_is_not_renewed(self) -> None:
+        """If a task is given back while its key is locked, it is not renewed until a reclaim takes
+        it back."""
+        q = self.queue()
+        task = leased(q, b"1", "k")
+        with self.locked("k"):
+            q.close()
+            self.assertEqual(self.states(), {"inflight-n1": 1})
+        with self.assertRaises(LeaseLost):
+            q.extend(task)
+        self.clock().advance(1)
+        self.assertEqual(self.pop(q).data, b"1")
+
     def test_payload_that_does_not_fit_into_memory_is_a_dead_letter_after_max_attempts(
         self,
     ) -> None:
@@ -11037,7 +11070,7 @@ class CommandLine(CommandCase):
         ("as an argument: sh -c", "work jobs -- nice /bin/bash -ec {}"),
         ("as an argument: sh -c", "work jobs -- bash -o pipefail -c {}"),
         ("as an argument: sh -c", "work jobs -- sh -c -e {}"),
-        ("--max-attempts must be 0 or an int", "work jobs --max-attempts -1 -- true"),
+        ("--max-attempts must be None or an int", "work jobs --max-attempts -1 -- true"),
         ("--node must be 1 to 100", "work jobs --node a/b -- true"),
         ("unrecognized arguments: -l; put the command after --, as in: work", "work jobs ls -l"),
         ("unrecognized arguments: -x; see femtoqueue", "work jobs -x -- ls", "push jobs -x -- y"),
@@ -11411,9 +11444,7 @@ class CommandLine(CommandCase):
             os.close(writer)
             self.assertEqual(process.wait(PATIENCE_S), 1)
         (task,) = self.queue("other").tasks("failed")
-        self.assertRegex(
-            str(task.error), r"\Akilled (?s:.*)\noutput is lost: nobody reads it\Z"
-        )
+        self.assertRegex(str(task.error), r"\Akilled ")
 
     @unittest.skipUnless(sys.platform == "linux", "pipes have a size on Linux")
     def test_slow_reader_gets_all_output_even_after_the_time_limit(self) -> None:

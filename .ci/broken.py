@@ -371,7 +371,7 @@ a payload that came to keys/ is looked at soon | Keyed
 -_REPAIR_INTERVAL_S = 30.0
 +_REPAIR_INTERVAL_S = 600.0
 a checkpoint that this user may not read does not stop the delivery | ManyUsers
--    except (CorruptTask, PermissionError) as error:
+-    except (CorruptTask, PermissionError, NotADirectoryError) as error:
 +    except CorruptTask as error:
 work() goes on if the end of a task fails because of the task's file | Work
 -                if getattr(error, "errno", None) in _ONE_FILE_ERRNOS:
@@ -633,7 +633,7 @@ a child forked unseen by Python leaves the turn to its parent | Tickets
                  over.set()
 -                _notice_fork()
 a directory with the name of a ticket does not stop the line | Tickets
--        with _ignore_missing(errno.EISDIR, errno.ENXIO):
+-        with _ignore_missing(errno.EISDIR, errno.ENXIO, errno.ELOOP):
 +        with _ignore_missing():
 a damaged number in a line's "last" is ignored | Tickets
 -            int(noted) if noted.isdigit() and noted < b"9" else 0,
@@ -813,8 +813,8 @@ a task fails although a directory has its name in failed/ | Faults
 -            if not os.path.samestat(self.files.lstat(short), self.files.lstat(source)):
 +            if not ident:
 a task is done although a directory has its name in done/ | Trust
--(*_OUT_OF_SPACE_ERRNOS, *_ONE_FILE_ERRNOS)
-+_OUT_OF_SPACE_ERRNOS
+-                if "/done" in str(error.filename2 or error.filename):
++                if not lease:
 retry() removes the reason of a task | Model
 -                self.files.unlink_if_exists(f"failed/{ident}.error")
 retry() puts a task at the back | Model
@@ -841,6 +841,9 @@ a task whose link can't be made on a full disk is delivered | Keyed
 one task that can't be moved does not keep the others from being retried | Races
 -        return _for_each(retry, self._files.find("failed"))
 +        return sum(map(retry, self._files.find("failed")))
+a task that comes due when the date is set forward is found at once | ReplacedClock
+- or _latest_due_ns() >= self._first_due_ns
++ or not self._changed_ns
 the lock of a key is taken | KeyedConcurrency
 -            lock.acquire_exclusive(until_s)
              lock.thread = threading.get_ident()

@@ -620,9 +620,11 @@ class Ledger:
             if method == "retry_failed"
             else {*(["done"], *arguments[1:])[-1]}
         )
+        # Both calls log a file that they may not move or remove, and pass it over.
+        has_ended = word == "ok" and not any("passed over" in it for it in self._logged)
         for slot in self.slots:
             if after is not None and slot.states & of:
-                sure = word == "ok" and slot.states <= {*of, after}
+                sure = has_ended and slot.states <= {*of, after}
                 slot.states = {after} if sure else slot.states | {after}
 
     def misplaced(self, found: dict[str, str]) -> list[tuple[Slot, str]]:
@@ -905,10 +907,12 @@ def inject(job: Job, work: str) -> str:
     where = f"inject={job.call}:{what}:when={job.number}"
     status = play_traced(stage, "-e", f"trace={job.call}", "-e", where)
     hit = check_hit(stage, job, status)
-    # On a full disk, done/ may have no room for the task. Or keys/ may have no room for the key's
-    # state, which is written before the rename to done/. In both cases, done() removes the task.
-    is_full = job.fault == "ENOSPC" and re.search("/(done|keys)/", job.text) is not None
-    ledger = stage.ledger("gone") if is_full else stage.ledger()
+    # done/ may have no room for the task, or this user may not write there. Or keys/ may have no
+    # room for the key's state, which is written before the rename to done/. Then done() removes the
+    # task.
+    is_full = job.fault == "ENOSPC" and re.search("/(done|keys)/", job.text)
+    is_refused = job.fault == "EACCES" and re.search(r"/done\b", job.text)
+    ledger = stage.ledger("gone") if is_full or is_refused else stage.ledger()
     if job.fault == KILL:
         check_next_process(stage, ledger)
         showed = "killed"
