@@ -5144,7 +5144,7 @@ class TicketQueue:
 
     def register(self) -> tuple[int, str]:
         """Take the next ticket, and return its number, and the name of its file in queue_dir. The
-        number is 1 or more. Where other hosts write, a number may come twice.
+        number is 1 or more. Where other hosts write, it begins at 1 again when nobody is in line.
         The name stands for the member: pass it to remove(). The call blocks only while another
         process or thread takes a ticket, or runs maybe_cleanup(). Raises OSError, also if this host
         was cut off from the network again and again."""
@@ -5170,7 +5170,9 @@ class TicketQueue:
 
     def _join_locked(self, last: _OpenFile) -> _HeldTicket:
         """Take the next ticket. The caller has locked the file "last"."""
-        noted = os.pread(last.fd, 20, 0)
+        noted = b""
+        if not self._files.is_shared:  # else what is read may be old
+            noted = os.pread(last.fd, 20, 0)
         # A number that begins with 9 is damaged or forged, and no name of a ticket has it.
         numbers = [
             int(noted) if noted.isdigit() and noted < b"9" else 0,
