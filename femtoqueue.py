@@ -5558,10 +5558,11 @@ class _SharedFiles(_Files):
         # This host still takes the target for the same file, and rename() does nothing (stale).
         for pause_s in itertools.islice(_backoff_s(0.01, 1.0), 10):
             if target[5:] in self.names("keys"):
-                break
+                return target
             time.sleep(pause_s)
             super().move(source, target)
-        return target
+        # then another worker has moved the task, and this host does not see it
+        raise _os_error(errno.ENOENT, source)
 
     def _was_moved(
         self, before: os.stat_result, began_ns: int, source: str, target: str

@@ -4139,6 +4139,28 @@ class KeyedOnSharedFileSystem(Keyed):
         self.assertEqual(self.states(), {"pending": 1})
         self.assertEqual(self.drain(q), [b"2"])
 
+    def test_push_goes_behind_a_lease_that_its_host_does_not_see(self) -> None:
+        """If the renames of a waiting task into keys/ do nothing, because another worker has
+        claimed it, the payload goes behind the lease."""
+        q, other = self.queue(), self.queue("n2")
+        self.clock()
+        ident = q.push(b"1", key="k")
+        real = os.replace
+        claimed = list[FemtoTask]()
+
+        def replace(source: str, target: str, **dirs: Any) -> None:
+            if not path_at(dirs["dst_dir_fd"], target).endswith(f"/keys/{ident}"):
+                real(source, target, **dirs)
+            elif not claimed:
+                claimed.append(popped(other))
+
+        with mock.patch("os.replace", replace):
+            q.push(b"2", key="k")
+        self.assertEqual((claimed[0].id, claimed[0].data), (ident, b"1"))
+        other.done(claimed[0])
+        self.assertEqual(self.drain(q), [b"2"])
+        self.assertEqual(self.states(), {"done": 2})
+
     def test_push_replaces_the_payload_of_a_task_from_a_host_whose_clock_is_fast(
         self,
     ) -> None:
