@@ -2336,9 +2336,8 @@ class _Worker:
         old deadline if that is longer. until_s: as in _Keys.lock(). Raises LeaseLost."""
         lease = _lease_of(task)
         with self.keys.lock_of(lease.path, until_s), self.lock:
-            if (
-                lease.path in self.lease_dir.orphans
-            ):  # it was given back, and waits for a lock
+            # it was given back, and waits for a lock
+            if lease.path in self.lease_dir.orphans:
                 raise self.lease_lost(lease)
             if length_ns is None:
                 length_ns = max(lease.length_ns, self.left_ns(lease.path))
@@ -2772,7 +2771,7 @@ class _Maintenance:
         """Move the due tasks to the back of pending/. Stop after _BASE_INTERVAL_S, because other
         threads must be able to renew their leases, and return True: go on when no task waits."""
         self._changed_ns = self._files.lstat("scheduled").st_mtime_ns
-        names = sorted(filter(_FORMS["scheduled"], self._files.names("scheduled")))
+        names = sorted(self._files.task_names("scheduled"))
         count = bisect.bisect(names, _latest_due_ns(), key=_stamp_of)
         self._first_due_ns = _MAX_STAMP_NS
         if count < len(names):
@@ -3111,9 +3110,9 @@ class FemtoQueue:
 
         Raises ValueError or TypeError if an argument is invalid, and OSError. An OSError of the
         maintenance is raised only when no task waits, and only logged if this user may not use a
-        file or directory. If an OSError or MemoryError has the attribute `task_id`, this
-        task is at the back of the queue. The attempt counts, unless a file or key was locked. A
-        task that this user may not move is passed over for a minute.
+        file or directory. If an OSError or MemoryError has the attribute `task_id`, this task is at
+        the back of the queue. The attempt counts, unless a file or key was locked. A task that this
+        user may not move is passed over for a minute.
         """
         if os.getpid() != _process_id:  # inlined: a call would be 2 % of pop()
             _after_fork_in_child()
@@ -3191,8 +3190,8 @@ class FemtoQueue:
     def _finder_of(
         self, key: str | None, id: str | None, lease_ms: float | None
     ) -> Callable[..., FemtoTask | None]:
-        """Check the arguments of take(), and return take_named() with these
-        arguments. The caller passes until_s and even_paused."""
+        """Check the arguments of take(), and return take_named() with these arguments. The caller
+        passes until_s and even_paused."""
         length_ns = _lease_length_ns("lease_ms", lease_ms, self._length_ns)
         if (key is None) == (id is None):
             raise TypeError("take needs either a key or an id")
@@ -4379,9 +4378,8 @@ class _Waits:
             # RACE (Coroutines): the coroutine was cancelled, and the thread answers with a task
             # before the cancel() here. A thread puts the task back: the worker's lock may be held.
             if not answer.cancel() and answer.exception() is None:
-                with suppress(
-                    RuntimeError
-                ):  # the interpreter ends, and with it the lease
+                # RuntimeError: the interpreter ends, and with it the lease
+                with suppress(RuntimeError):
                     threading.Thread(
                         target=self.put_back, args=[answer.result()], daemon=True
                     ).start()
