@@ -10159,7 +10159,8 @@ class Work(QueueCase):
         self.assertEqual((counts.lost, locked.closed), (1, False))
         unlocking.cancel()
         locked.close()
-        self.assertEqual(popped(q).attempts, 1)
+        # The other thread may have run the maintenance a moment ago.
+        self.assertEqual(popped(q, PATIENCE_S).attempts, 1)
         is_over.set()
 
     @FORK
