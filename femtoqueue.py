@@ -511,10 +511,6 @@ def _latest_order_ns() -> int:
     return max(_date_ns(), _RELEASE_NS) + 3650 * 86400 * 10**9
 
 
-def _new_name(order_ns: int, tag: str) -> str:
-    return f"{order_ns:020d}-{tag}"
-
-
 def _task_name(stamp_ns: int, attempts: int, ident: str) -> str:
     return f"{stamp_ns:020d}~{attempts}~{ident}"
 
@@ -1555,28 +1551,27 @@ class _Files:
 
     # Locking
 
-    def open_lock(self, path: str) -> _OpenFile:
-        """Open a file to lock it."""
+    def open_lock(self, path: str, makes: bool = True) -> _OpenFile:
+        """Open a file to lock it. With `makes`, the file is made if it is missing."""
         if fcntl is None:
             raise OSError(errno.ENOTSUP, _NO_FLOCK, f"{self.path}/{path}")
         directory, _, name = path.rpartition("/")
-        return _OpenFile(self.dirs[directory], name, _LOCK_FLAGS)
-
-    def make_lock(self, path: str) -> _OpenFile:
-        """Open a file to lock it. If it is missing, make it."""
+        where = self.dirs[directory]
         # First without O_CREAT: in a sticky directory, the kernel refuses O_CREAT for another
         # user's file (fs.protected_regular).
-        with suppress(FileNotFoundError):
-            return self.open_lock(path)
+        try:
+            return _OpenFile(where, name, _LOCK_FLAGS)
+        except FileNotFoundError:
+            if not makes:
+                raise
         # RACE (ManyUsers): another process makes the file between our two calls of open(). O_EXCL
         # keeps us from giving a mode to that file, which may be a link to a file elsewhere.
         with suppress(FileExistsError):
-            directory, _, name = path.rpartition("/")
             flags = _LOCK_FLAGS | os.O_CREAT | os.O_EXCL
-            made = _OpenFile(self.dirs[directory], name, flags, self.lock_mode)
+            made = _OpenFile(where, name, flags, self.lock_mode)
             _follow_owner(made.fd, self.root.status(), self.lock_mode)
             return made
-        return self.open_lock(path)
+        return _OpenFile(where, name, _LOCK_FLAGS)
 
     def open_dir(self, directory: str) -> _OpenFile | None:
         """Open the lease directory of another worker, to lock it. Return None if it is passed
@@ -1895,7 +1890,7 @@ class _QueueClock:
         """Put a clock file in place, unless a valid one is there. Return its anchor."""
         files = self._files
         anchor_ns = _compute_anchor(files)
-        new_name = f"{_new_name(_wall_ns(), self.tag)}.clock"
+        new_name = f"{_wall_ns():020d}-{self.tag}.clock"
         # 0644: a wrong anchor would end living leases, so only the owner writes the file.
         with files.replacement(new_name, b"%d\n" % anchor_ns, mode=0o644) as new_path:
             try:
@@ -2546,9 +2541,7 @@ class _Consumer(_Worker):
         or is gone."""
         waiting = lease.source
         ident = waiting[_ID_AT:]
-        before = 0
-        if "~" in waiting:
-            before = _attempts_of(waiting)
+        before = _attempts_of(waiting) if "~" in waiting else 0
         if self.max_attempts is not None and before >= self.max_attempts:
             why = f"delivered {before} times without done() or fail(): max_attempts reached"
             self.quarantine(lease.path, why)
@@ -3198,8 +3191,7 @@ class FemtoQueue:
         ident = "" if id is None else _check_id(id)
         tag = "" if key is None else _key_tag(_encode_key(key))
         _notice_fork()
-        look = self._worker.take_named
-        return functools.partial(look, tag, ident, length_ns)
+        return functools.partial(self._worker.take_named, tag, ident, length_ns)
 
     def drain(self, timeout: float | None = None) -> Iterator[FemtoTask]:
         """Iterate over tasks until no task is pending, scheduled or in flight.
@@ -3799,11 +3791,11 @@ class _Keys:
         # while another process locks a new file.
         path = f"locks/{tag[-2:]}"
         try:
-            lock = self._files.make_lock(path)
+            lock = self._files.open_lock(path)
         except FileNotFoundError:
             self._files.dirs.refresh()
             self._files.make_dir("locks")
-            lock = self._files.make_lock(path)
+            lock = self._files.open_lock(path)
         with closing(lock):
             lock.acquire_exclusive(until_s)
             lock.thread = threading.get_ident()
@@ -3831,8 +3823,7 @@ class _Keys:
         self, path: str, until_s: float = _FOREVER_S
     ) -> AbstractContextManager[Any]:
         """Return lock() for the path, id or tag of a task with a key, else a nullcontext()."""
-        is_keyed = _is_keyed(path)
-        return self.lock(_tag_of(path), until_s) if is_keyed else nullcontext()
+        return self.lock(_tag_of(path), until_s) if _is_keyed(path) else nullcontext()
 
     def _linked(self, tag: str) -> tuple[str, str]:
         """Return the last known path of a key's task, and of the payload behind it, or ""."""
@@ -4013,7 +4004,7 @@ class _Keys:
         # forged id of the far future is not followed.
         order_ns = _stamp_of(_id_of(path))
         if ident <= _id_of(path) and order_ns < _latest_order_ns():
-            ident = _new_name(order_ns + 1, _tag_of(ident))
+            ident = f"{order_ns + 1:020d}-{_tag_of(ident)}"
         if is_update and (not behind or _is_update(behind)):
             return behind or f"keys/update~{ident}"
         return _payload_path(_id_of(behind) or ident, due_ns)
@@ -4533,13 +4524,14 @@ class _LeaseRenewer:
         is replaced."""
         with self._lock:
             self._blocks.add(block)
-            if block.lease.length_ns < self._shortest_ns:
-                shortest_ns = block.lease.length_ns
-                run = functools.partial(self._run, shortest_ns)
-                thread = threading.Thread(target=run, daemon=True)
+            length_ns = block.lease.length_ns
+            if length_ns < self._shortest_ns:
+                thread = threading.Thread(
+                    target=self._run, args=[length_ns], daemon=True
+                )
                 thread.start()
                 self._thread = thread
-                self._shortest_ns = shortest_ns
+                self._shortest_ns = length_ns
 
     def end(self, block: _Processing) -> None:
         with self._lock:
@@ -4725,9 +4717,9 @@ class _WorkerPool:
         self._queue = queue
         self._handler = handler
         self._concurrency = concurrency
+        self._is_threaded = concurrency > 1
         self._drain = drain
         self._is_stopped = is_stopped
-        self._is_threaded = concurrency > 1
         self._idle_timeout_s = idle_timeout_s
         self._idle_end_s = _end_s(idle_timeout_s, "idle_timeout_s")
         # when the pool stops taking tasks; 0: it is idle, or the queue is drained
@@ -5180,7 +5172,7 @@ class TicketQueue:
         os.pwrite(last.fd, b"%020d" % number, 0)
         began_s = time.time()
         name = f"{number:020d}~{self._boot}~{os.urandom(8).hex()}"
-        lock = self._files.make_lock(f".{name}")
+        lock = self._files.open_lock(f".{name}")
         # RACE (SharedTickets): this host is cut off from the network, and loses the lock of "last"
         # without notice. Another host then removes the new file as a leftover. Or it draws the same
         # number or a higher one, and may have its turn now: our ticket would give this member a
@@ -5361,12 +5353,12 @@ class TicketQueue:
         """Hold the lock of the file "last" for the block, and yield the file. Raises as
         acquire_exclusive() does, and FileNotFoundError if queue_dir is missing."""
         self._files.dirs.refresh()
-        with closing(self._files.make_lock("last")) as lock:
+        with closing(self._files.open_lock("last")) as lock:
             lock.acquire_exclusive(until_s)
             if not lock.is_at_path():
                 # RACE (Tickets): maybe_cleanup() removed the file while we waited.
                 raise _os_error(errno.ENOENT, lock.path)
-            # CRASH (Tickets): a process dies in _join_locked(), after make_lock() and before the
+            # CRASH (Tickets): a process dies in _join_locked(), after open_lock() and before the
             # rename. Its file is needed only under the lock of "last", so it is a leftover here.
             for name in self._files.names(""):
                 if name[0] == "." and _parse_ticket(name[1:]):
@@ -5382,7 +5374,7 @@ class TicketQueue:
         # a directory, a socket or a link is no ticket
         with _ignore_missing(errno.EISDIR, errno.ENXIO, errno.ELOOP):
             # RACE (Tickets): the member or another process removed the ticket
-            with closing(self._files.open_lock(member)) as lock:
+            with closing(self._files.open_lock(member, makes=False)) as lock:
                 if f"~{self._boot}~" in member or self._files.is_local:
                     is_dead = lock.try_lock()
                 else:
@@ -5418,7 +5410,7 @@ class TicketQueue:
 #    GlusterFS):
 #
 #      _SharedFiles.beginning, sync_file     replaced (GlusterFS)
-#      _SharedFiles.open_lock, make_lock     replaced (GlusterFS), stale (NFS)
+#      _SharedFiles.open_lock                replaced (GlusterFS), stale (NFS)
 #      _SharedFiles.lstat                    stale (NFS), replaced (GlusterFS)
 #      _SharedFiles.names                    stale (NFS)
 #      _SharedFiles.read                     stale (both), replaced (GlusterFS)
@@ -5484,10 +5476,10 @@ def _afresh(look: _Method) -> _Method:
     then raises FileNotFoundError."""
 
     @functools.wraps(look)
-    def call(*args: Any) -> Any:
+    def call(*args: Any, **options: Any) -> Any:
         for _ in range(_LOOKS):
             try:
-                return look(*args)
+                return look(*args, **options)
             except OSError as error:
                 if error.errno not in _MISSING_ERRNOS:
                     raise
@@ -5513,7 +5505,6 @@ class _SharedFiles(_Files):
     _read_once = _afresh(_Files.read)
     sync_file = _afresh(_Files.sync_file)
     open_lock = _afresh(_Files.open_lock)
-    make_lock = _afresh(_Files.make_lock)
 
     def _refresh(self, directory: str) -> None:
         """Have the names in a directory looked up anew (close-to-open, see nfs(5))."""

@@ -619,7 +619,7 @@ a child forked unseen by Python claims no task under its parent's name | Livenes
 +        if not _process_id:
 a child forked unseen by Python takes no task by key under its parent's name | Liveness
 -        _notice_fork()
-         look = self._worker.take_named
+         return functools.partial(self._worker.take_named, tag, ident, length_ns)
 the close() of a child forked unseen by Python does not give back its parent's tasks | Liveness
 -        _notice_fork()
          worker = self._worker
@@ -833,7 +833,7 @@ a call with a directory that was closed does not go to the working directory | L
 -                fd, self.fd = self.fd, -1
 +                fd, self.fd = self.fd, None
 a directory of locks that another host replaced is opened anew | Keyed
--    make_lock = _afresh(_Files.make_lock)
+-    open_lock = _afresh(_Files.open_lock)
 a task whose link can't be made on a full disk is delivered | Keyed
 -        if not path:
 -            self._link(tag, lease, behind)
@@ -970,7 +970,7 @@ done() succeeds though the directory of an attached lease is removed meanwhile |
 keep_done=False: the directory is synced after the removal | Durability
 -            self.files.sync_dir(os.path.dirname(lease.path))
 a payload pushed behind a task has a later order, even if clocks differ | KeyedOnSharedFileSystem
--            ident = _new_name(order_ns + 1, _tag_of(ident))
+-            ident = f"{order_ns + 1:020d}-{_tag_of(ident)}"
 +            pass
 a payload pushed behind a task with a forged id has an order of the present | Trust
 -        if ident <= _id_of(path) and order_ns < _latest_order_ns():
