@@ -420,7 +420,8 @@ _FORMS = {
 _parse_reason = re.compile(rf"{_ID}\.error").fullmatch
 # the other form of a name in keys/: the hash of a key
 _parse_tag = re.compile("[89a-f][0-9a-f]{15}").fullmatch
-_parse_id = re.compile(_ID).fullmatch
+# any id that a program may have kept; a shorter tag is of no task of this version
+_parse_id = re.compile(f"({_NS}-[0-9a-f]{{8,16}})").fullmatch
 _parse_old_task = re.compile("[0-9]+_(?:[0-9a-f]{16}|<built-in .*)").fullmatch  # of 0.4
 _parse_ticket = re.compile(r"[0-8][0-9]{19}~[0-9a-f]{8}~[0-9a-f]{16}").fullmatch
 _parse_node_dir = re.compile(r"inflight-([A-Za-z0-9._-]{1,100})").fullmatch
@@ -1957,7 +1958,9 @@ class _Batch:
             names.sort(reverse=True)
             del names[:-_MAX_BATCH]
         if self.barred:
-            names = [it for it in names if self.barred.get(_id_of(it), 0) < now_s]
+            ends_s = self.barred.items()
+            self.barred = {ident: end_s for ident, end_s in ends_s if end_s >= now_s}
+            names = [it for it in names if _id_of(it) not in self.barred]
         self.names = names
         self.seen = seen
         if seen <= _AT_ONCE:
@@ -2122,7 +2125,10 @@ class _LeaseDir:
             # removes our lease directory.
             if error.errno in _MISSING_ERRNOS:
                 return False
-            if error.errno in (errno.EPERM, errno.EACCES):
+            # the task's own error, if this user may write to the directory
+            if error.errno in (errno.EPERM, errno.EACCES) and os.access(
+                old.prefix + ".", os.W_OK, dir_fd=old.fd
+            ):
                 until_s = time.monotonic() + _TROUBLE_PAUSE_S
                 self._worker.batch.barred[_id_of(name)] = until_s
             raise self._files.named(error, lease.source, lease.path) from None
@@ -2481,7 +2487,11 @@ class _Consumer(_Worker):
                     return task
             except BaseException as error:
                 self._undo_claim(lease, error)
-                raise
+                if _id_of(lease.source) not in batch.barred:
+                    raise
+                _warn_once(
+                    f"passed over: tasks that this user may not move: {self.files.path}"
+                )
 
     def take_named(
         self,
@@ -3104,8 +3114,10 @@ class FemtoQueue:
         Raises ValueError or TypeError if an argument is invalid, and OSError. An OSError of the
         maintenance is raised only when no task waits, and only logged if this user may not use a
         file or directory. If an OSError or MemoryError has the attribute `task_id`, this task is at
-        the back of the queue. The attempt counts, unless a file or key was locked. A task that this
-        user may not move is passed over for a minute.
+        the back of the queue. The attempt counts, unless a file or key was locked.
+
+        A task that this user may not move, such as another user's in a sticky directory, is passed
+        over for a minute. drain() and join() do not wait for it.
         """
         if os.getpid() != _process_id:  # inlined: a call would be 2 % of pop()
             _after_fork_in_child()
@@ -4315,16 +4327,19 @@ class _Waits:
                 idle.append(watcher)
 
     def has_work(self) -> bool:
-        """Say whether a task waits or is leased. A directory is read only up to the first task."""
+        """Say whether a task waits or is leased, except those that this user may not move. A
+        directory is read only up to the first task."""
         # RACE (Lifecycle): other processes move a task from directory to directory, and it is never
         # in the one that is read. Each such move sets the time of pending/ or scheduled/. A move in
         # the first tick of the clock may not change the time, so all is read again a tick later.
         files = self._worker.files
+        barred = self._worker.batch.barred
         before = self._waiting_ctimes_ns()
         is_fine = any(time_ns % 10**9 for time_ns in before)
         for pause_s in (_FILE_TICK_S if is_fine else _COARSE_TICK_S, 0):
             for directory in ("keys", *_WAITING_DIRS, *files.node_dirs()):
-                if any(_parse(directory, name) for name in files.scan(directory)):
+                names = (it for it in files.scan(directory) if _id_of(it) not in barred)
+                if any(_parse(directory, name) for name in names):
                     return True
             time.sleep(pause_s)
         return self._waiting_ctimes_ns() != before

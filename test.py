@@ -7093,21 +7093,42 @@ class TroubleOfOneTask(QueueCase):
         q = self.queue()
         clock = self.clock()
         bad, *_ = q.push_many([b"bad", b"good", b"better"])
-        with hooked(at_call("move", bad, errno_raiser(errno.EPERM))):
-            with self.assertRaises(PermissionError) as caught:
-                q.pop()
-            self.assertEqual(getattr(caught.exception, "task_id", None), bad)
-            q.done(self.pop(q))
+        LOG.disabled = False
+        refuse = mock.Mock(side_effect=errno_raiser(errno.EPERM))
+        with hooked(at_call("move", f"/pending/{bad}", refuse)):
+            with self.assertLogs("femtoqueue", "WARNING") as logs:
+                self.assertEqual((task := self.pop(q)).data, b"good")
+            q.done(task)
+            self.assertIn("may not move", logs.output[0])
             clock.advance(59)
             self.assertEqual((task := self.pop(q)).data, b"better")
             q.done(task)
             self.assertIsNone(q.pop())
+            self.assertEqual(refuse.call_count, 1)
             clock.advance(2)
-            self.assertRaises(PermissionError, q.pop)
             self.assertIsNone(q.pop())
+            self.assertEqual(refuse.call_count, 2)
+            # it does not keep a worker that drains the queue from its end
+            self.assertEqual([*q.drain()], [])
+            self.assertTrue(q.join(0))
+            self.assertRaises(PermissionError, q.take, id=bad)
         clock.advance(61)
         task = self.pop(q)
         self.assertEqual((task.id, task.attempts), (bad, 1))
+        self.assertFalse(q.join(0))
+
+    def test_directory_that_this_user_may_not_write_to_is_trouble_with_the_disk(
+        self,
+    ) -> None:
+        q = self.queue()
+        q.push_many([b"1", b"2", b"3"])
+        q.done(self.pop(q))
+        with (
+            hooked(at_call("move", "/pending/", errno_raiser(errno.EACCES))),
+            mock.patch.object(os, "access", return_value=False),
+        ):
+            self.assertRaises(PermissionError, q.pop)
+            self.assertRaises(PermissionError, q.pop)
 
 
 class ForeignFiles(QueueCase):

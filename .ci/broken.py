@@ -420,7 +420,7 @@ a detached lease outlives a restart of its node_id | CommandLine
 a claim that is interrupted is undone | Faults; faults: read
              except BaseException as error:
 -                self._undo_claim(lease, error)
-                 raise
+                 if _id_of
 a claim by key or id that is interrupted is undone | Lifecycle
              except BaseException as error:
 -                self._undo_claim(lease, error)
@@ -428,8 +428,9 @@ a claim by key or id that is interrupted is undone | Lifecycle
 an error is raised, not taken for an empty queue | Faults; faults: read
              except BaseException as error:
                  self._undo_claim(lease, error)
--                raise
-+                return None
+                 if _id_of(lease.source) not in batch.barred:
+-                    raise
++                    return None
 a queue can be opened although no clock file can be made | Faults
 -                if error.errno not in _NO_WRITE_ERRNOS:
 +                if error:
@@ -1128,9 +1129,18 @@ a claim whose undo failed is put back uncounted later | Faults
 +                self.lease_dir.orphans[lease.path] = None
 a task that this user may not claim does not delay other tasks | TroubleOfOneTask
 -                self._worker.batch.barred[_id_of(name)] = until_s
+a task that this user may not move does not end a loop over pop() | TroubleOfOneTask
+-                if _id_of(lease.source) not in batch.barred:
++                if lease:
+a task that this user may not move does not keep drain() from its end | TroubleOfOneTask
+- if _id_of(it) not in barred)
++)
+a worker that may not write to pending/ raises, and passes over no task | TroubleOfOneTask
+-            if error.errno in (errno.EPERM, errno.EACCES) and os.access(
++            if error.errno in (errno.EPERM, errno.EACCES) and str(
 a task that this user could not claim is tried again after a minute | TroubleOfOneTask
--self.barred.get(_id_of(it), 0) < now_s
-+not self.barred.get(_id_of(it), 0)
+-in ends_s if end_s >= now_s}
++in ends_s}
 a task found for a coroutine that was cancelled goes back | Coroutines
 -            if not answer.cancel() and answer.exception() is None:
 +            if not answer.cancel() and answer.exception():
