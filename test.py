@@ -12237,6 +12237,8 @@ class Documents(QueueCase):
         self.assertGreater(len(transcripts), 1)
         for text in transcripts:
             self.go_to(self.new_dir(self.memory))
+            # otherwise the first push says that it makes a queue
+            FemtoQueue("jobs").close()
             commands = re.findall(r"(?m)^\$ (.*)$", text)
             said = self.sh(
                 "\n".join(f"echo {shlex.quote(f'$ {it}')}\n{it}" for it in commands)
