@@ -3929,9 +3929,8 @@ class _Keys:
         if_in_flight: str,
         due_ns: int | None,
     ) -> str:
-        """Push a payload. Return the id of the task that gets it; behind a leased task, the id
-        of the payload. Return "" if the task has moved: the caller must try again. Raises
-        KeyInFlight."""
+        """Push a payload. Return the id that push() returns, or "" if the task has moved: then the
+        caller must try again. Raises KeyInFlight."""
         tag = _key_tag(name)
         if self._has_lock(tag):
             # A signal handler or a finalizer has interrupted a call between two of its steps.
@@ -4706,8 +4705,8 @@ def _write_stop_line(begin: bytes) -> None:
 
 
 class _WorkerPool:
-    """Takes tasks and calls the handler for each, in `concurrency` threads; 1: in the calling
-    thread."""
+    """Takes tasks and calls the handler for each: in the calling thread, or in `concurrency`
+    threads of its own (`_is_threaded`)."""
 
     stops: tuple[str, ...] = ("SIGINT", "SIGTERM")  # the signals that stop the pool
 
@@ -5493,8 +5492,8 @@ def _afresh(look: _Method) -> _Method:
 
 
 class _SharedFiles(_Files):
-    """The steps on files that other hosts use, too. is_fuse: the file system
-    counts as GlusterFS."""
+    """The steps on files that other hosts use, too. is_fuse: the file system counts as
+    GlusterFS."""
 
     is_shared = True
 
