@@ -154,8 +154,8 @@ __version__ = "1.0.0"
 # The f_type of file systems where one syncfs(2) makes all tasks of a push_many() durable: ext2 to
 # ext4, xfs, btrfs, f2fs, tmpfs.
 _SYNCFS_TYPES = frozenset({0xEF53, 0x58465342, 0x9123683E, 0xF2F52010, 0x01021994})
-# Only this kernel writes to these, so inotify reports every change. It adds overlay, zfs, bcachefs
-# and ramfs.
+# Also overlay, zfs, bcachefs and ramfs. Only this kernel writes to these file systems, so inotify
+# reports every change.
 _OVERLAY_TYPE = 0x794C7630
 _LOCAL_TYPES = _SYNCFS_TYPES | {_OVERLAY_TYPE, 0x2FC12FC1, 0xCA451A4E, 0x858458F6}
 
@@ -865,7 +865,7 @@ def _check_number(name: str, value: float, least: float = 0.0) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number, not {value!r}")
     if not least <= value < _MAX_NUMBER:  # also true for NaN
-        bound = "greater than 0" if least > 0 else f"{least:g} or more"
+        bound = "greater than 0" if least > 0 else "0 or more"
         raise ValueError(f"{name} must be finite, and {bound}, not {value!r}")
     return value
 
@@ -1054,7 +1054,7 @@ def _finish_read(fd: int, head: bytes, ident: str) -> _Record:
 # - locks/NN guards the keys whose hash ends with NN. It is held while a task with such a key is
 #   pushed, taken by key or id, settled, renewed or moved, but not by a claim of pop() or its
 #   undoing. A stopped process may hold it for ever. So maintenance, coroutines and the thread that
-#   renews leases only try to take it. A thread takes no second one, but in a signal handler.
+#   renews leases only try to take it. A thread takes no second one, except in a signal handler.
 # - _Worker.lock is held while a task is claimed, renewed, settled or reclaimed, and during
 #   maintenance. To settle a task with a key, the lock of the key is enough.
 # - inflight-<node>/ is locked by its worker, shared. Another process tries to take the exclusive
@@ -2613,7 +2613,7 @@ class _Consumer(_Worker):
 # 12. Maintenance: what pop() and take() do periodically beside taking a task. One schedule says
 #    what is done when: `next_s`.
 #
-#    look       look at PAUSED, and whether the directories are those at their names
+#    look       look for PAUSED, and for directories that were replaced
 #    enqueue    move due tasks from scheduled/ to pending/
 #    reclaim    take back the leases that have ended
 #    repair     promote the payloads in keys/ whose task is gone
@@ -2910,10 +2910,10 @@ class FemtoQueue:
     a restart under the same node_id, the first pop() takes back the leases of the earlier process.
     But while another object of this name lives, these leases end by their deadlines only.
 
-    The order of tasks and the deadlines do not change when the date is set. Threads may
-    share an object. A forked child's copy is another worker. An unpickled object is made anew from
-    the settings. A signal handler may call push() and schedule(), without a key, and no other
-    method. For anything else, let it set a flag, or the Event of work(stop=...).
+    The order of tasks and the deadlines do not change when the date is set. Threads may share an
+    object. A forked child's copy is another worker. An unpickled object is made anew from the
+    settings. A signal handler may call push() and schedule(), without a key, and no other method.
+    For anything else, let it set a flag, or the Event of work(stop=...).
 
     Raises TypeError or ValueError if an argument is invalid, OSError if a directory can't be made.
     """
@@ -2938,9 +2938,11 @@ class FemtoQueue:
         node_id:  1 to 100 of A-Z a-z 0-9 . _ -. None: a new name.
         timeout_stale_ms:  the milliseconds of a lease. None: no deadline. After a reboot, only a
             restart under the same node_id or the command `release` ends such a lease.
-        sync_after_write:  True: what a call did survives power loss. False: only killed processes.
+        sync_after_write:  True: what a call did survives power loss, too, not only the death of
+            processes.
         max_attempts:  1 to 999,999: a task that was delivered so often is failed. None: no limit.
-        keep_done:  False or 0: done() deletes the task. A number: pop() does after so many seconds.
+        keep_done:  False or 0: done() deletes the task. A number: pop() deletes it after so many
+            seconds.
         retry_delay_s:  the seconds before a second attempt in processing() and work(). They double
             with each attempt, up to an hour. A random part of up to half is subtracted.
         poll_interval_s:  the longest pause, in seconds, of drain() and join(). Other waits need it
@@ -3579,13 +3581,14 @@ class FemtoQueue:
 
         state:  one of STATES.
         data:  False: read only the headers. `data` is then b"", and a corrupt task is not noticed.
-        last:  look only at so many tasks, the last ones. None: at all.
+        last:  look only at so many tasks, the last ones. None: at all tasks.
 
         Tasks that move meanwhile are left out. Corrupt tasks, and tasks that this user may not
         read, are left out and logged. Raises ValueError if `state` is invalid, or `last` negative.
         """
         if state not in STATES:
             raise ValueError(f"state must be one of {', '.join(STATES)}, not {state!r}")
+        _check_number("last", last or 0)
         # a plain str: `state` may be a member of a str Enum
         entries = self._files.find(STATES[STATES.index(state)])
 
@@ -3929,8 +3932,8 @@ class _Keys:
         if_in_flight: str,
         due_ns: int | None,
     ) -> str:
-        """Push a payload. Return the id of the task that gets it, or its own id behind a leased
-        task. Return "" if the task has moved: the caller must try again. Raises KeyInFlight."""
+        """Push a payload. Return the id that push() returns, or "" if the task has moved: then the
+        caller must try again. Raises KeyInFlight."""
         tag = _key_tag(name)
         if self._has_lock(tag):
             # A signal handler or a finalizer has interrupted a call between two of its steps.
@@ -4182,8 +4185,7 @@ class _Keys:
 #    One thread of the queue object looks for all its coroutines.
 # ==================================================================================================
 
-# Masks of inotify(7). _IN_COMES: IN_ONLYDIR; a file was created, or moved in. _IN_GOES: a file was
-# deleted, or moved away.
+# Masks of inotify(7): IN_ONLYDIR, IN_CREATE and IN_MOVED_TO; IN_DELETE and IN_MOVED_FROM.
 _IN_COMES = 0x01000000 | 0x100 | 0x80
 _IN_GOES = 0x200 | 0x40
 _WATCHED = (
@@ -4419,7 +4421,7 @@ class _Waits:
         Return True if a request was added, to end the wait."""
         empty_lines = set[str]()
         for request in requests:
-            # first, so that a look follows the timeout
+            # read before the look, so that the last look comes after the timeout
             is_late = time.monotonic() >= request.end_s
             if request.answer.done() or (request.line in empty_lines and not is_late):
                 continue
@@ -4530,7 +4532,7 @@ class _LeaseRenewer:
         self._lock = worker.lock
         # weak: a block lives as long as its `with` statement holds it
         self._blocks: weakref.WeakSet[_Processing] = weakref.WeakSet()
-        self._thread: threading.Thread | None = None  # that was started last
+        self._thread: threading.Thread | None = None  # the one started last
         # the shortest lease when the thread last looked; _FOREVER_NS: none needs a thread
         self._shortest_ns = _FOREVER_NS
 
@@ -4694,10 +4696,7 @@ _ONE_SIGNAL_S = 0.3
 # the pause between two looks at `signals`, while handlers run in threads
 _SIGNAL_POLL_S = 0.15
 _TROUBLE_S = 30.0  # work() ends if nothing but errors of single tasks comes for so long
-_AFTER_FAILURE = {
-    "retried": "to be retried",
-    "failed": "a dead letter",
-}
+_AFTER_FAILURE = {"retried": "to be retried", "failed": "a dead letter"}
 
 
 def _write_stop_line(begin: bytes) -> None:
@@ -4713,8 +4712,8 @@ def _write_stop_line(begin: bytes) -> None:
 
 
 class _WorkerPool:
-    """Takes tasks and calls the handler for each, in `concurrency` threads. One thread is the
-    calling thread."""
+    """Takes tasks and calls the handler for each: in the calling thread, or in `concurrency`
+    threads of its own (`_is_threaded`)."""
 
     stops: tuple[str, ...] = ("SIGINT", "SIGTERM")  # the signals that stop the pool
 
@@ -4880,7 +4879,7 @@ class _WorkerPool:
 
     def _count(self, task: FemtoTask) -> None:
         with self._changed:
-            # first, because another thread in _take() reads `_running` first
+            # before `_running` changes: another thread in _take() reads `_running` first
             self._idle_end_s = _end_s(self._idle_timeout_s)
             # _process() and _abort() may end the same delivery, in two threads: count it once.
             if self._running.pop(id(task), None) is not None:
@@ -4980,11 +4979,7 @@ class _Inspector:
     def findings(self) -> Iterator[Finding]:
         """Yield the findings. With `repair`, the maintenance runs first. If a step raises OSError,
         the error is a finding, and the other steps still run."""
-        steps: list[Callable[[], Iterator[Finding] | None]] = [
-            self._names,
-            self._records,
-            self._left,
-        ]
+        steps: list[Callable[[], Any]] = [self._names, self._records, self._left]
         if self._repair:
             maintenance = self._worker.maintenance
             steps = [
@@ -5175,9 +5170,8 @@ class TicketQueue:
 
     def _join_locked(self, last: _OpenFile) -> _HeldTicket:
         """Take the next ticket. The caller has locked the file "last"."""
-        noted = b""
-        if not self._files.is_shared:  # else what is read may be old
-            noted = os.pread(last.fd, 20, 0)
+        # on a shared file system, what is read may be old
+        noted = b"" if self._files.is_shared else os.pread(last.fd, 20, 0)
         # A number that begins with 9 is damaged or forged, and no name of a ticket has it.
         numbers = [
             int(noted) if noted.isdigit() and noted < b"9" else 0,
@@ -5505,7 +5499,8 @@ def _afresh(look: _Method) -> _Method:
 
 
 class _SharedFiles(_Files):
-    """The steps on files that other hosts use, too. is_fuse: it counts as GlusterFS."""
+    """The steps on files that other hosts use, too. is_fuse: the file system counts as
+    GlusterFS."""
 
     is_shared = True
 
@@ -6394,7 +6389,7 @@ class _CommandPool(_WorkerPool):
     def _try(self, task: FemtoTask, files: ExitStack) -> None:
         import tempfile
 
-        with _judged(f"its payload can't be written to {tempfile.gettempdir()}"):
+        with _judged(f"the payload can't be written to {tempfile.gettempdir()}"):
             file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
             payload = files.enter_context(file).fileno()
             _write_all(payload, task.data)
@@ -6422,7 +6417,7 @@ class _CommandPool(_WorkerPool):
     def _outputs(self, ident: str, files: ExitStack) -> list[Any]:
         """Return where CMD's output leads to: one for both streams, or two."""
         if directory := self._options.output_dir:
-            with _judged("its output can't be written"):
+            with _judged("the output can't be written"):
                 # If another kind of file is there, open() says so: trouble for all tasks.
                 with suppress(FileExistsError):
                     os.makedirs(directory, 0o700)
@@ -6515,7 +6510,7 @@ def _try_text(task: FemtoTask) -> str:
 #     Invariant: a command calls only public methods of FemtoQueue and FemtoTask.
 #     TOPIC: a new command is a function _NAME_command(options), below the decorator @_command. A
 #     new kind of value needs a parser in _TYPES. The class CommandLine has the number of commands.
-#     It wants an example, and at most 24 lines of help.
+#     It wants an example and, except for `work`, at most 24 lines of help.
 # ==================================================================================================
 
 
