@@ -1689,7 +1689,7 @@ class _Files:
         except OSError as error:
             # RACE (Shrinking): another thread has refreshed the directories.
             if error.errno not in _MISSING_ERRNOS or not (
-                self.dirs.refresh()
+                dirs.refresh()
                 or dirs.get(directory, old) is not old
                 or dirs.get(new_directory, new) is not new
             ):
@@ -2487,7 +2487,8 @@ class _Consumer(_Worker):
                     return task
             except BaseException as error:
                 self._undo_claim(lease, error)
-                if _id_of(lease.source) not in batch.barred:
+                is_barred = _id_of(lease.source) in batch.barred
+                if not is_barred or not isinstance(error, PermissionError):
                     raise
                 _warn_once(
                     f"passed over: tasks that this user may not move: {self.files.path}"
@@ -3518,14 +3519,13 @@ class FemtoQueue:
             raise ValueError(
                 f"states must be of {' and '.join(map(repr, _ENDED))}, not {given!r}"
             )
-        wanted = [state for state in _ENDED if state in given]
         files = self._files
 
         def purge(path: str) -> bool:
             return files.unlink_if_older(path, before_s)
 
-        count = _for_each(purge, [it.path for it in files.find(*wanted)])
-        if "failed" in wanted:
+        count = _for_each(purge, [it.path for it in files.find(*sorted(given))])
+        if "failed" in given:
             for name in filter(_parse_reason, files.names("failed")):
                 if not files.exists(f"failed/{name.removesuffix('.error')}"):
                     _for_each(purge, [f"failed/{name}"])

@@ -7117,6 +7117,22 @@ class TroubleOfOneTask(QueueCase):
         self.assertEqual((task.id, task.attempts), (bad, 1))
         self.assertFalse(q.join(0))
 
+    def test_ctrl_c_ends_a_pop_that_was_about_to_pass_over_a_task(self) -> None:
+        q = self.queue()
+        clock = self.clock()
+        refuse = errno_raiser(errno.EPERM)
+        refused = at_call("move", f"/pending/{q.push(b'bad')}", refuse)
+        for number in itertools.count():
+            clock.advance(61)
+            with hooked(refused), at_line(number, interrupt, ("claim",)) as reached:
+                try:
+                    q.pop()
+                except KeyboardInterrupt:
+                    continue
+            self.assertEqual(reached, [])
+            break
+        self.assertGreater(number, 10)
+
     def test_directory_that_this_user_may_not_write_to_is_trouble_with_the_disk(
         self,
     ) -> None:

@@ -420,15 +420,13 @@ a detached lease outlives a restart of its node_id | CommandLine
 a claim that is interrupted is undone | Faults; faults: read
              except BaseException as error:
 -                self._undo_claim(lease, error)
-                 if _id_of
+                 is_barred
 a claim by key or id that is interrupted is undone | Lifecycle
              except BaseException as error:
 -                self._undo_claim(lease, error)
                  if not isinstance
 an error is raised, not taken for an empty queue | Faults; faults: read
-             except BaseException as error:
-                 self._undo_claim(lease, error)
-                 if _id_of(lease.source) not in batch.barred:
+                 if not is_barred or not isinstance(error, PermissionError):
 -                    raise
 +                    return None
 a queue can be opened although no clock file can be made | Faults
@@ -1130,8 +1128,11 @@ a claim whose undo failed is put back uncounted later | Faults
 a task that this user may not claim does not delay other tasks | TroubleOfOneTask
 -                self._worker.batch.barred[_id_of(name)] = until_s
 a task that this user may not move does not end a loop over pop() | TroubleOfOneTask
--                if _id_of(lease.source) not in batch.barred:
+-                if not is_barred or not isinstance(error, PermissionError):
 +                if lease:
+Ctrl-C ends a pop() that was about to pass over a task | TroubleOfOneTask
+-                if not is_barred or not isinstance(error, PermissionError):
++                if not is_barred:
 a task that this user may not move does not keep drain() from its end | TroubleOfOneTask
 - if _id_of(it) not in barred)
 +)
