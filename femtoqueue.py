@@ -3519,13 +3519,15 @@ class FemtoQueue:
             raise ValueError(
                 f"states must be of {' and '.join(map(repr, _ENDED))}, not {given!r}"
             )
+        # plain strings: `given` may have members of a str Enum
+        wanted = [state for state in _ENDED if state in given]
         files = self._files
 
         def purge(path: str) -> bool:
             return files.unlink_if_older(path, before_s)
 
-        count = _for_each(purge, [it.path for it in files.find(*sorted(given))])
-        if "failed" in given:
+        count = _for_each(purge, [it.path for it in files.find(*wanted)])
+        if "failed" in wanted:
             for name in filter(_parse_reason, files.names("failed")):
                 if not files.exists(f"failed/{name.removesuffix('.error')}"):
                     _for_each(purge, [f"failed/{name}"])
@@ -4029,8 +4031,9 @@ class _Keys:
         try:
             # Link first. Without a link, a later push would add a second task of the key, or a
             # claim would miss the payload.
-            tag = _tag_of(target)
-            self._link(tag, path or target, target if path else "", sync=True)
+            self._link(
+                _tag_of(target), path or target, target if path else "", sync=True
+            )
             self._swap(new_path, behind, target)
             self._files.sync_dir(os.path.dirname(target))
         except BaseException:
