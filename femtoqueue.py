@@ -184,7 +184,8 @@ _NO_FOLLOW_OR_BLOCK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0
 _READ_FLAGS = os.O_RDONLY | _NO_FOLLOW_OR_BLOCK | getattr(os, "O_BINARY", 0)
 _ROOT_FLAGS = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0)
 _DIR_FLAGS = _ROOT_FLAGS | _NO_FOLLOW_OR_BLOCK
-_HAS_DIR_FDS = os.open in os.supports_dir_fd  # not on Windows
+# False on Windows. Not os.open: eventlet replaces it.
+_HAS_DIR_FDS = os.rename in os.supports_dir_fd
 _FOREVER_S = float("inf")
 
 
@@ -211,7 +212,7 @@ def _log() -> logging.Logger:
     return logging.getLogger("femtoqueue")
 
 
-@functools.lru_cache
+@functools.lru_cache(10_000)  # one text for each file that this user may not use
 def _warn_once(text: str) -> None:
     _log().warning("%s", text)
 
@@ -317,7 +318,8 @@ def _for_each(act: Callable[[Any], object], items: Iterable[Any]) -> int:
         except OSError as error:
             _raise_if_no_errno(error)
             if error.errno in _ONE_FILE_ERRNOS:
-                _warn_once(f"passed over: {error}")
+                # without the target of a rename, whose name may have the present time
+                _warn_once(f"passed over: {error.strerror}: {error.filename!r}")
             else:
                 errors.append(error)
     if errors:
@@ -2270,7 +2272,12 @@ class _Worker:
             except OSError as error:
                 is_refused = error.errno in _OUT_OF_SPACE_ERRNOS
                 if "/done" in str(error.filename2 or error.filename):
-                    is_refused |= error.errno in (*_ONE_FILE_ERRNOS, errno.ENOTDIR)
+                    # EXDEV: done/ is a mount of its own
+                    is_refused |= error.errno in (
+                        *_ONE_FILE_ERRNOS,
+                        errno.ENOTDIR,
+                        errno.EXDEV,
+                    )
                 # If the lease is gone, only a step after the rename has failed.
                 if not is_refused or not self.files.exists(lease.path):
                     raise

@@ -1131,6 +1131,7 @@ class Lifecycle(QueueCase):
             (errno.EDQUOT, "k"),
             (errno.EACCES, None),
             (errno.ENOTDIR, "k"),
+            (errno.EXDEV, None),
         ):
             q = self.new_queue()
             task = leased(q, key=key)
@@ -8474,6 +8475,22 @@ class MissingFunctions(QueueCase):
             task = q.pop(60)
         self.assertEqual(task and task.data, b"x")
 
+    def test_open_that_another_library_replaced_is_called_all_the_same(self) -> None:
+        # As eventlet.monkey_patch() does before the program imports this module.
+        real = os.open
+
+        def replaced(
+            file: str, flags: int, mode: int = 0o777, dir_fd: int | None = None
+        ) -> int:
+            return real(file, flags, mode, dir_fd=dir_fd)
+
+        with mock.patch.dict(sys.modules), mock.patch("os.open", replaced):
+            del sys.modules["femtoqueue"]
+            green = importlib.import_module("femtoqueue")
+            with green.FemtoQueue(self.path) as q:
+                q.push(b"x", key="k")
+                self.assertEqual(q.take("k").data, b"x")
+
     def check_lease_ends_by_deadline(self, module: Any) -> None:
         """Fail unless, in this module, a lease ends at its deadline and no worker is taken for
         alive or dead."""
@@ -12986,6 +13003,22 @@ class Reported(QueueCase):
         self.assertEqual(len(logged.output), 3, logged.output)
         for directory in ("creating", "checkpoints", "done"):
             self.assertEqual(len(self.names(directory)), 1)
+
+    def test_each_due_task_that_may_not_be_moved_is_logged_once(self) -> None:
+        """However many tasks of other users the maintenance finds in a sticky directory, the log
+        has one line for each of them."""
+        q = self.queue()
+        clock = self.clock()
+        count = 200
+        for _ in range(count):
+            q.push(b"x", delay_s=1)
+        LOG.disabled = False
+        refused = hooked(at_call("move", "scheduled/", errno_raiser(errno.EPERM)))
+        with refused, self.assertLogs(LOG, "WARNING") as logged:
+            for _ in range(4):
+                clock.advance(61)
+                self.assertIsNone(q.pop())
+        self.assertEqual(len(logged.output), count)
 
     def test_exception_that_can_not_be_formatted_is_a_reason_by_its_name(self) -> None:
         class BadText(Exception):

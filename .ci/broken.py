@@ -546,8 +546,20 @@ an error of one file does not end the maintenance | Reported
 -            if error.errno in _ONE_FILE_ERRNOS:
 +            if error.errno in ():
 an error of one file is logged once | Trust
--@functools.lru_cache
+-@functools.lru_cache(10_000)  # one text for each file that this user may not use
  def _warn_once(text: str) -> None:
+an error of one file is logged once, however many such files there are | Reported
+-@functools.lru_cache(10_000)  # one text for each file that this user may not use
++@functools.lru_cache
+ def _warn_once(text: str) -> None:
+an error of one file is logged once, although the target of its move has another name | Reported
+-                _warn_once(f"passed over: {error.strerror}: {error.filename!r}")
++                _warn_once(f"passed over: {error}")
+a finished task does not run again if done/ is a mount of its own | Lifecycle
+-                        errno.EXDEV,
+the functions for open directories are used although a library replaced os.open | MissingFunctions
+-_HAS_DIR_FDS = os.rename in os.supports_dir_fd
++_HAS_DIR_FDS = os.open in os.supports_dir_fd
 a missing data_dir is trouble with the disk, not a lost lease | Faults
 -                self.files.dirs[directory if directory in _STATE_DIRS else "pending"]
 +                _no_op(directory)
