@@ -557,6 +557,7 @@ an error of one file is logged once, although the target of its move has another
 +                _warn_once(f"passed over: {error}")
 a finished task does not run again if done/ is a mount of its own | Lifecycle
 -                        errno.EXDEV,
++                        0,
 the functions for open directories are used although a library replaced os.open | MissingFunctions
 -_HAS_DIR_FDS = os.rename in os.supports_dir_fd
 +_HAS_DIR_FDS = os.open in os.supports_dir_fd
