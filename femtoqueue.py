@@ -2129,10 +2129,16 @@ class _LeaseDir:
             # removes our lease directory.
             if error.errno in _MISSING_ERRNOS:
                 return False
-            if error.errno in (errno.EPERM, errno.EACCES):
+            self._files.named(error, lease.source, lease.path)
+            if isinstance(error, PermissionError):
                 until_s = time.monotonic() + _TROUBLE_PAUSE_S
                 self._worker.batch.barred[_id_of(name)] = until_s
-            raise self._files.named(error, lease.source, lease.path) from None
+            if error.errno == errno.EPERM:
+                # Another user's task in a sticky directory, or an immutable file. It is no trouble
+                # of this worker: to raise would end an idle one after a while.
+                _warn_once(f"passed over: {error.strerror}: {error.filename!r}")
+                return False
+            raise
         return True
 
     # Closing
@@ -3118,8 +3124,8 @@ class FemtoQueue:
         Raises ValueError or TypeError if an argument is invalid, and OSError. An OSError of the
         maintenance is raised only when no task waits, and only logged if this user may not use a
         file or directory. If an OSError or MemoryError has the attribute `task_id`, this task is at
-        the back of the queue. The attempt counts, unless a file or key was locked. A task that this
-        user may not move is passed over for a minute.
+        the back of the queue. The attempt counts, unless a file or key was locked. A task of
+        another user in a sticky directory, or an immutable one, is passed over, and logged once.
         """
         if os.getpid() != _process_id:  # inlined: a call would be 2 % of pop()
             _after_fork_in_child()

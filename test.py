@@ -7090,25 +7090,49 @@ class TroubleOfOneTask(QueueCase):
                 q.release(task)
 
     def test_task_that_may_not_be_renamed_is_passed_over_for_a_minute(self) -> None:
-        # The task may belong to another user, and pending/ may have the sticky bit.
+        """A task that the kernel protects from this user is logged once. It is no trouble of the
+        worker: work() goes on, however long nothing else comes."""
+        # The task belongs to another user, and pending/ has the sticky bit; or it is immutable.
         q = self.queue()
         clock = self.clock()
         bad, *_ = q.push_many([b"bad", b"good", b"better"])
-        with hooked(at_call("move", bad, errno_raiser(errno.EPERM))):
+        LOG.disabled = False
+        refuse = mock.Mock(side_effect=errno_raiser(errno.EPERM))
+        refused = hooked(at_call("move", bad, refuse))
+        with refused, self.assertLogs(LOG, "WARNING") as logged:
+            q.done(self.pop(q))
+            clock.advance(59)
+            self.assertEqual((task := self.pop(q)).data, b"better")
+            q.done(task)
+            self.assertEqual((q.pop(), refuse.call_count), (None, 1))
+            clock.advance(2)
+            self.assertEqual((q.pop(), refuse.call_count), (None, 2))
+            self.assertIsNone(q.take(id=bad))
+            clock.advance(61)
+            with with_constant("trouble", -1.0):
+                q.work(lambda _: None, idle_timeout_s=0.01)
+        self.assertEqual(len(logged.output), 1)
+        self.assertIn(bad, logged.output[0])
+        clock.advance(61)
+        task = self.pop(q)
+        self.assertEqual((task.id, task.attempts), (bad, 1))
+
+    def test_directory_that_may_not_be_moved_is_tried_once_a_minute(self) -> None:
+        """If a claim fails because a directory has no right to write, pop() raises the error, and
+        does not try that task again for a minute."""
+        q = self.queue()
+        clock = self.clock()
+        bad, *_ = q.push_many([b"bad", b"good"])
+        with hooked(at_call("move", bad, errno_raiser(errno.EACCES))):
             with self.assertRaises(PermissionError) as caught:
                 q.pop()
             self.assertEqual(getattr(caught.exception, "task_id", None), bad)
             q.done(self.pop(q))
             clock.advance(59)
-            self.assertEqual((task := self.pop(q)).data, b"better")
-            q.done(task)
             self.assertIsNone(q.pop())
             clock.advance(2)
             self.assertRaises(PermissionError, q.pop)
             self.assertIsNone(q.pop())
-        clock.advance(61)
-        task = self.pop(q)
-        self.assertEqual((task.id, task.attempts), (bad, 1))
 
 
 class ForeignFiles(QueueCase):

@@ -527,6 +527,7 @@ a worker uses another directory if another process keeps its own locked | Livene
 a lease directory that this user may not read does not end the work | Trust
 -        if isinstance(error, PermissionError):
 +        if not directory:
+             _warn_once(f"passed over: {error}")
 those who may not write to data_dir can't lock a lease directory | Trust
 -            mode &= 0o7711 | self.lock_mode
 +            mode &= 0o7777
@@ -553,6 +554,7 @@ an error of one file is logged once, however many such files there are | Reporte
 +@functools.lru_cache
  def _warn_once(text: str) -> None:
 an error of one file is logged once, although the target of its move has another name | Reported
+                 # without the target of a rename, whose name may have the present time
 -                _warn_once(f"passed over: {error.strerror}: {error.filename!r}")
 +                _warn_once(f"passed over: {error}")
 a finished task does not run again if done/ is a mount of its own | Lifecycle
@@ -1141,6 +1143,9 @@ a claim whose undo failed is put back uncounted later | Faults
 +                self.lease_dir.orphans[lease.path] = None
 a task that this user may not claim does not delay other tasks | TroubleOfOneTask
 -                self._worker.batch.barred[_id_of(name)] = until_s
+a task that the kernel protects from this user is no trouble of the worker | TroubleOfOneTask
+-            if error.errno == errno.EPERM:
++            if error.errno in ():
 a task that this user could not claim is tried again after a minute | TroubleOfOneTask
 -self.barred.get(_id_of(it), 0) < now_s
 +not self.barred.get(_id_of(it), 0)
