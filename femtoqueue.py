@@ -5176,7 +5176,7 @@ class TicketQueue:
             except OSError as error:
                 redraws += 1
                 if redraws > _MAX_REDRAWS or error.errno not in _REDRAW_ERRNOS:
-                    raise
+                    raise self._files.named(error, "last") from None
             time.sleep(_REDRAW_PAUSE_S)
 
     def _join_locked(self, last: _OpenFile) -> _HeldTicket:

@@ -7793,6 +7793,14 @@ class Tickets(TicketCase):
                 self.assertEqual(ticket, number)
             self.assertTrue(line.is_empty())
 
+    def test_error_of_the_file_last_names_the_file(self) -> None:
+        """An error of a read or write of "last", as on a full disk, has the path of the file."""
+        line = self.line()
+        os.mkfifo(self.file("line", "last"))
+        with self.assertRaises(OSError) as caught:
+            line.register()
+        self.assertEqual(caught.exception.filename, self.file("line", "last"))
+
     def test_new_ticket_is_locked_before_others_can_see_it(self) -> None:
         # RACE: another process looks at the line as soon as the ticket appears. An unlocked ticket
         # would look like that of a dead process, and would be removed.

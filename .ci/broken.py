@@ -1183,6 +1183,9 @@ release() refuses a delay together with front=True | Lifecycle
 a queue object that is collected gives up its lease directory | Liveness
 +del FemtoQueue.__del__
  class _Keys:
+an error of a read or write of "last" names the file | Tickets
+-                    raise self._files.named(error, "last") from None
++                    raise
 a dead member's ticket is passed over at once | Tickets hangs
 -is_dead = lock.try_lock()
 +is_dead = None
