@@ -184,7 +184,8 @@ _NO_FOLLOW_OR_BLOCK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0
 _READ_FLAGS = os.O_RDONLY | _NO_FOLLOW_OR_BLOCK | getattr(os, "O_BINARY", 0)
 _ROOT_FLAGS = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0)
 _DIR_FLAGS = _ROOT_FLAGS | _NO_FOLLOW_OR_BLOCK
-_HAS_DIR_FDS = os.open in os.supports_dir_fd  # not on Windows
+# False on Windows. Not os.open: eventlet replaces it.
+_HAS_DIR_FDS = os.rename in os.supports_dir_fd
 _FOREVER_S = float("inf")
 
 
@@ -211,7 +212,7 @@ def _log() -> logging.Logger:
     return logging.getLogger("femtoqueue")
 
 
-@functools.lru_cache
+@functools.lru_cache(10_000)  # one text for each file that this user may not use
 def _warn_once(text: str) -> None:
     _log().warning("%s", text)
 
@@ -317,7 +318,8 @@ def _for_each(act: Callable[[Any], object], items: Iterable[Any]) -> int:
         except OSError as error:
             _raise_if_no_errno(error)
             if error.errno in _ONE_FILE_ERRNOS:
-                _warn_once(f"passed over: {error}")
+                # without the target of a rename, whose name may have the present time
+                _warn_once(f"passed over: {error.strerror}: {error.filename!r}")
             else:
                 errors.append(error)
     if errors:
@@ -2125,13 +2127,16 @@ class _LeaseDir:
             # removes our lease directory.
             if error.errno in _MISSING_ERRNOS:
                 return False
-            # the task's own error, if this user may write to the directory
-            if error.errno in (errno.EPERM, errno.EACCES) and os.access(
-                old.prefix + ".", os.W_OK, dir_fd=old.fd
-            ):
+            self._files.named(error, lease.source, lease.path)
+            if isinstance(error, PermissionError):
                 until_s = time.monotonic() + _TROUBLE_PAUSE_S
                 self._worker.batch.barred[_id_of(name)] = until_s
-            raise self._files.named(error, lease.source, lease.path) from None
+            if error.errno == errno.EPERM:
+                # Another user's task in a sticky directory, or an immutable file. It is no trouble
+                # of this worker: to raise would end an idle one after a while.
+                _warn_once(f"passed over: {error.strerror}: {error.filename!r}")
+                return False
+            raise
         return True
 
     # Closing
@@ -2271,7 +2276,12 @@ class _Worker:
             except OSError as error:
                 is_refused = error.errno in _OUT_OF_SPACE_ERRNOS
                 if "/done" in str(error.filename2 or error.filename):
-                    is_refused |= error.errno in (*_ONE_FILE_ERRNOS, errno.ENOTDIR)
+                    # EXDEV: done/ is a mount of its own
+                    is_refused |= error.errno in (
+                        *_ONE_FILE_ERRNOS,
+                        errno.ENOTDIR,
+                        errno.EXDEV,
+                    )
                 # If the lease is gone, only a step after the rename has failed.
                 if not is_refused or not self.files.exists(lease.path):
                     raise
@@ -2487,12 +2497,7 @@ class _Consumer(_Worker):
                     return task
             except BaseException as error:
                 self._undo_claim(lease, error)
-                is_barred = _id_of(lease.source) in batch.barred
-                if not is_barred or not isinstance(error, PermissionError):
-                    raise
-                _warn_once(
-                    f"passed over: tasks that this user may not move: {self.files.path}"
-                )
+                raise
 
     def take_named(
         self,
@@ -3120,7 +3125,7 @@ class FemtoQueue:
         the back of the queue. The attempt counts, unless a file or key was locked.
 
         A task that this user may not move, such as another user's in a sticky directory, is passed
-        over for a minute. drain() and join() do not wait for it.
+        over and logged once. drain() and join() do not wait for it.
         """
         if os.getpid() != _process_id:  # inlined: a call would be 2 % of pop()
             _after_fork_in_child()
@@ -4031,9 +4036,8 @@ class _Keys:
         try:
             # Link first. Without a link, a later push would add a second task of the key, or a
             # claim would miss the payload.
-            self._link(
-                _tag_of(target), path or target, target if path else "", sync=True
-            )
+            tag = _tag_of(target)
+            self._link(tag, path or target, target if path else "", sync=True)
             self._swap(new_path, behind, target)
             self._files.sync_dir(os.path.dirname(target))
         except BaseException:
@@ -5168,7 +5172,7 @@ class TicketQueue:
             except OSError as error:
                 redraws += 1
                 if redraws > _MAX_REDRAWS or error.errno not in _REDRAW_ERRNOS:
-                    raise
+                    raise self._files.named(error, "last") from None
             time.sleep(_REDRAW_PAUSE_S)
 
     def _join_locked(self, last: _OpenFile) -> _HeldTicket:

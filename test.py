@@ -1131,6 +1131,7 @@ class Lifecycle(QueueCase):
             (errno.EDQUOT, "k"),
             (errno.EACCES, None),
             (errno.ENOTDIR, "k"),
+            (errno.EXDEV, None),
         ):
             q = self.new_queue()
             task = leased(q, key=key)
@@ -7089,62 +7090,52 @@ class TroubleOfOneTask(QueueCase):
                 q.release(task)
 
     def test_task_that_may_not_be_renamed_is_passed_over_for_a_minute(self) -> None:
-        # The task may belong to another user, and pending/ may have the sticky bit.
+        """A task that the kernel protects from this user is logged once. It is no trouble of the
+        worker: work() goes on, however long nothing else comes, and drain() ends."""
+        # The task belongs to another user, and pending/ has the sticky bit; or it is immutable.
         q = self.queue()
         clock = self.clock()
         bad, *_ = q.push_many([b"bad", b"good", b"better"])
         LOG.disabled = False
         refuse = mock.Mock(side_effect=errno_raiser(errno.EPERM))
-        with hooked(at_call("move", f"/pending/{bad}", refuse)):
-            with self.assertLogs("femtoqueue", "WARNING") as logs:
-                self.assertEqual((task := self.pop(q)).data, b"good")
-            q.done(task)
-            self.assertIn("may not move", logs.output[0])
+        refused = hooked(at_call("move", bad, refuse))
+        with refused, self.assertLogs(LOG, "WARNING") as logged:
+            q.done(self.pop(q))
             clock.advance(59)
             self.assertEqual((task := self.pop(q)).data, b"better")
             q.done(task)
-            self.assertIsNone(q.pop())
-            self.assertEqual(refuse.call_count, 1)
+            self.assertEqual((q.pop(), refuse.call_count), (None, 1))
             clock.advance(2)
-            self.assertIsNone(q.pop())
-            self.assertEqual(refuse.call_count, 2)
-            # it does not keep a worker that drains the queue from its end
+            self.assertEqual((q.pop(), refuse.call_count), (None, 2))
+            self.assertIsNone(q.take(id=bad))
             self.assertEqual([*q.drain()], [])
             self.assertTrue(q.join(0))
-            self.assertRaises(PermissionError, q.take, id=bad)
+            clock.advance(61)
+            with with_constant("trouble", -1.0):
+                q.work(lambda _: None, idle_timeout_s=0.01)
+        self.assertEqual(len(logged.output), 1)
+        self.assertIn(bad, logged.output[0])
         clock.advance(61)
         task = self.pop(q)
         self.assertEqual((task.id, task.attempts), (bad, 1))
         self.assertFalse(q.join(0))
 
-    def test_ctrl_c_ends_a_pop_that_was_about_to_pass_over_a_task(self) -> None:
+    def test_directory_that_may_not_be_moved_is_tried_once_a_minute(self) -> None:
+        """If a claim fails because a directory has no right to write, pop() raises the error, and
+        does not try that task again for a minute."""
         q = self.queue()
         clock = self.clock()
-        refuse = errno_raiser(errno.EPERM)
-        refused = at_call("move", f"/pending/{q.push(b'bad')}", refuse)
-        for number in itertools.count():
-            clock.advance(61)
-            with hooked(refused), at_line(number, interrupt, ("claim",)) as reached:
-                try:
-                    q.pop()
-                except KeyboardInterrupt:
-                    continue
-            self.assertEqual(reached, [])
-            break
-        self.assertGreater(number, 10)
-
-    def test_directory_that_this_user_may_not_write_to_is_trouble_with_the_disk(
-        self,
-    ) -> None:
-        q = self.queue()
-        q.push_many([b"1", b"2", b"3"])
-        q.done(self.pop(q))
-        with (
-            hooked(at_call("move", "/pending/", errno_raiser(errno.EACCES))),
-            mock.patch.object(os, "access", return_value=False),
-        ):
+        bad, *_ = q.push_many([b"bad", b"good"])
+        with hooked(at_call("move", bad, errno_raiser(errno.EACCES))):
+            with self.assertRaises(PermissionError) as caught:
+                q.pop()
+            self.assertEqual(getattr(caught.exception, "task_id", None), bad)
+            q.done(self.pop(q))
+            clock.advance(59)
+            self.assertIsNone(q.pop())
+            clock.advance(2)
             self.assertRaises(PermissionError, q.pop)
-            self.assertRaises(PermissionError, q.pop)
+            self.assertIsNone(q.pop())
 
 
 class ForeignFiles(QueueCase):
@@ -7804,6 +7795,14 @@ class Tickets(TicketCase):
             with line.turn(timeout=PATIENCE_S) as ticket:
                 self.assertEqual(ticket, number)
             self.assertTrue(line.is_empty())
+
+    def test_error_of_the_file_last_names_the_file(self) -> None:
+        """An error of a read or write of "last", as on a full disk, has the path of the file."""
+        line = self.line()
+        os.mkfifo(self.file("line", "last"))
+        with self.assertRaises(OSError) as caught:
+            line.register()
+        self.assertEqual(caught.exception.filename, self.file("line", "last"))
 
     def test_new_ticket_is_locked_before_others_can_see_it(self) -> None:
         # RACE: another process looks at the line as soon as the ticket appears. An unlocked ticket
@@ -8510,6 +8509,22 @@ class MissingFunctions(QueueCase):
             threading.Timer(0.05, q.push, [b"x"]).start()
             task = q.pop(60)
         self.assertEqual(task and task.data, b"x")
+
+    def test_open_that_another_library_replaced_is_called_all_the_same(self) -> None:
+        # As eventlet.monkey_patch() does before the program imports this module.
+        real = os.open
+
+        def replaced(
+            file: str, flags: int, mode: int = 0o777, dir_fd: int | None = None
+        ) -> int:
+            return real(file, flags, mode, dir_fd=dir_fd)
+
+        with mock.patch.dict(sys.modules), mock.patch("os.open", replaced):
+            del sys.modules["femtoqueue"]
+            green = importlib.import_module("femtoqueue")
+            with green.FemtoQueue(self.path) as q:
+                q.push(b"x", key="k")
+                self.assertEqual(q.take("k").data, b"x")
 
     def check_lease_ends_by_deadline(self, module: Any) -> None:
         """Fail unless, in this module, a lease ends at its deadline and no worker is taken for
@@ -13025,6 +13040,22 @@ class Reported(QueueCase):
         self.assertEqual(len(logged.output), 3, logged.output)
         for directory in ("creating", "checkpoints", "done"):
             self.assertEqual(len(self.names(directory)), 1)
+
+    def test_each_due_task_that_may_not_be_moved_is_logged_once(self) -> None:
+        """However many tasks of other users the maintenance finds in a sticky directory, the log
+        has one line for each of them."""
+        q = self.queue()
+        clock = self.clock()
+        count = 200
+        for _ in range(count):
+            q.push(b"x", delay_s=1)
+        LOG.disabled = False
+        refused = hooked(at_call("move", "scheduled/", errno_raiser(errno.EPERM)))
+        with refused, self.assertLogs(LOG, "WARNING") as logged:
+            for _ in range(4):
+                clock.advance(61)
+                self.assertIsNone(q.pop())
+        self.assertEqual(len(logged.output), count)
 
     def test_exception_that_can_not_be_formatted_is_a_reason_by_its_name(self) -> None:
         class BadText(Exception):

@@ -420,15 +420,16 @@ a detached lease outlives a restart of its node_id | CommandLine
 a claim that is interrupted is undone | Faults; faults: read
              except BaseException as error:
 -                self._undo_claim(lease, error)
-                 is_barred
+                 raise
 a claim by key or id that is interrupted is undone | Lifecycle
              except BaseException as error:
 -                self._undo_claim(lease, error)
                  if not isinstance
 an error is raised, not taken for an empty queue | Faults; faults: read
-                 if not is_barred or not isinstance(error, PermissionError):
--                    raise
-+                    return None
+             except BaseException as error:
+                 self._undo_claim(lease, error)
+-                raise
++                return None
 a queue can be opened although no clock file can be made | Faults
 -                if error.errno not in _NO_WRITE_ERRNOS:
 +                if error:
@@ -526,6 +527,7 @@ a worker uses another directory if another process keeps its own locked | Livene
 a lease directory that this user may not read does not end the work | Trust
 -        if isinstance(error, PermissionError):
 +        if not directory:
+             _warn_once(f"passed over: {error}")
 those who may not write to data_dir can't lock a lease directory | Trust
 -            mode &= 0o7711 | self.lock_mode
 +            mode &= 0o7777
@@ -545,8 +547,22 @@ an error of one file does not end the maintenance | Reported
 -            if error.errno in _ONE_FILE_ERRNOS:
 +            if error.errno in ():
 an error of one file is logged once | Trust
--@functools.lru_cache
+-@functools.lru_cache(10_000)  # one text for each file that this user may not use
  def _warn_once(text: str) -> None:
+an error of one file is logged once, however many such files there are | Reported
+-@functools.lru_cache(10_000)  # one text for each file that this user may not use
++@functools.lru_cache
+ def _warn_once(text: str) -> None:
+an error of one file is logged once, although the target of its move has another name | Reported
+                 # without the target of a rename, whose name may have the present time
+-                _warn_once(f"passed over: {error.strerror}: {error.filename!r}")
++                _warn_once(f"passed over: {error}")
+a finished task does not run again if done/ is a mount of its own | Lifecycle
+-                        errno.EXDEV,
++                        0,
+the functions for open directories are used although a library replaced os.open | MissingFunctions
+-_HAS_DIR_FDS = os.rename in os.supports_dir_fd
++_HAS_DIR_FDS = os.open in os.supports_dir_fd
 a missing data_dir is trouble with the disk, not a lost lease | Faults
 -                self.files.dirs[directory if directory in _STATE_DIRS else "pending"]
 +                _no_op(directory)
@@ -1127,18 +1143,12 @@ a claim whose undo failed is put back uncounted later | Faults
 +                self.lease_dir.orphans[lease.path] = None
 a task that this user may not claim does not delay other tasks | TroubleOfOneTask
 -                self._worker.batch.barred[_id_of(name)] = until_s
-a task that this user may not move does not end a loop over pop() | TroubleOfOneTask
--                if not is_barred or not isinstance(error, PermissionError):
-+                if lease:
-Ctrl-C ends a pop() that was about to pass over a task | TroubleOfOneTask
--                if not is_barred or not isinstance(error, PermissionError):
-+                if not is_barred:
 a task that this user may not move does not keep drain() from its end | TroubleOfOneTask
 - if _id_of(it) not in barred)
 +)
-a worker that may not write to pending/ raises, and passes over no task | TroubleOfOneTask
--            if error.errno in (errno.EPERM, errno.EACCES) and os.access(
-+            if error.errno in (errno.EPERM, errno.EACCES) and str(
+a task that the kernel protects from this user is no trouble of the worker | TroubleOfOneTask
+-            if error.errno == errno.EPERM:
++            if error.errno in ():
 a task that this user could not claim is tried again after a minute | TroubleOfOneTask
 -in ends_s if end_s >= now_s}
 +in ends_s}
@@ -1176,6 +1186,9 @@ release() refuses a delay together with front=True | Lifecycle
 a queue object that is collected gives up its lease directory | Liveness
 +del FemtoQueue.__del__
  class _Keys:
+an error of a read or write of "last" names the file | Tickets
+-                    raise self._files.named(error, "last") from None
++                    raise
 a dead member's ticket is passed over at once | Tickets hangs
 -is_dead = lock.try_lock()
 +is_dead = None
