@@ -7655,21 +7655,25 @@ class KeyedConcurrency(QueueCase):
             self.handle(q, task, chance)
 
     def handle(self, q: FemtoQueue, task: FemtoTask, chance: random.Random) -> None:
-        """Log the delivery of a task, and settle it. Log an overlap if another process is at work
-        on the same key."""
+        """Log the delivery of a task, and settle it. Log whom it has met: the delivery that another
+        process has under way for the same key."""
         fd = os.open(self.file(f"busy-{task.key}"), os.O_RDWR | os.O_CREAT, 0o600)
-        # The kernel closes the descriptors of a killed process one after the other. The lease may
-        # end before this lock is free.
-        for _ in range(100):
-            with contextlib.suppress(BlockingIOError):
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            time.sleep(0.001)
-        else:
-            self.log("overlap", task.key, task.data.decode())
+        delivery = f"{os.getpid()}-{time.monotonic_ns()}"
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            # The kernel closes the descriptors of a killed process one after the other. The lease
+            # may end before this lock is free. A killed process does not log that it has left.
+            if met := os.pread(fd, 99, 0).decode():
+                self.log("met", task.key, met)
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            os.ftruncate(fd, 0)
+        os.pwrite(fd, delivery.encode(), 0)
         self.log("got", task.key, task.data.decode())
         time.sleep(chance.random() / 1000)
+        os.ftruncate(fd, 0)
         os.close(fd)
+        self.log("left", task.key, delivery)
         if chance.random() < 0.8:
             q.done(task)
         else:
@@ -7681,7 +7685,10 @@ class KeyedConcurrency(QueueCase):
         )
         self.addCleanup(os.close, self.log_fd)
         workers = [self.child(work) for work in (self.produce, self.consume) * 4]
-        for _ in range(self.KILLS):
+        # A busy machine needs more time for so many pushes.
+        for number in itertools.count():
+            if number >= self.KILLS and len(self.logged("pushed")) > 500:
+                break
             time.sleep(self.SECONDS / self.KILLS)
             at = self.chance.randrange(8)
             workers[at].end()
@@ -7697,7 +7704,8 @@ class KeyedConcurrency(QueueCase):
             clock.advance(601)
         self.check_invariants(leftovers=True)
         self.assertEqual((self.names("keys"), q.stats().buffered), ([], 0))
-        self.assertEqual(self.logged("overlap"), [])
+        left = {delivery for _, _, delivery in self.logged("left")}
+        self.assertEqual([it for it in self.logged("met") if it[2] in left], [])
         self.check_last_values()
 
     def check_last_values(self) -> None:
@@ -7707,7 +7715,6 @@ class KeyedConcurrency(QueueCase):
         pushed = self.logged("pushed")
         ended = {value: t for t, _, value in pushed}
         last = {key: value for _, key, value in self.logged("got")}
-        self.assertGreater(len(pushed), 500)
         for _, key, value in pushed:
             delivered = last[key]
             late = delivered in ended and began[value] > ended[delivered]
@@ -9653,13 +9660,20 @@ class Processing(QueueCase):
         return task.until.timestamp() - time.time() - shift_s
 
     def test_block_longer_than_three_leases_keeps_its_lease(self) -> None:
-        q, other = self.renewing_queue(), self.queue("n2")
+        # The clock goes on only while the thread sleeps that renews the lease.
+        q, other = self.queue(timeout_stale_ms=300), self.queue("n2")
         clock = self.clock()
-        with q.processing(leased(q)) as task:
-            for _ in range(7):
-                clock.advance(30)
-                self.until_renewed(task)
-                self.assertIsNone(other.pop())
+        clock.stand_still()
+        end_s = clock.time() + 3 * 0.3
+
+        def sleep(seconds: float) -> None:
+            if clock.time() < end_s:
+                clock.advance(seconds)
+            time.sleep(0.001)
+
+        clock.sleep = sleep  # type: ignore[method-assign]
+        with q.processing(leased(q)):
+            until(lambda: bool(other.pop()) or clock.time() >= end_s)
         self.assertEqual(self.states(), {"done": 1})
 
     def test_one_thread_renews_all_leases_and_ends_with_the_last_block(self) -> None:
