@@ -1590,8 +1590,8 @@ class Lifecycle(QueueCase):
                 assert it is not None
                 since = it.since
                 assert since is not None
-                # The clock of a file system advances in ticks of up to 10 ms.
-                self.assertTrue(begin_s - 0.02 <= since.timestamp() <= time.time())
+                # The clock of a file system advances in ticks of 10 ms, late on a busy machine.
+                self.assertTrue(begin_s - 0.15 <= since.timestamp() <= time.time())
 
         ident = q.push(b"x")
         check("pending", 0)
@@ -1601,7 +1601,7 @@ class Lifecycle(QueueCase):
             ("failed", lambda: q.fail(q.attach(ident))),
         )
         for state, move in moves:
-            time.sleep(0.05)
+            time.sleep(0.2)
             begin_s = time.time()
             move()
             check(state, begin_s)
@@ -1620,6 +1620,8 @@ class Lifecycle(QueueCase):
         of each state as for one."""
         q = self.queue()
         unknown = f"{1:020d}-0000aaaa00000000"
+        gc.disable()  # finalizers of objects from earlier tests are Python functions, too
+        self.addCleanup(gc.enable)
 
         def add_and_count(number: int) -> int:
             for end in (q.done, q.fail) * number:
