@@ -1083,6 +1083,7 @@ class Lifecycle(QueueCase):
     ) -> None:
         q = self.queue()
         clock = self.clock()
+        clock.stand_still()
         utc = datetime.timezone.utc
         due = datetime.datetime.fromtimestamp(time.time(), utc) + datetime.timedelta(
             hours=1
@@ -1106,6 +1107,7 @@ class Lifecycle(QueueCase):
         """push(delay_s=) hides a task for that time, also if the wall clock is near 1970."""
         q = self.queue()
         clock = self.clock()
+        clock.stand_still()
         for shift_s in (0, 60 - time.time()):
             clock.wall_shift_s = shift_s
             idents = q.push(b"x", delay_s=60), q.push(b"y", delay_s=60, key="k")
@@ -5418,6 +5420,7 @@ class Faults(PlainInterrupted):
         longest_s = constant("longest pause")
         q = self.queue()
         clock = self.clock()
+        clock.stand_still()
         self.set_constant("longest pause", longest_s)  # clock() has set it to 0
         with hooked(at_call("list", "scheduled", lambda: clock.advance(3600))):
             q.pop()
@@ -7095,6 +7098,7 @@ class TroubleOfOneTask(QueueCase):
         # The task may belong to another user, and pending/ may have the sticky bit.
         q = self.queue()
         clock = self.clock()
+        clock.stand_still()
         bad, *_ = q.push_many([b"bad", b"good", b"better"])
         with hooked(at_call("move", bad, errno_raiser(errno.EPERM))):
             with self.assertRaises(PermissionError) as caught:
@@ -7929,6 +7933,7 @@ class Tickets(TicketCase):
             other = self.line(stale_timeout=60)
         line, patient = self.line(stale_timeout=60), self.line()
         clock = self.clock()
+        clock.stand_still()
         theirs, member = other.register()
         mine, _ = line.register()
         clock.advance(40)
@@ -8104,8 +8109,10 @@ class SharedTickets(TicketCase):
     fs_type = NFS
 
     def line_and_clock(self) -> tuple[TicketQueue, Clock]:
-        """Return a line with a stale_timeout of 40 s, and the clock."""
-        return self.line(stale_timeout=40), self.clock()
+        """Return a line with a stale_timeout of 40 s, and the clock, which stands still."""
+        clock = self.clock()
+        clock.stand_still()
+        return self.line(stale_timeout=40), clock
 
     def test_stale_timeout_may_be_longer_than_a_thread_can_wait(self) -> None:
         before = {*threading.enumerate()}
@@ -8488,6 +8495,7 @@ class MissingFunctions(QueueCase):
         """Fail unless, in this module, a lease ends at its deadline and no worker is taken for
         alive or dead."""
         clock = Clock()
+        clock.stand_still()
         with (
             mock.patch.object(module, "time", clock),
             module.FemtoQueue(self.path, "a") as first,

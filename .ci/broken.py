@@ -4,8 +4,9 @@
     python .ci/broken.py --tests [N] [--seed S] [--only TEXT]
 
 Each row of FAULTS replaces a text of femtoqueue.py by another one, and so breaks a promise. The
-first line of a row has the promise, and the class in test.py that should catch the fault. The
-proofs that must catch the fault in their --self-check follow. Each proof has an argument:
+first line of a row has the promise, and the class in test.py that should catch the fault, or a test
+of that class. The proofs that must catch the fault in their --self-check follow. Each proof has an
+argument:
 
     faults.py            the system calls at which errors are injected, or SIGKILL
     fuzz.py              the kind of seeds
@@ -20,10 +21,10 @@ femtoqueue.py is rewritten, a row gets a new text and keeps its promise.
 --check tests that each text is in femtoqueue.py exactly once, and that the changed source compiles.
 
 --tests first tests the same. Then it tries each fault, or a random sample of N faults, in a copy of
-the project. It runs the class that should catch the fault, up to the first failure. If no test of
-the class fails, it runs the whole test.py. In a row marked "hangs", a test that does not end counts
-as a failure, too. The sample depends on --seed, which is the date by default. --only takes the rows
-whose promise contains TEXT.
+the project. It runs the class or the test that should catch the fault, up to the first failure. If
+nothing fails, it runs the whole test.py. In a row marked "hangs", which names a test, a test that
+does not end counts as a failure, too. The sample depends on --seed, which is the date by default.
+--only takes the rows whose promise contains TEXT.
 
 The exit status is 1 if --check fails, or if a fault is caught by no test: then a test is missing.
 """
@@ -47,7 +48,7 @@ from dataclasses import dataclass
 
 from proof import PROGRAM, PROJECT, Unable, Violation, docstring_parser, read, say
 
-# How long test.py may take: for a class in a row marked "hangs", for another class, for all tests.
+# How long test.py may take: for the test of a row marked "hangs", for a class, for all tests.
 HANG_S, CLASS_S, ALL_S = 40, 120, 900
 HANG = "a test that does not end"
 
@@ -55,7 +56,7 @@ HANG = "a test that does not end"
 @dataclass(frozen=True)
 class Fault:
     promise: str
-    # the class in test.py that should catch the fault; "-": only proofs catch it
+    # the class, or Class.test, that should catch the fault; "-": only proofs catch it
     expected: str
     hangs: bool  # a test that does not end counts as a failure
     # a proof's name, its argument, the pattern after "~"
@@ -135,10 +136,10 @@ def parse_faults(text: str) -> Iterator[Fault]:
     """Yield the faults of a text in the form of FAULTS.
 
     The first line of a row is
-    "<promise> | <class> [hangs][; <proof>: <argument>[ ~ <pattern>]]...". It may be continued on
-    lines that begin with "; ". Then come lines as in a diff. The lines with "-" or " " in front are
-    the old text. The lines with "+" or " " in front are the new text. If no line begins with "+" or
-    " ", the new text is `pass`.
+    "<promise> | <class>[.<test>] [hangs][; <proof>: <argument>[ ~ <pattern>]]...". It may be
+    continued on lines that begin with "; ". Then come lines as in a diff. The lines with "-" or " "
+    in front are the old text. The lines with "+" or " " in front are the new text. If no line
+    begins with "+" or " ", the new text is `pass`.
     """
     for part in re.split(r"\n(?=[^-+; \n])", text.strip()):
         head, *lines = part.replace("\n; ", "; ").splitlines()
@@ -1251,17 +1252,25 @@ the last piece of --null needs no zero byte | CommandLine
 def check(rows: list[Fault]) -> list[str]:
     """Return what is wrong with the rows.
 
-    Each text must occur exactly once, each changed source must compile, each class and each proof
-    must exist, and no two rows may have the same promise.
+    Each text must occur exactly once, each changed source must compile, each class, test and proof
+    must exist, a row marked "hangs" must name a test, and no two rows may have the same promise.
     """
     wrong = []
     source, tests = read("femtoqueue.py"), read("test.py")
-    classes = {it.name for it in ast.parse(tests).body if isinstance(it, ast.ClassDef)}
+    classes = [it for it in ast.parse(tests).body if isinstance(it, ast.ClassDef)]
+    known = {it.name for it in classes} | {
+        f"{it.name}.{member.name}"
+        for it in classes
+        for member in it.body
+        if isinstance(member, (ast.FunctionDef, ast.AsyncFunctionDef))
+    }
     for fault in rows:
         try:
             compile(fault.apply(source), "femtoqueue.py", "exec")
-            if fault.expected not in classes | {"-"}:
-                raise ValueError(f"test.py has no class {fault.expected!r}")
+            if fault.expected not in known | {"-"}:
+                raise ValueError(f"test.py has no {fault.expected!r}")
+            if fault.hangs and "." not in fault.expected:
+                raise ValueError('a row marked "hangs" must name a test')
             for name, *_ in fault.caught_by:
                 read(f".ci/{name}.py")
         except (ValueError, SyntaxError, FileNotFoundError) as error:
