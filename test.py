@@ -12077,6 +12077,41 @@ class CommandLine(CommandCase):
             self.check_and_finish({"pending": 1, "failed": 1})
             self.queue().purge(0, "failed")
 
+    def test_second_signal_ends_work_while_a_line_of_the_log_is_stuck(self) -> None:
+        """If the write of a line to the log never returns, the second signal ends the worker."""
+        # RACE: another process fills the pipe just after the worker has found it writable. Here the
+        # pipe is full from the beginning, and the worker finds it writable all the same.
+        self.set_constant("one signal", 0.05)
+        self.set_constant("grace", 0.3)
+        code = "import select\nwait = select.select\ndef find(reads, writes, odd, seconds):\n"
+        code += "    if writes and seconds: return [], writes, []\n"
+        code += "    return wait(reads, writes, odd, seconds)\nselect.select = find\n"
+        *words, main = self.program()
+        self.queue(None).push(b"x")
+        command = "work", "jobs", "-q", "--max-attempts", "1", "--", "false"
+        reader, writer = os.pipe()
+        self.addCleanup(os.close, reader)
+        os.set_blocking(writer, False)
+        with contextlib.suppress(BlockingIOError):
+            while os.write(writer, bytes(4096)):
+                pass
+        os.set_blocking(writer, True)
+        program = *words, code + main
+        with Command([*program, *command], env=self.env, stderr=writer) as process:
+            os.close(writer)
+            until(lambda: len(self.names("failed")) == 2)
+            process.send_signal(signal.SIGTERM)
+            time.sleep(4 * constant("one signal"))
+            for _ in range(
+                2
+            ):  # the first of these signals may count as one with the former
+                process.send_signal(signal.SIGTERM)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(20)
+                    break
+            self.assertEqual(process.wait(PATIENCE_S), 128 + signal.SIGTERM)
+        self.check_and_finish({"failed": 1})
+
     @unittest.skipUnless(os.path.exists("/proc/self/stat"), "needs /proc")
     def test_worker_that_is_killed_while_a_job_ends_leaves_no_process_of_the_job(
         self,
