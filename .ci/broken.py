@@ -4,9 +4,9 @@
     python .ci/broken.py --tests [N] [--seed S] [--only TEXT]
 
 Each row of FAULTS replaces a text of femtoqueue.py by another one, and so breaks a promise. The
-first line of a row has the promise, and the class in test.py that should catch the fault, or a test
-of that class. The proofs that must catch the fault in their --self-check follow. Each proof has an
-argument:
+first line of a row has the promise, and the class in test.py that should catch the fault. "-k WORD"
+chooses the tests of this class whose names contain WORD. The proofs that must catch the fault in
+their --self-check follow. Each proof has an argument:
 
     faults.py            the system calls at which errors are injected, or SIGKILL
     fuzz.py              the kind of seeds
@@ -21,10 +21,10 @@ femtoqueue.py is rewritten, a row gets a new text and keeps its promise.
 --check tests that each text is in femtoqueue.py exactly once, and that the changed source compiles.
 
 --tests first tests the same. Then it tries each fault, or a random sample of N faults, in a copy of
-the project. It runs the class or the test that should catch the fault, up to the first failure. If
-nothing fails, it runs the whole test.py. In a row marked "hangs", which names a test, a test that
-does not end counts as a failure, too. The sample depends on --seed, which is the date by default.
---only takes the rows whose promise contains TEXT.
+the project. It runs the tests that should catch the fault, up to the first failure. If no test
+fails, it runs the whole test.py. In a row marked "hangs", a test that does not end counts as a
+failure, too. Such a row has a "-k WORD": a whole class may be slow. The sample depends on --seed,
+which is the date by default. --only takes the rows whose promise contains TEXT.
 
 The exit status is 1 if --check fails, or if a fault is caught by no test: then a test is missing.
 """
@@ -48,7 +48,7 @@ from dataclasses import dataclass
 
 from proof import PROGRAM, PROJECT, Unable, Violation, docstring_parser, read, say
 
-# How long test.py may take: for the test of a row marked "hangs", for a class, for all tests.
+# How long test.py may take: for a row marked "hangs", for a class, for all tests.
 HANG_S, CLASS_S, ALL_S = 40, 400, 1200
 HANG = "a test that does not end"
 
@@ -56,7 +56,7 @@ HANG = "a test that does not end"
 @dataclass(frozen=True)
 class Fault:
     promise: str
-    # the class, or Class.test, that should catch the fault; "-": only proofs catch it
+    # the class, or "Class -k WORD", that should catch the fault; "-": only proofs catch it
     expected: str
     hangs: bool  # a test that does not end counts as a failure
     # a proof's name, its argument, the pattern after "~"
@@ -136,7 +136,7 @@ def parse_faults(text: str) -> Iterator[Fault]:
     """Yield the faults of a text in the form of FAULTS.
 
     The first line of a row is
-    "<promise> | <class>[.<test>] [hangs][; <proof>: <argument>[ ~ <pattern>]]...". It may be
+    "<promise> | <class> [-k <word>] [hangs][; <proof>: <argument>[ ~ <pattern>]]...". It may be
     continued on lines that begin with "; ". Then come lines as in a diff. The lines with "-" or " "
     in front are the old text. The lines with "+" or " " in front are the new text. If no line
     begins with "+" or " ", the new text is `pass`.
@@ -145,7 +145,7 @@ def parse_faults(text: str) -> Iterator[Fault]:
         head, *lines = part.replace("\n; ", "; ").splitlines()
         promise, _, finders = head.partition(" | ")
         tests, *proofs = finders.split("; ")
-        expected, _, hangs = tests.partition(" ")
+        expected = tests.removesuffix(" hangs")
         needs = re.findall(r"(?m)^(\w+): (.*?) ?(?:~ (.*))?$", "\n".join(proofs))
         old, new = (
             "\n".join(it[1:] for it in lines if it[0] in signs)
@@ -153,7 +153,7 @@ def parse_faults(text: str) -> Iterator[Fault]:
         )
         indent = re.match(" *", old)[0]  # type: ignore[index]
         yield Fault(
-            promise, expected, hangs == "hangs", needs, old, new or f"{indent}pass"
+            promise, expected, tests != expected, needs, old, new or f"{indent}pass"
         )
 
 
@@ -234,7 +234,7 @@ a payload that read() returns in parts is read completely | Corruption
 a symbolic link in pending/ is not a task | ForeignFiles
 -_NO_FOLLOW_OR_BLOCK = getattr(os, "O_NOFOLLOW", 0) |
 +_NO_FOLLOW_OR_BLOCK =
-a FIFO in pending/ does not block pop() | ForeignFiles.test_links_directories_and_fifos_named_like_tasks_are_quarantined_unread hangs
+a FIFO in pending/ does not block pop() | ForeignFiles -k fifos hangs
 -_NO_FOLLOW_OR_BLOCK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 +_NO_FOLLOW_OR_BLOCK = getattr(os, "O_NOFOLLOW", 0)
 a forked child closes its parent's lock files | Liveness
@@ -354,7 +354,7 @@ a scheduled task whose reading failed keeps its due time | Lifecycle
 +        if (is_its_own
 work() pauses after a task that it passes over | TroubleOfOneTask
 -        time.sleep(_BASE_INTERVAL_S)  # it may be the only task
-work() ends if nothing but errors of single tasks comes | TroubleOfOneTask.test_work_raises_when_every_task_is_unreadable_for_too_long hangs
+work() ends if nothing but errors of single tasks comes | TroubleOfOneTask -k work_raises hangs
 -        if not ident or (now_s >= self._trouble_end_s and not self._running):
 +        if not ident:
 root changes the mode only of a file that it made itself | ManyUsers
@@ -437,7 +437,7 @@ a queue can be opened although no clock file can be made | Faults
 close() gives back the worker's tasks | Model
 -                    if is_alone:
 +                    if not is_alone:
-the interpreter exits even if a thread holds the worker's lock | InterruptedDelivery.test_interpreter_exits_while_an_ended_thread_holds_the_lock_of_a_queue_object hangs
+the interpreter exits even if a thread holds the worker's lock | InterruptedDelivery -k exits hangs
 -        if not worker.lock.acquire(blocking=not sys.is_finalizing()):
 +        if not worker.lock.acquire():
 close() does not touch the leases of another worker with the same node_id | Model
@@ -522,7 +522,7 @@ a worker uses another directory if it may not open the one of its node_id | Many
 a worker uses another directory if it may not write to the one of its node_id | ManyUsers
 -        if not os.access(lock.prefix + ".", os.W_OK, dir_fd=lock.fd):
 +        if not lock:
-a worker uses another directory if another process keeps its own locked | Liveness.test_worker_whose_lease_directory_is_locked_for_long_uses_another hangs
+a worker uses another directory if another process keeps its own locked | Liveness -k for_long hangs
 -                if time.monotonic() >= end_s:
 -                    raise PermissionError
 a lease directory that this user may not read does not end the work | Trust
@@ -578,7 +578,7 @@ a wait for a lock ends at the caller's timeout | LockWaits
 a try to take a lock does not wait | Keyed
 -            if now_s >= until_s:
 +            if until_s and now_s >= until_s:
-turn() waits no longer than its timeout for the lock of the line | LockWaits.test_turn_ends_at_its_timeout_while_the_line_is_locked hangs
+turn() waits no longer than its timeout for the lock of the line | LockWaits -k turn_ends hangs
 -            held = self._join_line(end_s)
 +            held = self._join_line(_FOREVER_S)
 take() without a timeout waits a little for the lock of the key | LockWaits
@@ -590,16 +590,16 @@ a lease directory that is removed while it is opened is made again | KeyedInterr
                  # RACE (KeyedInterrupted)
 a line whose directory was made anew is read anew | Tickets
 -        self._files.dirs.refresh()  # another process may have made the directory anew
-take_async() does not wait for the lock of a key | LockWaits.test_take_async_of_a_locked_key_does_not_delay_another_coroutine hangs
+take_async() does not wait for the lock of a key | LockWaits -k take_async hangs
 -        until_s: float = 0,
 +        until_s: float = _FOREVER_S,
-the reclaim does not wait for the lock of a key | Keyed.test_task_of_a_locked_key_is_reclaimed_or_enqueued_later hangs
+the reclaim does not wait for the lock of a key | Keyed -k task_of_a_locked_key hangs
 -            self.note_arrival(self.move_task(lease, target, 0))
 +            self.note_arrival(self.move_task(lease, target))
-the move of due tasks does not wait for the lock of a key | Keyed.test_task_of_a_locked_key_is_reclaimed_or_enqueued_later hangs
+the move of due tasks does not wait for the lock of a key | Keyed -k task_of_a_locked_key hangs
 -            self.files.sync_with_dir(self.move_task(source, target, 0))
 +            self.files.sync_with_dir(self.move_task(source, target))
-the repair of keys does not wait for the lock of a key | Races.test_repair_of_keys_that_finds_a_key_locked_is_repeated_soon hangs
+the repair of keys does not wait for the lock of a key | Races -k repair_of_keys hangs
 -                with self.lock(tag, 0):
 +                with self.lock(tag):
 a long wait for a lock is logged | LockWaits
@@ -639,7 +639,7 @@ a directory with the name of a ticket does not stop the line | Tickets
 a damaged number in a line's "last" is ignored | Tickets
 -            int(noted) if noted.isdigit() and noted < b"9" else 0,
 +            int(noted) if noted.isdigit() else 0,
-a third signal acts as before work() | Work.test_third_signal_acts_as_before_work hangs
+a third signal acts as before work() | Work -k third_signal hangs
 -            os.kill(os.getpid(), number)
 work() goes on if a failure can't be logged | Work
              # a log handler, or a method of the exception itself, may raise
@@ -657,7 +657,7 @@ a child's close of its copy of a lock does not unlock the parent's | Liveness
 a forked child opens its directories anew | Liveness
 -        self._files.dirs.clear()
          self._clock.init_worker()
-a pop() does not wait for long for the lock of a key | LockWaits.test_pop_waits_for_the_lock_of_a_key_only_for_a_moment hangs
+a pop() does not wait for long for the lock of a key | LockWaits -k pop_waits hangs
 -        with self.lock(tag, time.monotonic() + self.claim_wait_s):
 +        with self.lock(tag):
              newer = self._link_or_give_way
@@ -984,19 +984,19 @@ retry() of a task raises an error if its key has another task | Model
          if path:
 -            raise KeyInFlight(key or "", _id_of(path))
 +            return
-close() ends a wait in another thread | Waiting.test_close_ends_all_waits_and_the_object_can_be_used_again hangs
+close() ends a wait in another thread | Waiting -k close_ends hangs
 -            while self._lease_dir.close_count == close_count:
 +            while True:
-a wait notices that pending/ was replaced | WaitingWithInotify.test_push_between_the_last_look_and_the_sleep_ends_the_sleep hangs
+a wait notices that pending/ was replaced | WaitingWithInotify -k push_between hangs
 -        elif not self._watch() and
 +        elif
-a wait lists a replaced pending/ once more before it sleeps | WaitingWithInotify.test_push_into_a_new_directory_before_it_is_watched_ends_the_wait hangs
+a wait lists a replaced pending/ once more before it sleeps | WaitingWithInotify -k push_into hangs
 -        return self._watches != before
 +        return False
 a `pop` that can't print the payload does not print the path of the lease | CommandLine
 -            _put(1, task.data)
 +            sys.stdout.buffer.write(task.data)
-a cancelled pop_async() loses no task | Coroutines.test_task_found_for_a_wait_that_was_cancelled_goes_back_to_its_place hangs
+a cancelled pop_async() loses no task | Coroutines -k goes_back hangs
                      # RACE (Coroutines): the coroutine was cancelled, or close() was called.
 -                    self.put_back(task)
 +                    pass
@@ -1070,7 +1070,7 @@ a command that succeeds after the second signal finishes its task | CommandLine
 a cancelled end of a block of "async with" settles its task | AsyncProcessing
 -            await asyncio.shield(ended)
 +            await ended
-the end of a block of "async with" does not block the event loop | AsyncProcessing.test_cancelled_end_settles_the_task_though_all_threads_are_busy hangs
+the end of a block of "async with" does not block the event loop | AsyncProcessing -k threads hangs
 -            ended = loop.run_in_executor(None, self.__exit__, *exc_info)
 +            ended = asyncio.sleep(0, self.__exit__(*exc_info))
 a delayed push is not due before its delay is over | Lifecycle
@@ -1097,10 +1097,10 @@ tasks of 0.4 are not passed over in silence | Compatibility
 the first signal to work() is answered by a line | Work
 -        _write_stop_line(b"\n")  # a terminal may show "^C" in front
 +        pass
-the first signal ends `work` even if standard error is full | CommandLine.test_signals_end_work_even_if_nobody_reads_its_output hangs
+the first signal ends `work` even if standard error is full | CommandLine -k signals_end hangs
 -        if select.select([], [2], [], 0)[1]:
 +        if select.select([], [], [], 0):
-the second signal ends `work` even if the write of a log line blocks | CommandLine.test_second_signal_ends_work_while_a_line_of_the_log_is_stuck
+the second signal ends `work` even if the write of a log line blocks | CommandLine -k of_the_log
 -    if status > 128:
 +    if status > 256:
 a signal to all processes of a scheduler's job does not end the launcher | CommandLine
@@ -1166,7 +1166,7 @@ release() refuses a delay together with front=True | Lifecycle
 a queue object that is collected gives up its lease directory | Liveness
 +del FemtoQueue.__del__
  class _Keys:
-a dead member's ticket is passed over at once | Tickets.test_ticket_of_a_dead_process_is_passed_over_at_once
+a dead member's ticket is passed over at once | Tickets -k of_a_dead_process
 -is_dead = lock.try_lock()
 +is_dead = None
 another host's ticket is passed over when it is stale, not earlier | SharedTickets
@@ -1253,24 +1253,23 @@ def check(rows: list[Fault]) -> list[str]:
     """Return what is wrong with the rows.
 
     Each text must occur exactly once, each changed source must compile, each class, test and proof
-    must exist, a row marked "hangs" must name a test, and no two rows may have the same promise.
+    must exist, a row marked "hangs" must choose a test, and no two rows may have the same promise.
     """
     wrong = []
     source, tests = read("femtoqueue.py"), read("test.py")
-    classes = [it for it in ast.parse(tests).body if isinstance(it, ast.ClassDef)]
-    known = {it.name for it in classes} | {
-        f"{it.name}.{member.name}"
-        for it in classes
-        for member in it.body
-        if isinstance(member, (ast.FunctionDef, ast.AsyncFunctionDef))
+    classes = {
+        it.name: " ".join(getattr(member, "name", "") for member in it.body)
+        for it in ast.parse(tests).body
+        if isinstance(it, ast.ClassDef)
     }
     for fault in rows:
         try:
             compile(fault.apply(source), "femtoqueue.py", "exec")
-            if fault.expected not in known | {"-"}:
+            name, chooses, word = fault.expected.partition(" -k ")
+            if name != "-" and word not in classes.get(name, ()):
                 raise ValueError(f"test.py has no {fault.expected!r}")
-            if fault.hangs and "." not in fault.expected:
-                raise ValueError('a row marked "hangs" must name a test')
+            if fault.hangs and not chooses:
+                raise ValueError("it hangs, and chooses no test")
             for name, *_ in fault.caught_by:
                 read(f".ci/{name}.py")
         except (ValueError, SyntaxError, FileNotFoundError) as error:
@@ -1288,7 +1287,7 @@ def test_that_catches(fault: Fault, directory: str) -> str:
     """
     project = fault.copy(directory)
     limit_s = HANG_S if fault.hangs else CLASS_S
-    for tests in ([fault.expected], [fault.expected], [], []):
+    for tests in (*[fault.expected.split()] * 2, [], []):
         found = first_failure(project, limit_s if tests else ALL_S, *tests)
         if found == HANG and fault.hangs:
             return HANG
