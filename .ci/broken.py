@@ -415,7 +415,7 @@ a task put back to the front has the order of its push | Lifecycle
 a worker that restarts under its node_id takes back its tasks | Model
 -        elif self._held is None and lock.try_lock() and lock.is_at_path():
 +        elif self._held is None and not lock.try_lock():
-a detached lease outlives a restart of its node_id | CommandLine
+a detached lease outlives a restart of its node_id | Transcripts
 - for it in self.files.entries(directory) if it.boot != _DETACHED]
 + for it in self.files.entries(directory)]
 a claim that is interrupted is undone | Faults; faults: read
@@ -1291,8 +1291,10 @@ def test_that_catches(fault: Fault, directory: str) -> str:
         found = first_failure(project, limit_s if tests else ALL_S, *tests)
         if found == HANG and fault.hangs:
             return HANG
-        if found not in ("", HANG) and first_failure(project, CLASS_S, found):
-            return found
+        if found not in ("", HANG):
+            if first_failure(project, CLASS_S, found):
+                return found
+            say(f"{fault.promise}: {found} failed once, and not when it ran alone")
     return ""
 
 
