@@ -993,7 +993,7 @@ a wait notices that pending/ was replaced | WaitingWithInotify -k push_between h
 a wait lists a replaced pending/ once more before it sleeps | WaitingWithInotify -k push_into hangs
 -        return self._watches != before
 +        return False
-a `pop` that can't print the payload does not print the path of the lease | CommandLine
+a `pop` that can't print the payload does not print the path of the lease | Transcripts
 -            _put(1, task.data)
 +            sys.stdout.buffer.write(task.data)
 a cancelled pop_async() loses no task | Coroutines -k goes_back hangs
@@ -1032,7 +1032,7 @@ two signals at the same time count as one | Work
 a signal does not lose a task that was just claimed | Work
 -            self._give_back(task)
              task = None
-work() leaves the signal handlers as they were | Work
+work() leaves the signal handlers as they were | Work -k restores
 -                signal.signal(number, handler)
 work() runs no more than `concurrency` handlers | Work
 -for _ in range(self._concurrency)
@@ -1052,7 +1052,7 @@ a TicketQueue directory that is removed while it is opened is made again | Ticke
 a member whose ticket was removed gets no turn with another member's number | Tickets
 -            is_first = member == first
 +            is_first |= member == first
-a payload that does not fit in TMPDIR fails the tries of its task only | CommandLine
+a payload that does not fit in TMPDIR fails the tries of its task only | Transcripts
 -            _write_all(payload, task.data)
 +            os.write(payload, task.data) == len(task.data) or os.write(9999, b"")
 check(repair=True) does not touch tasks in flight | Checking
