@@ -1151,7 +1151,7 @@ work() raises the error of a task that can't be ended | Work
 a stop that comes just before a wait is noticed in time | CommandLine
 -                thread.join(_SIGNAL_POLL_S)
 +                thread.join(_BASE_INTERVAL_S)
-a command that is ended by a signal of its own has failed | CommandLine
+a command that is ended by a signal of its own has failed | Transcripts
 -        return status != 0 and self._is_told
 +        return status < 0 or status != 0 and self._is_told
 a worker that runs a task is not idle | Work
