@@ -1229,7 +1229,7 @@ a file that was replaced is looked up again | Healed
 a command's exit status is 1 for a FemtoQueueError, 2 for another error | CommandLine
 -        return 1 if isinstance(error, FemtoQueueError) else 2
 +        return 2 if isinstance(error, FemtoQueueError) else 1
-the exit status of `pop` on an empty queue is 1 | CommandLine
+the exit status of `pop` on an empty queue is 1 | Transcripts
      if task is None:
 -        return 1
 +        return 0
@@ -1238,13 +1238,13 @@ a lease that `pop` can't print is given back | CommandLine
 the exit status of `work --drain` is 1 if a task failed | CommandLine
 -        return self._drain and (
 +        return bool(self.signals) and (
-the exit status of `check` is 1 if it finds something that is not repaired | CommandLine
+the exit status of `check` is 1 if it finds something that is not repaired | Transcripts
 -    return not all(it.repaired for it in findings)
 +    return not all(it.text for it in findings)
 `top` reads only the dead letters that it shows | CommandLine
 -data=False, last=20)
 +data=False)
-the last piece of --null needs no zero byte | CommandLine
+the last piece of --null needs no zero byte | Transcripts
 -        yield bytes(rest)
 """
 
