@@ -124,7 +124,7 @@ class FirstSteps(unittest.TestCase):
             ident = worker.stdout.readline().decode().strip()  # the worker has the task
             self.assertIsNone(q.pop())
             worker.kill()
-        task = q.pop(10)
+        task = q.pop(60)
         assert task is not None
         self.assertEqual((task.id, task.attempts), (ident, 2))
 
@@ -1083,6 +1083,7 @@ class Lifecycle(QueueCase):
     ) -> None:
         q = self.queue()
         clock = self.clock()
+        clock.stand_still()
         utc = datetime.timezone.utc
         due = datetime.datetime.fromtimestamp(time.time(), utc) + datetime.timedelta(
             hours=1
@@ -1106,6 +1107,7 @@ class Lifecycle(QueueCase):
         """push(delay_s=) hides a task for that time, also if the wall clock is near 1970."""
         q = self.queue()
         clock = self.clock()
+        clock.stand_still()
         for shift_s in (0, 60 - time.time()):
             clock.wall_shift_s = shift_s
             idents = q.push(b"x", delay_s=60), q.push(b"y", delay_s=60, key="k")
@@ -1191,7 +1193,7 @@ class Lifecycle(QueueCase):
         clock.advance(2)
         os.unlink(self.file(task.path))
         with self.assertRaisesRegex(
-            LeaseLost, r"its lease of 1 s ran out [12]\.\d+ s ago"
+            LeaseLost, r"its lease of 1 s ran out [1-9]\d*\.\d+ s ago"
         ):
             q.done(task)
         q.push(b"x")
@@ -1591,8 +1593,8 @@ class Lifecycle(QueueCase):
                 assert it is not None
                 since = it.since
                 assert since is not None
-                # The clock of a file system advances in ticks of up to 10 ms.
-                self.assertTrue(begin_s - 0.02 <= since.timestamp() <= time.time())
+                # The clock of a file system advances in ticks of 10 ms, late on a busy machine.
+                self.assertTrue(begin_s - 0.15 <= since.timestamp() <= time.time())
 
         ident = q.push(b"x")
         check("pending", 0)
@@ -1602,7 +1604,7 @@ class Lifecycle(QueueCase):
             ("failed", lambda: q.fail(q.attach(ident))),
         )
         for state, move in moves:
-            time.sleep(0.05)
+            time.sleep(0.2)
             begin_s = time.time()
             move()
             check(state, begin_s)
@@ -1621,6 +1623,8 @@ class Lifecycle(QueueCase):
         of each state as for one."""
         q = self.queue()
         unknown = f"{1:020d}-0000aaaa00000000"
+        gc.disable()  # finalizers of objects from earlier tests are Python functions, too
+        self.addCleanup(gc.enable)
 
         def add_and_count(number: int) -> int:
             for end in (q.done, q.fail) * number:
@@ -2012,10 +2016,10 @@ class Liveness(QueueCase):
     def test_end_of_a_lease_wakes_a_waiting_pop(self) -> None:
         """A pop() that waits gets a task whose lease ends, without waiting for the next
         maintenance."""
-        self.set_constant("base interval", 10)
+        self.set_constant("base interval", 4 * PATIENCE_S)
         task = leased(self.queue(timeout_stale_ms=100))
         other = self.queue("n2")
-        self.assertEqual(popped(other, 4).id, task.id)
+        self.assertEqual(popped(other, PATIENCE_S).id, task.id)
 
     def test_dead_workers_leases_of_another_boot_end_at_their_deadlines(self) -> None:
         """In a dead worker's directory, only leases of this boot end before their deadlines."""
@@ -2335,7 +2339,7 @@ class Liveness(QueueCase):
         self.addCleanup(child.go)  # ends the process that `child` has forked
         self.assertEqual(child.line(), "forked")
         child.kill()
-        q.done(popped(q, 10))
+        q.done(popped(q, PATIENCE_S))
 
     def test_forked_child_that_outlives_its_parent_keeps_none_of_its_leases(
         self,
@@ -3728,6 +3732,7 @@ class Keyed(QueueCase):
         self,
     ) -> None:
         """If a payload can't leave keys/, the repair is not tried again at each pop()."""
+        self.clock().stand_still()
         q = self.queue()
         task = self.leased_with_buffered(q)
         q.push_many([b"x"] * 20)
@@ -3820,7 +3825,7 @@ class Keyed(QueueCase):
             raise ZeroDivisionError
         with self.locked("k"):
             self.assertIsNone(q.pop())
-        self.assertEqual(q.pop(10), FemtoTask(task.id, b"x", 2, "k"))
+        self.assertEqual(q.pop(PATIENCE_S), FemtoTask(task.id, b"x", 2, "k"))
 
     def test_take_without_a_timeout_waits_a_little_for_the_lock_of_the_key(
         self,
@@ -5416,6 +5421,7 @@ class Faults(PlainInterrupted):
         longest_s = constant("longest pause")
         q = self.queue()
         clock = self.clock()
+        clock.stand_still()
         self.set_constant("longest pause", longest_s)  # clock() has set it to 0
         with hooked(at_call("list", "scheduled", lambda: clock.advance(3600))):
             q.pop()
@@ -7095,6 +7101,7 @@ class TroubleOfOneTask(QueueCase):
         # The task belongs to another user, and pending/ has the sticky bit; or it is immutable.
         q = self.queue()
         clock = self.clock()
+        clock.stand_still()
         bad, *_ = q.push_many([b"bad", b"good", b"better"])
         LOG.disabled = False
         refuse = mock.Mock(side_effect=errno_raiser(errno.EPERM))
@@ -7683,21 +7690,25 @@ class KeyedConcurrency(QueueCase):
             self.handle(q, task, chance)
 
     def handle(self, q: FemtoQueue, task: FemtoTask, chance: random.Random) -> None:
-        """Log the delivery of a task, and settle it. Log an overlap if another process is at work
-        on the same key."""
+        """Log the delivery of a task, and settle it. Log whom it has met: the delivery that another
+        process has under way for the same key."""
         fd = os.open(self.file(f"busy-{task.key}"), os.O_RDWR | os.O_CREAT, 0o600)
-        # The kernel closes the descriptors of a killed process one after the other. The lease may
-        # end before this lock is free.
-        for _ in range(100):
-            with contextlib.suppress(BlockingIOError):
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            time.sleep(0.001)
-        else:
-            self.log("overlap", task.key, task.data.decode())
+        delivery = f"{os.getpid()}-{time.monotonic_ns()}"
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            # The kernel closes the descriptors of a killed process one after the other. The lease
+            # may end before this lock is free. A killed process does not log that it has left.
+            if met := os.pread(fd, 99, 0).decode():
+                self.log("met", task.key, met)
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            os.ftruncate(fd, 0)
+        os.pwrite(fd, delivery.encode(), 0)
         self.log("got", task.key, task.data.decode())
         time.sleep(chance.random() / 1000)
+        os.ftruncate(fd, 0)
         os.close(fd)
+        self.log("left", task.key, delivery)
         if chance.random() < 0.8:
             q.done(task)
         else:
@@ -7709,7 +7720,10 @@ class KeyedConcurrency(QueueCase):
         )
         self.addCleanup(os.close, self.log_fd)
         workers = [self.child(work) for work in (self.produce, self.consume) * 4]
-        for _ in range(self.KILLS):
+        # A busy machine needs more time for so many pushes.
+        for number in itertools.count():
+            if number >= self.KILLS and len(self.logged("pushed")) > 500:
+                break
             time.sleep(self.SECONDS / self.KILLS)
             at = self.chance.randrange(8)
             workers[at].end()
@@ -7725,7 +7739,8 @@ class KeyedConcurrency(QueueCase):
             clock.advance(601)
         self.check_invariants(leftovers=True)
         self.assertEqual((self.names("keys"), q.stats().buffered), ([], 0))
-        self.assertEqual(self.logged("overlap"), [])
+        left = {delivery for _, _, delivery in self.logged("left")}
+        self.assertEqual([it for it in self.logged("met") if it[2] in left], [])
         self.check_last_values()
 
     def check_last_values(self) -> None:
@@ -7735,7 +7750,6 @@ class KeyedConcurrency(QueueCase):
         pushed = self.logged("pushed")
         ended = {value: t for t, _, value in pushed}
         last = {key: value for _, key, value in self.logged("got")}
-        self.assertGreater(len(pushed), 500)
         for _, key, value in pushed:
             delivered = last[key]
             late = delivered in ended and began[value] > ended[delivered]
@@ -7831,7 +7845,7 @@ class Tickets(TicketCase):
 
     def test_turn_times_out_and_leaves_the_line(self) -> None:
         line = self.line()
-        with line.turn(timeout=1) as ticket:
+        with line.turn(timeout=PATIENCE_S) as ticket:
             self.assertEqual(ticket, 1)
             with self.assertRaises(TimeoutError), line.turn(timeout=0.01):
                 self.fail("two at once")
@@ -7955,6 +7969,7 @@ class Tickets(TicketCase):
             other = self.line(stale_timeout=60)
         line, patient = self.line(stale_timeout=60), self.line()
         clock = self.clock()
+        clock.stand_still()
         theirs, member = other.register()
         mine, _ = line.register()
         clock.advance(40)
@@ -8010,7 +8025,7 @@ class Tickets(TicketCase):
         line.remove(line.register()[1])
         with hooked(at_call("rmdir", None, errno_raiser(errno.EBUSY))):
             self.assertFalse(line.maybe_cleanup())
-        with line.turn(timeout=1):
+        with line.turn(timeout=PATIENCE_S):
             self.assertFalse(line.maybe_cleanup())
 
     def test_line_that_was_removed_and_made_anew_is_seen_by_others(self) -> None:
@@ -8130,8 +8145,10 @@ class SharedTickets(TicketCase):
     fs_type = NFS
 
     def line_and_clock(self) -> tuple[TicketQueue, Clock]:
-        """Return a line with a stale_timeout of 40 s, and the clock."""
-        return self.line(stale_timeout=40), self.clock()
+        """Return a line with a stale_timeout of 40 s, and the clock, which stands still."""
+        clock = self.clock()
+        clock.stand_still()
+        return self.line(stale_timeout=40), clock
 
     def test_stale_timeout_may_be_longer_than_a_thread_can_wait(self) -> None:
         before = {*threading.enumerate()}
@@ -8530,6 +8547,7 @@ class MissingFunctions(QueueCase):
         """Fail unless, in this module, a lease ends at its deadline and no worker is taken for
         alive or dead."""
         clock = Clock()
+        clock.stand_still()
         with (
             mock.patch.object(module, "time", clock),
             module.FemtoQueue(self.path, "a") as first,
@@ -9210,10 +9228,23 @@ class WaitingWithInotify(QueueCase):
             rows.append((seam("C library", mock.Mock(return_value=library)), True))
         for patch, polls in rows:
             with patch:
-                q = self.queue(poll_interval_s=0.01)
-                looks = calls_of("list", functools.partial(q.pop, 0.5))
-            count = sum(path.endswith("pending") for path, *_ in looks)
-            self.assertEqual(count > 6, polls)
+                count = self.count_looks(7, PATIENCE_S if polls else 0.5)
+            self.assertEqual(count == 7, polls)
+
+    def count_looks(self, most: int, timeout: float) -> int:
+        """Let a pop() wait. Return how often it lists pending/: at most so often."""
+        q = self.queue(poll_interval_s=0.01)
+        looks = list[str]()
+
+        def note(name: str, args: tuple[Any, ...]) -> None:
+            if name == "list" and args[0].endswith("pending"):
+                looks.append(args[0])
+                if len(looks) == most:
+                    interrupt()
+
+        with hooked(note), contextlib.suppress(KeyboardInterrupt):
+            self.assertIsNone(q.pop(timeout))
+        return len(looks)
 
 
 class Coroutines(QueueCase, unittest.IsolatedAsyncioTestCase):
@@ -9677,8 +9708,9 @@ class Processing(QueueCase):
     # Renewal
 
     def renewing_queue(self) -> FemtoQueue:
-        self.set_constant("renewal", 0.01)
-        return self.queue(timeout_stale_ms=2000)
+        """Return a queue object that renews its leases of a minute every 0.02 s."""
+        self.set_constant("renewal", 0.001)
+        return self.queue(timeout_stale_ms=60_000)
 
     def until_renewed(self, *tasks: FemtoTask) -> None:
         before = [task.path for task in tasks]
@@ -9691,12 +9723,20 @@ class Processing(QueueCase):
         return task.until.timestamp() - time.time() - shift_s
 
     def test_block_longer_than_three_leases_keeps_its_lease(self) -> None:
-        q, other = (
-            self.queue(timeout_stale_ms=300),
-            self.queue("n2", timeout_stale_ms=300),
-        )
+        # The clock goes on only while the thread sleeps that renews the lease.
+        q, other = self.queue(timeout_stale_ms=300), self.queue("n2")
+        clock = self.clock()
+        clock.stand_still()
+        end_s = clock.time() + 3 * 0.3
+
+        def sleep(seconds: float) -> None:
+            if clock.time() < end_s:
+                clock.advance(seconds)
+            time.sleep(0.001)
+
+        clock.sleep = sleep  # type: ignore[method-assign]
         with q.processing(leased(q)):
-            self.assertIsNone(other.pop(1))
+            until(lambda: bool(other.pop()) or clock.time() >= end_s)
         self.assertEqual(self.states(), {"done": 1})
 
     def test_one_thread_renews_all_leases_and_ends_with_the_last_block(self) -> None:
@@ -9747,17 +9787,18 @@ class Processing(QueueCase):
     def test_lease_with_its_own_length_is_renewed_for_that_length(self) -> None:
         # A short lease is renewed in time even if the thread already renews longer leases at longer
         # intervals. A lease that has almost ended is renewed when its block begins.
-        q = self.queue(timeout_stale_ms=60_000)
+        self.set_constant("renewal", 0.01)
+        q = self.queue(timeout_stale_ms=36_000_000)
         clock = self.clock()
         q.push_many([b"old", b"long", b"short"])
         old = self.pop(q)
-        clock.advance(59)
+        clock.advance(35_900)
         long = self.pop(q)
-        short = q.pop(lease_ms=60)
+        short = q.pop(lease_ms=20_000)
         assert short is not None
         lease = long.path
         with q.processing(old), q.processing(long), q.processing(short):
-            self.assertGreater(self.left_s(old, clock.wall_shift_s), 59)
+            self.assertGreater(self.left_s(old, clock.wall_shift_s), 35_900)
             self.until_renewed(short)
             self.assertEqual(long.path, lease)
         self.assertEqual(self.states(), {"done": 3})
@@ -10690,7 +10731,7 @@ $ states -> done ..., pending ...
 $ femtoqueue release jobs --all -> released 0
 # at its time limit a job, even a stopped one, can clean up, and its last output is passed on
 $ femtoqueue push jobs x -> ...
-$ femtoqueue work jobs -q --drain --max-attempts 1 --task-timeout 300ms -- sh -c \
+$ femtoqueue work jobs -q --drain --max-attempts 1 --task-timeout 2s -- sh -c \
  'trap "head -c 200000 /dev/zero; echo > cleaned; exit" TERM; kill -STOP $$; sleep 1000' > out
 ! ...
 [1]
@@ -10702,7 +10743,7 @@ $ femtoqueue work jobs -q --drain --max-attempts 1 --task-timeout 300ms -- bash 
  'set -m; sleep 1000 & echo $! $$; wait' > pids -> ! ... [1]
 $ gone pids
 $ femtoqueue push jobs x -> ...
-$ femtoqueue work jobs -q --drain --max-attempts 1 --task-timeout 300ms -- sh -c \
+$ femtoqueue work jobs -q --drain --max-attempts 1 --task-timeout 2s -- sh -c \
  'setsid sleep 1000 > left & echo $!; exec sleep 1000' > pids -> ! ... [1]
 $ kill $(cat pids)
 $ femtoqueue push jobs x -> ...
@@ -11337,16 +11378,21 @@ class CommandLine(CommandCase):
         # Without a terminal, the progress is a plain line.
         self.queue(None).push_many([b"x"] * 3)
         program = self.program_with({"report": 0.05})
-        words = "work", "jobs", "--drain", "--", "sleep", "0.3"
-        *before, last = run_guarded(*program, *words, env=self.env)[2].splitlines()
+        words = "work", "jobs", "--drain", "--", "sh", "-c", self.GOES_ON
+        form = r"femtoqueue  (\d) done \| (\d) running  (\d) waiting( \| .*)?\n"
+        said = []
+        with Command(
+            [*program, *words], env=self.env, stderr=subprocess.PIPE
+        ) as process:
+            for line in io.TextIOWrapper(process.stderr):
+                said.append(re.fullmatch(form, line))
+                if said[-1] and said[-1].groups()[:3] == ("0", "1", "2"):
+                    self.let_go()
+        self.assertNotIn(None, said)
         # A rate is shown if the machine was slow.
         self.assertRegex(
-            last, r"^femtoqueue  3 done \| 0 running  0 waiting( \| [0-9.]+/s)?$"
+            line, r"^femtoqueue  3 done \| 0 running  0 waiting( \| [0-9.]+/s)?\n$"
         )
-        form = r"femtoqueue  (\d) done \| (\d) running  (\d) waiting( \| .*)?"
-        said = [re.fullmatch(form, line) for line in before]
-        self.assertIn(("0", "1", "2"), {match and match.groups()[:3] for match in said})
-        self.assertNotIn(None, said)
 
     def test_unchanged_line_of_progress_is_not_repeated(self) -> None:
         self.queue(None).push(b"x")
@@ -11374,14 +11420,14 @@ class CommandLine(CommandCase):
         self,
     ) -> None:
         self.queue().push_many([b"x"] * 4)
-        limits = "--task-timeout", "2s", "--max-attempts", "1", "--timeout", "60s"
+        limits = "--task-timeout", "4s", "--max-attempts", "1", "--timeout", "60s"
         with self.start_work(
             "echo $$; sleep 0.3", "-j", "4", "--drain", *limits
         ) as process:
             pids = process.first_lines(4)
             process.send_signal(signal.SIGSTOP)
             until_gone(*pids)
-            time.sleep(2.1)  # now the limit is over
+            time.sleep(4.1)  # now the limit is over
             process.send_signal(signal.SIGCONT)
             self.assertEqual(process.wait(PATIENCE_S), 0)
         self.assertEqual(self.states(), {"done": 4})
@@ -11524,10 +11570,10 @@ class CommandLine(CommandCase):
     @unittest.skipUnless(sys.platform == "linux", "pipes have a size on Linux")
     def test_slow_reader_gets_all_output_even_after_the_time_limit(self) -> None:
         # The worker gives up only a reader that reads nothing for the time of grace.
-        self.set_constant("grace", 1)
+        self.set_constant("grace", 5)
         self.queue().push(b"x")
         code = "import fcntl, os; fcntl.fcntl(1, 1031, 1 << 20); os.write(1, bytes(1000000))"
-        limits = "--task-timeout", "1s", "--max-attempts", "1"
+        limits = "--task-timeout", "3s", "--max-attempts", "1"
         words = (
             *self.program(),
             "work",
@@ -11543,7 +11589,7 @@ class CommandLine(CommandCase):
             size = 0
             while data := os.read(process.stdout.fileno(), 1 << 16):
                 size += len(data)
-                time.sleep(0.2)
+                time.sleep(0.25)
         self.assertEqual((size, process.returncode), (1000000, 0))
 
     @unittest.skipUnless(os.path.exists("/proc/self/stat"), "needs /proc")
@@ -11646,21 +11692,30 @@ class CommandLine(CommandCase):
 
     @unittest.skipUnless(sys.platform == "linux", "needs a terminal of Linux")
     def test_line_of_progress_is_drawn_only_in_the_foreground(self) -> None:
-        self.queue().push(b"x")
         # The shell of this script leads the session of the terminal, and is in its foreground.
-        work = shlex.join(
-            [*self.program(), "work", "jobs", "--drain", "--", "sleep", "1.5"]
-        )
+        work = [*self.program(), "work", "jobs", "--drain", "--"]
         script = "import pty, sys; pty.spawn(['bash', *sys.argv[1:]])"
-        for shell, count in (
-            ("%s; echo end", True),
-            ("set -m; %s & wait; echo end", False),
+        for shell, command, is_drawn in (
+            ("%s; echo end", ("sh", "-c", self.GOES_ON), True),
+            ("set -m; %s & wait; echo end", ("sleep", "1.5"), False),
         ):
             self.queue().push(b"x")
-            words = sys.executable, "-c", script, "-c", shell % work
-            said = run_guarded(*words, env=self.env | {"TERM": "xterm"})[1]
-            self.assertEqual("1 running" in said, count, said)
-            self.assertIn("2 done" if count else "1 done", said)
+            words = (
+                sys.executable,
+                "-c",
+                script,
+                "-c",
+                shell % shlex.join((*work, *command)),
+            )
+            env = self.env | {"TERM": "xterm"}
+            null, pipe = subprocess.DEVNULL, subprocess.PIPE
+            with Command(words, env=env, stdin=null, stdout=pipe) as process:
+                awaited = b"1 running" if is_drawn else b""
+                said = self.read_until(awaited, process.stdout.fileno())
+                self.let_go()
+                said += process.stdout.read()
+            self.assertEqual(b"1 running" in said, is_drawn, said)
+            self.assertIn(b"1 done", said)
 
     def test_progress_shows_that_the_queue_is_paused(self) -> None:
         q = self.queue()
@@ -11688,10 +11743,27 @@ class CommandLine(CommandCase):
         said = self.run_on_terminal(80, "work", "jobs", *script, TERM="dumb")
         self.assertRegex(said, r"\Aword\r\nfemtoqueue  1 done [^\r]*\r\n\Z")
 
+    # a command that waits for let_go(), but not for ever
+    GOES_ON = "n=0; until [ -e go ] || [ $((n += 1)) -gt 2000 ]; do sleep 0.01; done"
+
+    def let_go(self) -> None:
+        with open("go", "wb"):
+            pass
+
+    def read_until(self, text: bytes, fd: int) -> bytes:
+        """Read until a text has come. Return all that came."""
+        said = b""
+        while text not in said:
+            data = os.read(fd, 1 << 16)
+            self.assertTrue(data, said)
+            said += data
+        return said
+
     def run_on_terminal(
-        self, columns: int, *words: str, typed: bytes = b"", **env: str
+        self, columns: int, *words: str, awaited: bytes = b"", **env: str
     ) -> str:
-        """Return what a command prints to a terminal with so many columns. `typed` is its input."""
+        """Return what a command prints to a terminal with so many columns. Call let_go() when it
+        has printed `awaited`."""
         master, slave = os.openpty()
         with open(master, "r+b", buffering=0) as terminal:
             # TIOCSWINSZ
@@ -11703,8 +11775,8 @@ class CommandLine(CommandCase):
             )
             with Command(command, env=env, **streams, start_new_session=True):
                 os.close(slave)
-                terminal.write(typed)
-                said = bytearray()
+                said = self.read_until(awaited, master)
+                self.let_go()
                 with contextlib.suppress(OSError):
                     # EIO: no process has the terminal any longer
                     while data := terminal.read(1 << 16):
@@ -11716,7 +11788,7 @@ class CommandLine(CommandCase):
         self,
     ) -> None:
         command = "work", "jobs", "--drain", "--max-attempts", "1", "--", "sh", "-c"
-        script = "read x; test $x = bad && exit 1; sleep 1.2; echo word"
+        script = f"read x; test $x = bad && exit 1; {self.GOES_ON}; echo word"
         cases: tuple[tuple[int, dict[str, Any], str], ...] = (
             (80, {}, "\x1b[31m1 failed\x1b[0m"),
             (40, {"NO_COLOR": "1"}, "1 failed"),
@@ -11724,9 +11796,12 @@ class CommandLine(CommandCase):
         for columns, env, failed in cases:
             os.chdir(self.new_dir(self.memory))
             FemtoQueue("jobs").push_many([b"bad", b"good"])
-            said = self.run_on_terminal(columns, *command, script, **env)
             line = f"femtoqueue  {failed} | 1 running  0 waiting"
-            self.assertIn(line[: columns if "NO_COLOR" in env else 99], said)
+            line = line[: columns if "NO_COLOR" in env else 99]
+            awaited = line.encode()
+            said = self.run_on_terminal(
+                columns, *command, script, awaited=awaited, **env
+            )
             self.assertRegex(said, r"wait[^\n]*\r\x1b\[Jword\r\n")
             rows = (
                 re.sub(r"\x1b\[\d*[a-zA-Z]", "", said).replace("\n", "\r").split("\r")
@@ -11744,10 +11819,9 @@ class CommandLine(CommandCase):
         self,
     ) -> None:
         self.queue().push(b"x")
-        script = "sleep 1.2; rmdir jobs/pending; touch jobs/pending"
-        said = self.run_on_terminal(
-            80, "work", "jobs", "--drain", "--", "sh", "-c", script
-        )
+        script = f"{self.GOES_ON}; rmdir jobs/pending; touch jobs/pending"
+        command = "work", "jobs", "--drain", "--", "sh", "-c", script
+        said = self.run_on_terminal(80, *command, awaited=b" waiting")
         self.assertRegex(
             said, r"waiting[^\n]*\r\x1b\[Jfemtoqueue: \[Errno 20\] [^\n]*\r\n\Z"
         )
@@ -11778,9 +11852,9 @@ class CommandLine(CommandCase):
         with Command(
             [*self.program(), "top", "jobs"], env=self.env, **streams
         ) as process:
-            self.assertIn(b"waiting for a queue", os.read(master, 1 << 16))
+            self.read_until(b"waiting for a queue\r\n", master)
             self.queue()
-            self.assertIn(b"\x1b[H\x1b[Jjobs ", os.read(master, 1 << 16))
+            self.read_until(b"\x1b[H\x1b[Jjobs ", master)
             self.assertEqual(termios.tcgetattr(slave), before)
             process.send_signal(signal.SIGINT)
             self.assertEqual(process.wait(PATIENCE_S), 128 + signal.SIGINT)
@@ -11878,7 +11952,7 @@ class CommandLine(CommandCase):
         # the program that the shell started must have ended, too. If a command exits with status 0,
         # its task is done.
         self.set_constant("one signal", 0.05)
-        self.set_constant("grace", 0.3)
+        self.set_constant("grace", 3)
         see = "while sleep 0.01; do ls jobs/pending | grep $FEMTOQUEUE_ID >> seen; done"
         script = f"""read x; case $x in
             group) sleep 1000 & echo $!; wait ;;
@@ -12055,13 +12129,48 @@ class CommandLine(CommandCase):
             self.check_and_finish({"pending": 1, "failed": 1})
             self.queue().purge(0, "failed")
 
+    def test_second_signal_ends_work_while_a_line_of_the_log_is_stuck(self) -> None:
+        """If the write of a line to the log never returns, the second signal ends the worker."""
+        # RACE: another process fills the pipe just after the worker has found it writable. Here the
+        # pipe is full from the beginning, and the worker finds it writable all the same.
+        self.set_constant("one signal", 0.05)
+        self.set_constant("grace", 0.3)
+        code = "import select\nwait = select.select\ndef find(reads, writes, odd, seconds):\n"
+        code += "    if writes and seconds: return [], writes, []\n"
+        code += "    return wait(reads, writes, odd, seconds)\nselect.select = find\n"
+        *words, main = self.program()
+        self.queue(None).push(b"x")
+        command = "work", "jobs", "-q", "--max-attempts", "1", "--", "false"
+        reader, writer = os.pipe()
+        self.addCleanup(os.close, reader)
+        os.set_blocking(writer, False)
+        with contextlib.suppress(BlockingIOError):
+            while os.write(writer, bytes(4096)):
+                pass
+        os.set_blocking(writer, True)
+        program = *words, code + main
+        with Command([*program, *command], env=self.env, stderr=writer) as process:
+            os.close(writer)
+            until(lambda: len(self.names("failed")) == 2)
+            process.send_signal(signal.SIGTERM)
+            time.sleep(4 * constant("one signal"))
+            for _ in range(
+                2
+            ):  # the first of these signals may count as one with the former
+                process.send_signal(signal.SIGTERM)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(20)
+                    break
+            self.assertEqual(process.wait(PATIENCE_S), 128 + signal.SIGTERM)
+        self.check_and_finish({"failed": 1})
+
     @unittest.skipUnless(os.path.exists("/proc/self/stat"), "needs /proc")
     def test_worker_that_is_killed_while_a_job_ends_leaves_no_process_of_the_job(
         self,
     ) -> None:
         # When the worker is killed, the shell of the job has already been ended by the time limit,
         # by a scheduler's signal, or by a second signal.
-        for words, signals in ((("--task-timeout", "1s"), 0), ((), 1), ((), 2)):
+        for words, signals in ((("--task-timeout", "3s"), 0), ((), 1), ((), 2)):
             with self.subTest(signals=signals):
                 self.queue().push(b"x")
                 self.kill_as_a_job_ends(signals, *words)
@@ -12592,7 +12701,10 @@ class Races(QueueCase):
     @FORK
     def test_lease_is_renewed_although_its_key_is_pushed_all_the_time(self) -> None:
         # The lock of the key is free only for moments: here for one of 40 attempts to get it.
+        # The clock goes on only while the thread sleeps that renews the lease.
         q = self.queue(timeout_stale_ms=1500)
+        clock = self.clock()
+        clock.stand_still()
         tries = itertools.count()
         flock = fcntl.flock
         task = leased(q, key="k")
@@ -12600,14 +12712,20 @@ class Races(QueueCase):
         end_s = task.until.timestamp()
         before = task.path
 
+        def sleep(seconds: float) -> None:
+            if task.path == before:
+                clock.advance(seconds)
+            time.sleep(0.001)
+
         def busy(fd: int, how: int) -> None:
             if how == fcntl.LOCK_EX | fcntl.LOCK_NB and next(tries) % 40 != 39:
                 raise BlockingIOError
             flock(fd, how)
 
+        clock.sleep = sleep  # type: ignore[method-assign]
         with q.processing(task), mock.patch("fcntl.flock", busy):
-            until(lambda: task.path != before)
-        self.assertLess(time.time(), end_s)
+            until(lambda: task.path != before or clock.time() > end_s)
+        self.assertLess(clock.time(), end_s)
 
     @FORK
     def test_ctrl_c_while_a_turn_ends_leaves_no_ticket_in_line(self) -> None:
@@ -12856,9 +12974,7 @@ class LockWaits(TicketCase):
         q = self.queue()
         q.push(b"x", key="k")
         with self.locked("k"):
-            began_s = time.monotonic()
             self.assertEqual((q.take("k"), q.take("k", 0.2)), (None, None))
-            self.assertLess(time.monotonic() - began_s, 4)
         self.assertIsNotNone(q.take("k"))
 
     def test_take_async_of_a_locked_key_does_not_delay_another_coroutine(self) -> None:
@@ -12921,7 +13037,7 @@ class LockWaits(TicketCase):
             fcntl.flock(last, fcntl.LOCK_EX)
             with self.assertRaises(TimeoutError), line.turn(timeout=0.2):
                 self.fail("the line is locked")
-        with line.turn(timeout=0.2):
+        with line.turn(timeout=PATIENCE_S):
             pass
 
     def test_wait_for_a_lock_is_logged_after_seconds(self) -> None:
