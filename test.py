@@ -7115,11 +7115,11 @@ class TroubleOfOneTask(QueueCase):
             clock.advance(2)
             self.assertEqual((q.pop(), refuse.call_count), (None, 2))
             self.assertIsNone(q.take(id=bad))
-            self.assertEqual([*q.drain()], [])
             self.assertTrue(q.join(0))
+            self.assertEqual([*q.drain()], [])
             clock.advance(61)
             with with_constant("trouble", -1.0):
-                q.work(lambda _: None, idle_timeout_s=0.01)
+                q.work(lambda _: None, drain=True)
         self.assertEqual(len(logged.output), 1)
         self.assertIn(bad, logged.output[0])
         clock.advance(61)
