@@ -10515,9 +10515,15 @@ good
 ! ... <null>: try 1 failed, a dead letter: the payload can't be an ...: [Errno 22] ...
 ! ... <large>: try 1 failed, a dead letter: the payload can't be an argument... too long; ...
 [1]
-$ cat jobs/failed/$null.error -> the payload can't be an argument ...: [Errno 22] ... (try 1)
+$ cat jobs/failed/$null.error -> the payload can't be an argument ... (try 1): [Errno 22] ...
 $ femtoqueue retry jobs --all -> 2
 $ femtoqueue work jobs -q --drain -- sh -c 'wc -c' -> 3 10000000
+# so is one whose payload makes an argument for which there is no memory
+$ head -c 4000000 /dev/zero | tr '\0' x | femtoqueue push jobs -> <large>
+$ femtoqueue push jobs good -> <good>
+$ ulimit -v 600000; femtoqueue work jobs -q --drain -- echo $(printf '{}%.0s' $(seq 200)) | wc -c
+801
+! ... <large>: try 1 failed, a dead letter: the payload can't be an argument ...
 # a task whose command fails is tried again, and becomes a dead letter at --max-attempts
 $ femtoqueue push jobs x -> <x>
 $ femtoqueue work jobs -q --drain --max-attempts 2 --retry-delay 1ms --sync -- sh -c \
@@ -10570,9 +10576,11 @@ $ states -> done 2, pending 1
 # a payload that is too large for TMPDIR fails the tries of its task only
 $ head -c 100000 /dev/zero | femtoqueue push jobs -> <large>
 $ femtoqueue push jobs y -> <y>
-$ ulimit -f 60; femtoqueue work jobs -q --drain --max-attempts 1 -- true
-! ... <large>: try 1 failed, a dead letter: its payload can't be written to /...: ... too large; ...
+$ ulimit -f 60; femtoqueue work jobs -q --drain --max-attempts 2 --retry-delay 1ms -- true
+! ... <large>: try 1 failed, to be retried: its payload can't be written to /...: ... too large; ...
+! ... <large>: try 2 failed, a dead letter: its payload can't be written to /...: ... too large; ...
 [1]
+$ femtoqueue ls jobs failed -> ... failed <large> ...s 2 100000 - - - ...
 $ states -> done 1, failed 1
 # processes that a command leaves running do not hold up work, even if they write to its pipes
 $ femtoqueue push jobs x y -> ...
@@ -10671,17 +10679,18 @@ $ mkdir logs logs/$x.err
 $ femtoqueue work jobs -q --drain --max-attempts 1 --output-dir logs -- true
 ! ... <x>: try 1 failed, a dead letter: its output can't be written: ...; data: x
 [1]
+$ femtoqueue ls jobs failed -> ... failed <x> ...s 1 1 - - - x
 $ states -> done 1, failed 1
 # if --output-dir can't be a directory, work ends, and fails no task
 $ femtoqueue push jobs x -> <x>
 $ touch file
 $ femtoqueue work jobs -q --drain --output-dir file -- true
-! femtoqueue: its output can't be written: [Errno 20] Not a directory: 'file/<x>.out'
+! femtoqueue: its output can't be written (try 1): [Errno 20] Not a directory: 'file/<x>.out'
 [2]
 $ ln -s /no/disk dangling
 $ femtoqueue work jobs -q --drain --output-dir dangling -- true -> ! ... 'dangling/<x>.out' [2]
 $ femtoqueue work jobs -q --drain --output-dir file/logs -- true
-! femtoqueue: its output can't be written: [Errno 20] Not a directory: 'file/logs'
+! femtoqueue: its output can't be written (try 1): [Errno 20] Not a directory: 'file/logs'
 [2]
 $ femtoqueue ls jobs -> ... pending <x> ...s 0 1 - - - x
 # only a regular file of this user with one link takes output; a removed directory is made again
@@ -11355,6 +11364,32 @@ class CommandLine(CommandCase):
         self.assertEqual((status, err.count(" waits: true can't be run")), (0, 3), err)
         self.assertEqual(self.states(), {"done": 2})
 
+    def test_time_limit_ends_a_worker_that_waits_for_a_process(self) -> None:
+        # In the launcher, each start fails as if a limit of processes was reached.
+        code = "import errno, subprocess\nclass Popen(subprocess.Popen):\n"
+        code += (
+            "    def __init__(self, *words, **how): raise OSError(errno.EAGAIN, '')\n"
+        )
+        code += "    def __del__(self): pass\nsubprocess.Popen = Popen\n"
+        *words, main = self.program()
+        self.queue(None).push(b"x")
+        command = "work", "jobs", "-q", "--time-limit", "500ms", "--", "true"
+        self.assertEqual(run_guarded(*words, code + main, *command, env=self.env)[0], 0)
+        self.assertEqual([it.attempts for it in self.queue(None).tasks("pending")], [0])
+
+    def test_worker_that_has_no_memory_says_so_and_goes_on(self) -> None:
+        code = "drain, errors = femtoqueue.FemtoQueue.drain, [MemoryError()]\n"
+        code += "def fail(*words):\n    if errors: raise errors.pop()\n"
+        code += "    return drain(*words)\nfemtoqueue.FemtoQueue.drain = fail\n"
+        *words, main = self.program()
+        begin, _, run = main.partition("sys.exit")
+        self.queue(None).push(b"x")
+        command = "work", "jobs", "-q", "--drain", "--", "true"
+        program = *words, f"{begin}\n{code}sys.exit{run}"
+        status, _, err = run_guarded(*program, *command, env=self.env)
+        self.assertRegex(err, r"^\S+ no memory; trying again\n$")
+        self.assertEqual((status, self.states()), (0, {"done": 1}))
+
     def test_worker_whose_python_is_removed_still_takes_a_keyed_task(self) -> None:
         # From the first command on, each import fails.
         code = "import os\nclass Finder:\n    def find_spec(name, *_):\n"
@@ -11609,6 +11644,22 @@ class CommandLine(CommandCase):
             said = run_guarded(*words, env=self.env | {"TERM": "xterm"})[1]
             self.assertEqual("1 running" in said, count, said)
             self.assertIn("2 done" if count else "1 done", said)
+
+    def test_line_of_progress_is_not_cleared_in_the_background(self) -> None:
+        self.queue().push(b"x")
+        script = "sleep 1; kill -TSTP $(worker); sleep 2"
+        work = shlex.join(
+            [*self.program(), "work", "jobs", "--drain", "--", "sh", "-c", script]
+        )
+        shell = f"set -m; {work}; echo stopped; bg; wait; echo end"
+        words = "import pty, sys; pty.spawn(['bash', '-c', sys.argv[1]])", shell
+        said = run_guarded(
+            sys.executable, "-c", *words, env=self.env | {"TERM": "xterm"}
+        )[1]
+        before, _, after = said.partition("stopped")
+        self.assertIn("1 running", before)
+        self.assertRegex(after, r"(?s)1 done.*end")
+        self.assertNotIn("\x1b[J", after)
 
     def test_progress_shows_that_the_queue_is_paused(self) -> None:
         q = self.queue()
