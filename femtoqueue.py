@@ -6534,13 +6534,14 @@ def main(argv: list[str] | None = None) -> Any:
         return 0
     except KeyboardInterrupt:
         return 130  # 128 + SIGINT
-    # RuntimeError: the system allows no more threads.
+    # RuntimeError: the system allows no more threads. OverflowError: a TIME of centuries.
     except (
         FemtoQueueError,
         OSError,
         ValueError,
         MemoryError,
         RuntimeError,
+        OverflowError,
         _Trouble,
     ) as error:
         text = str(error) or type(error.__cause__ or error).__name__

@@ -11269,6 +11269,11 @@ class CommandLine(CommandCase):
         self.assertEqual(later[1].split(), ["pending", "1"])
         self.assertNotIn(task.id, "".join(later))
 
+    def test_pause_of_centuries_is_refused_in_one_line(self) -> None:
+        self.queue()
+        status, _, err = self.run_command("top", "jobs", "--interval", "999999999d")
+        self.assertEqual((status, err.count("\n")), (2, 1), err)
+
     def test_top_says_once_that_it_waits_for_a_queue(self) -> None:
         command = [*self.program(), "top", "jobs", "--interval", "1ms"]
         streams: dict[str, Any] = {
