@@ -5943,10 +5943,11 @@ def _signal(leaders: set[int], *numbers: int) -> bool:
 
 
 def _kill(leaders: set[int]) -> None:
-    """Kill some sessions, and wait for the end of their processes."""
+    """Kill some sessions, and wait for the end of their processes. Without a /proc, wait for
+    nothing: the zombie of CMD, which is kept, would count as running for ever."""
     import signal
 
-    while _signal(leaders, signal.SIGKILL):
+    while _signal(leaders, signal.SIGKILL) and _processes():
         # RACE (CommandLine): a process may have forked just before the signal, so look again
         time.sleep(0.01)
 

@@ -12128,6 +12128,20 @@ class CommandLine(CommandCase):
             until_gone(child)
 
     @unittest.skipUnless(os.path.exists("/proc/thread-self/children"), "needs /proc")
+    def test_killed_worker_leaves_neither_command_nor_launcher_without_proc(
+        self,
+    ) -> None:
+        *words, main = self.program()
+        begin, _, run = main.partition("sys.exit")
+        code = f"{begin}femtoqueue._processes = list; sys.exit{run}"
+        self.queue(None).push(b"x")
+        script = "echo $$ $PPID; exec sleep 1000"
+        command = [*words, code, "work", "jobs", "-q", "--", "sh", "-c", script]
+        with Command(command, env=self.env, stdout=subprocess.PIPE) as process:
+            pids = process.first_lines(1)[0].split()
+            process.kill()
+            until_gone(*pids)
+
     def test_killed_worker_or_launcher_leaves_no_command(self) -> None:
         """If a worker or its launcher is killed, no process of a job is left, and others get the
         tasks at once."""
