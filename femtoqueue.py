@@ -5782,6 +5782,12 @@ def _terminal_size(fd: int) -> tuple[int, int]:
     return 0, 0
 
 
+def _is_in_foreground() -> bool:
+    with suppress(OSError):  # the terminal is not the one of this session
+        return os.tcgetpgrp(2) == os.getpgrp()
+    return True
+
+
 class _Output:
     """A standard stream, for several threads. On a terminal, a progress line is below the output
     while this process group is in the foreground."""
@@ -5876,10 +5882,8 @@ class _Output:
     def _drawing(self) -> bytes:
         line = self._line.rstrip()[: _terminal_size(2)[0] or 80]
         may_draw = self._has_terminal and self._ends_line and bool(line)
-        with suppress(OSError):  # the terminal is not the one of this session
-            may_draw &= os.tcgetpgrp(2) == os.getpgrp()
-        self._is_shown = may_draw
-        if not may_draw:
+        self._is_shown = may_draw and _is_in_foreground()
+        if not self._is_shown:
             return b""
         if not os.environ.get("NO_COLOR"):
             line = re.sub(r"\b\d+ failed\b", "\x1b[31m\\g<0>\x1b[0m", line)
@@ -5887,7 +5891,7 @@ class _Output:
 
     def clearing(self) -> bytes:
         # a signal handler calls this, too
-        return b"\r\x1b[J" if self._is_shown else b""
+        return b"\r\x1b[J" if self._is_shown and _is_in_foreground() else b""
 
 
 # ==================================================================================================
@@ -5941,17 +5945,17 @@ def _groups_of(leaders: set[int]) -> set[int]:
 
 def _signal(leaders: set[int], *numbers: int) -> bool:
     """Return whether a process of the sessions got a signal."""
-    results = [
+    return True in [
         _is_signalled(it, number) for it in _groups_of(leaders) for number in numbers
     ]
-    return True in results
 
 
 def _kill(leaders: set[int]) -> None:
-    """Kill some sessions, and wait for the end of their processes."""
+    """Kill some sessions, and wait for the end of their processes. Without a /proc, wait for
+    nothing: the zombie of CMD, which is kept, would count as running for ever."""
     import signal
 
-    while _signal(leaders, signal.SIGKILL):
+    while _signal(leaders, signal.SIGKILL) and _processes():
         # RACE (CommandLine): a process may have forked just before the signal, so look again
         time.sleep(0.01)
 
@@ -5985,11 +5989,13 @@ class _Session:
             # An argument of more than 4 MB fails in each system.
             data = os.pread(fds[0], 1 << 22, 0)
             command = [os.fsencode(it).replace(b"{}", data) for it in words]
-            start: Any = subprocess.Popen
-            self.popen = start(command, 0, None, *fds, start_new_session=True)
+            self.popen = subprocess.Popen(  # type: ignore[call-overload]
+                command, 0, None, *fds, start_new_session=True
+            )
             self.pid = self.popen.pid
             self._report("pid", self.pid)
-        except (OSError, ValueError) as error:  # ValueError: a zero byte in the payload
+        # ValueError: a zero byte in the payload. MemoryError: many {}, and a large payload.
+        except (OSError, ValueError, MemoryError) as error:
             self._report("errno", getattr(error, "errno", errno.EINVAL))
             self.link.close()
         for fd in fds:
@@ -6347,8 +6353,8 @@ class _CommandPool(_WorkerPool):
         return ""
 
     def _failure_text(self, task: FemtoTask, outcome: str, error: Exception) -> str:
-        text = super()._failure_text(task, outcome, error).removesuffix(_try_text(task))
-        return f"{text}; data: {_preview(task.data)}"
+        text = super()._failure_text(task, outcome, error)
+        return f"{text.replace(_try_text(task), '')}; data: {_preview(task.data)}"
 
     # Signals
 
@@ -6370,7 +6376,7 @@ class _CommandPool(_WorkerPool):
     def _may_go_on(self, error: BaseException) -> bool:
         if not _is_shortage(error):
             return super()._may_go_on(error)
-        _warn_once(f"{error}; trying again")
+        _warn_once(f"{str(error) or 'no memory'}; trying again")
         self._is_told.wait(_BASE_INTERVAL_S)
         return True
 
@@ -6389,20 +6395,23 @@ class _CommandPool(_WorkerPool):
                 raise
             except Exception as error:  # a missing module, no reader of the output, ...
                 raise _Trouble(error) from error
-            if self._is_told.wait(_BASE_INTERVAL_S):
+            self._is_told.wait(_BASE_INTERVAL_S)
+            if self._is_stopping():
                 self._queue.release(task, front=True, counted=False)
                 return
 
     def _try(self, task: FemtoTask, files: ExitStack) -> None:
         import tempfile
 
-        with _judged(f"the payload can't be written to {tempfile.gettempdir()}"):
+        with _judged(
+            f"the payload can't be written to {tempfile.gettempdir()}{_try_text(task)}"
+        ):
             file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
             payload = files.enter_context(file).fileno()
             _write_all(payload, task.data)
             file.seek(0)
         with _judged(self._cannot_run):
-            outputs = self._outputs(task.id, files)
+            outputs = self._outputs(task, files)
             streams = [payload, outputs[0].fd, outputs[-1].fd]
             job = _CommandJob(self._launcher, task, streams)
         files.callback(job.link.close)
@@ -6421,15 +6430,15 @@ class _CommandPool(_WorkerPool):
         elif job.status is None:
             raise _Trouble("the launcher of this worker has ended; its jobs are killed")
 
-    def _outputs(self, ident: str, files: ExitStack) -> list[Any]:
+    def _outputs(self, task: FemtoTask, files: ExitStack) -> list[Any]:
         """Return where CMD's output leads to: one for both streams, or two."""
         if directory := self._options.output_dir:
-            with _judged("the output can't be written"):
+            with _judged(f"the output can't be written{_try_text(task)}"):
                 # If another kind of file is there, open() says so: trouble for all tasks.
                 with suppress(FileExistsError):
                     os.makedirs(directory, 0o700)
                 return [
-                    _OutputFile(f"{directory}/{ident}{it}", files)
+                    _OutputFile(f"{directory}/{task.id}{it}", files)
                     for it in (".out", ".err")
                 ]
         is_alone = self._options.jobs == 1
@@ -6482,8 +6491,11 @@ class _CommandPool(_WorkerPool):
         error = OSError(job.errno, os.strerror(job.errno))
         is_argument = "{}" in " ".join(self._options.after_dashes)
         if is_argument and error.errno in (errno.E2BIG, errno.EINVAL):
-            text = f"the payload can't be an argument of the command, in place of {{}}: {error}"
-            self._queue.fail(job.task, text + _try_text(job.task))
+            text = (
+                "the payload can't be an argument of the command, in place of {}"
+                f"{_try_text(job.task)}: {error}"
+            )
+            self._queue.fail(job.task, text)
             raise _CommandFailed(text)
         with _judged(self._cannot_run):
             raise error
@@ -6493,8 +6505,7 @@ class _CommandPool(_WorkerPool):
         what = f"exit status {status}" if status > 0 else f"killed by signal {-status}"
         if job.is_late:
             what = f"killed after {self._launcher.limit_s:.9g}s"
-        text = tail.decode("utf-8", "replace")
-        return f"{what}{_try_text(job.task)}\n{text}".rstrip()
+        return f"{what}{_try_text(job.task)}\n{tail.decode(errors='replace')}".rstrip()
 
     def _ended_by_stop(self, job: _CommandJob) -> bool:
         """Return True if CMD failed, perhaps by the signal that stops this worker."""
@@ -6508,7 +6519,7 @@ class _CommandPool(_WorkerPool):
 
 
 def _try_text(task: FemtoTask) -> str:
-    """Return what ends the first line of a reason, for _task_row()."""
+    """Return what the first line of a reason has, for _task_row()."""
     return f" (try {task.attempts})"
 
 
@@ -6532,13 +6543,14 @@ def main(argv: list[str] | None = None) -> Any:
         return 0
     except KeyboardInterrupt:
         return 130  # 128 + SIGINT
-    # RuntimeError: the system allows no more threads.
+    # RuntimeError: the system allows no more threads. OverflowError: a TIME of centuries.
     except (
         FemtoQueueError,
         OSError,
         ValueError,
         MemoryError,
         RuntimeError,
+        OverflowError,
         _Trouble,
     ) as error:
         text = str(error) or type(error.__cause__ or error).__name__
@@ -6820,7 +6832,7 @@ def _task_row(q: FemtoQueue, task: FemtoTask) -> dict[str, Any]:
             file.readline()  # the header
             preview = _preview(file.read(_PREVIEW_BYTES))
     # the attempts of a dead letter of `work`: see _try_text()
-    told = re.match(r"(?m).*\(try (\d{1,6})\)$", task.error or "")
+    told = re.match(r".*\(try (\d{1,6})\)", task.error or "")
     return {
         "state": task.state,
         "id": task.id,

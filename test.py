@@ -10608,9 +10608,15 @@ good
 ! ... <null>: try 1 failed, a dead letter: the payload can't be an ...: [Errno 22] ...
 ! ... <large>: try 1 failed, a dead letter: the payload can't be an argument... too long; ...
 [1]
-$ cat jobs/failed/$null.error -> the payload can't be an argument ...: [Errno 22] ... (try 1)
+$ cat jobs/failed/$null.error -> the payload can't be an argument ... (try 1): [Errno 22] ...
 $ femtoqueue retry jobs --all -> 2
 $ femtoqueue work jobs -q --drain -- sh -c 'wc -c' -> 3 10000000
+# so is one whose payload makes an argument for which there is no memory
+$ head -c 4000000 /dev/zero | tr '\0' x | femtoqueue push jobs -> <large>
+$ femtoqueue push jobs good -> <good>
+$ ulimit -v 600000; femtoqueue work jobs -q --drain -- echo $(printf '{}%.0s' $(seq 200)) | wc -c
+801
+! ... <large>: try 1 failed, a dead letter: the payload can't be an argument ...
 # a task whose command fails is tried again, and becomes a dead letter at --max-attempts
 $ femtoqueue push jobs x -> <x>
 $ femtoqueue work jobs -q --drain --max-attempts 2 --retry-delay 1ms --sync -- sh -c \
@@ -10663,9 +10669,11 @@ $ states -> done 2, pending 1
 # a payload that is too large for TMPDIR fails the tries of its task only
 $ head -c 100000 /dev/zero | femtoqueue push jobs -> <large>
 $ femtoqueue push jobs y -> <y>
-$ ulimit -f 60; femtoqueue work jobs -q --drain --max-attempts 1 -- true
-! ... <large>: try 1 failed, a dead letter: the payload can't be written to /...: ... too large; ...
+$ ulimit -f 60; femtoqueue work jobs -q --drain --max-attempts 2 --retry-delay 1ms -- true
+! ... <large>: try 1 failed, to be retried: the payload can't be written to /...: ... too large; ...
+! ... <large>: try 2 failed, a dead letter: the payload can't be written to /...: ... too large; ...
 [1]
+$ femtoqueue ls jobs failed -> ... failed <large> ...s 2 100000 - - - ...
 $ states -> done 1, failed 1
 # processes that a command leaves running do not hold up work, even if they write to its pipes
 $ femtoqueue push jobs x y -> ...
@@ -10764,17 +10772,18 @@ $ mkdir logs logs/$x.err
 $ femtoqueue work jobs -q --drain --max-attempts 1 --output-dir logs -- true
 ! ... <x>: try 1 failed, a dead letter: the output can't be written: ...; data: x
 [1]
+$ femtoqueue ls jobs failed -> ... failed <x> ...s 1 1 - - - x
 $ states -> done 1, failed 1
 # if --output-dir can't be a directory, work ends, and fails no task
 $ femtoqueue push jobs x -> <x>
 $ touch file
 $ femtoqueue work jobs -q --drain --output-dir file -- true
-! femtoqueue: the output can't be written: [Errno 20] Not a directory: 'file/<x>.out'
+! femtoqueue: the output can't be written (try 1): [Errno 20] Not a directory: 'file/<x>.out'
 [2]
 $ ln -s /no/disk dangling
 $ femtoqueue work jobs -q --drain --output-dir dangling -- true -> ! ... 'dangling/<x>.out' [2]
 $ femtoqueue work jobs -q --drain --output-dir file/logs -- true
-! femtoqueue: the output can't be written: [Errno 20] Not a directory: 'file/logs'
+! femtoqueue: the output can't be written (try 1): [Errno 20] Not a directory: 'file/logs'
 [2]
 $ femtoqueue ls jobs -> ... pending <x> ...s 0 1 - - - x
 # only a regular file of this user with one link takes output; a removed directory is made again
@@ -11353,6 +11362,11 @@ class CommandLine(CommandCase):
         self.assertEqual(later[1].split(), ["pending", "1"])
         self.assertNotIn(task.id, "".join(later))
 
+    def test_pause_of_centuries_is_refused_in_one_line(self) -> None:
+        self.queue()
+        status, _, err = self.run_command("top", "jobs", "--interval", "999999999d")
+        self.assertEqual((status, err.count("\n")), (2, 1), err)
+
     def test_top_says_once_that_it_waits_for_a_queue(self) -> None:
         command = [*self.program(), "top", "jobs", "--interval", "1ms"]
         streams: dict[str, Any] = {
@@ -11452,6 +11466,32 @@ class CommandLine(CommandCase):
         status, _, err = run_guarded(*words, code + main, *command, env=self.env)
         self.assertEqual((status, err.count(" waits: true can't be run")), (0, 3), err)
         self.assertEqual(self.states(), {"done": 2})
+
+    def test_time_limit_ends_a_worker_that_waits_for_a_process(self) -> None:
+        # In the launcher, each start fails as if a limit of processes was reached.
+        code = "import errno, subprocess\nclass Popen(subprocess.Popen):\n"
+        code += (
+            "    def __init__(self, *words, **how): raise OSError(errno.EAGAIN, '')\n"
+        )
+        code += "    def __del__(self): pass\nsubprocess.Popen = Popen\n"
+        *words, main = self.program()
+        self.queue(None).push(b"x")
+        command = "work", "jobs", "-q", "--time-limit", "500ms", "--", "true"
+        self.assertEqual(run_guarded(*words, code + main, *command, env=self.env)[0], 0)
+        self.assertEqual([it.attempts for it in self.queue(None).tasks("pending")], [0])
+
+    def test_worker_that_has_no_memory_says_so_and_goes_on(self) -> None:
+        code = "drain, errors = femtoqueue.FemtoQueue.drain, [MemoryError()]\n"
+        code += "def fail(*words):\n    if errors: raise errors.pop()\n"
+        code += "    return drain(*words)\nfemtoqueue.FemtoQueue.drain = fail\n"
+        *words, main = self.program()
+        begin, _, run = main.partition("sys.exit")
+        self.queue(None).push(b"x")
+        command = "work", "jobs", "-q", "--drain", "--", "true"
+        program = *words, f"{begin}\n{code}sys.exit{run}"
+        status, _, err = run_guarded(*program, *command, env=self.env)
+        self.assertRegex(err, r"^\S+ no memory; trying again\n$")
+        self.assertEqual((status, self.states()), (0, {"done": 1}))
 
     def test_worker_whose_python_is_removed_still_takes_a_keyed_task(self) -> None:
         # From the first command on, each import fails.
@@ -11716,6 +11756,22 @@ class CommandLine(CommandCase):
                 said += process.stdout.read()
             self.assertEqual(b"1 running" in said, is_drawn, said)
             self.assertIn(b"1 done", said)
+
+    def test_line_of_progress_is_not_cleared_in_the_background(self) -> None:
+        self.queue().push(b"x")
+        script = "sleep 1; kill -TSTP $(worker); sleep 2"
+        work = shlex.join(
+            [*self.program(), "work", "jobs", "--drain", "--", "sh", "-c", script]
+        )
+        shell = f"set -m; {work}; echo stopped; bg; wait; echo end"
+        words = "import pty, sys; pty.spawn(['bash', '-c', sys.argv[1]])", shell
+        said = run_guarded(
+            sys.executable, "-c", *words, env=self.env | {"TERM": "xterm"}
+        )[1]
+        before, _, after = said.partition("stopped")
+        self.assertIn("1 running", before)
+        self.assertRegex(after, r"(?s)1 done.*end")
+        self.assertNotIn("\x1b[J", after)
 
     def test_progress_shows_that_the_queue_is_paused(self) -> None:
         q = self.queue()
@@ -12233,6 +12289,20 @@ class CommandLine(CommandCase):
             until_gone(child)
 
     @unittest.skipUnless(os.path.exists("/proc/thread-self/children"), "needs /proc")
+    def test_killed_worker_leaves_neither_command_nor_launcher_without_proc(
+        self,
+    ) -> None:
+        *words, main = self.program()
+        begin, _, run = main.partition("sys.exit")
+        code = f"{begin}femtoqueue._processes = list; sys.exit{run}"
+        self.queue(None).push(b"x")
+        script = "echo $$ $PPID; exec sleep 1000"
+        command = [*words, code, "work", "jobs", "-q", "--", "sh", "-c", script]
+        with Command(command, env=self.env, stdout=subprocess.PIPE) as process:
+            pids = process.first_lines(1)[0].split()
+            process.kill()
+            until_gone(*pids)
+
     def test_killed_worker_or_launcher_leaves_no_command(self) -> None:
         """If a worker or its launcher is killed, no process of a job is left, and others get the
         tasks at once."""

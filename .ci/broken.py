@@ -761,6 +761,20 @@ a log that nobody reads keeps no task from its end | CommandLine
 the last line of progress is not repeated at the end | CommandLine
 -        if self._has_terminal or line == before:
 +        if self._has_terminal:
+the line of progress is not cleared in the background | CommandLine
+- if self._is_shown and _is_in_foreground() else
++ if self._is_shown else
+a worker that waits for a process ends at --time-limit | CommandLine -k time_limit_ends
+-            if self._is_stopping():
+-                self._queue
++            if self._is_told.is_set():
++                self._queue
+a payload makes an argument too large for memory: only its task fails | Transcripts
+-(OSError, ValueError, MemoryError) as
++(OSError, ValueError) as
+a dead letter whose payload did not fit into TMPDIR shows its attempts | Transcripts
+-{tempfile.gettempdir()}{_try_text(task)}"
++{tempfile.gettempdir()}"
 a worker whose Python is removed takes a keyed task | CommandLine
 -    import urllib.parse  # noqa: F401
 +    import urllib  # noqa: F401
