@@ -1946,7 +1946,7 @@ class _Batch:
         self._clock = worker.clock
         self.names: list[str] = []  # the oldest last
         self.seen = _FEW  # the number of names at the last listing; many at first
-        # the tasks that this user may not claim, by id, and until when (monotonic clock)
+        # the paths of tasks that this user may not claim, and until when (monotonic clock)
         self.barred: dict[str, float] = {}
 
     def relist(self, now_s: float, is_second: bool = False) -> None:
@@ -1957,12 +1957,12 @@ class _Batch:
         for chunk in self._chunks() if is_large else [self._files.names("pending")]:
             seen += len(chunk)
             names += filter(_is_task_name, chunk)
+            if self.barred:
+                ends_s = self.barred.items()
+                self.barred = {path: end_s for path, end_s in ends_s if end_s >= now_s}
+                names = [it for it in names if f"pending/{it}" not in self.barred]
             names.sort(reverse=True)
             del names[:-_MAX_BATCH]
-        if self.barred:
-            ends_s = self.barred.items()
-            self.barred = {ident: end_s for ident, end_s in ends_s if end_s >= now_s}
-            names = [it for it in names if _id_of(it) not in self.barred]
         self.names = names
         self.seen = seen
         if seen <= _AT_ONCE:
@@ -2096,9 +2096,9 @@ class _LeaseDir:
     # Claiming
 
     def claim(self, directory: str, name: str, lease: _Lease) -> bool:
-        """Rename a waiting task into the lease directory. Return False if the task has gone, or the
-        directory is not open. The caller holds the worker's lock. It undoes the claim after any
-        exception, which may come after the rename."""
+        """Rename a waiting task into the lease directory. Return False if the task has gone or may
+        not be moved, or the directory is not open. The caller holds the worker's lock. It undoes
+        the claim after any exception, which may come after the rename."""
         attempts = min(_attempts_of(name) + 1, _MAX_ATTEMPTS) if "~" in name else 1
         deadline_ns = (
             int(time.monotonic() * 1e9) + self._clock.anchor_ns + lease.length_ns
@@ -2128,14 +2128,17 @@ class _LeaseDir:
             if error.errno in _MISSING_ERRNOS:
                 return False
             self._files.named(error, lease.source, lease.path)
-            if isinstance(error, PermissionError):
+            # If this user may not write to the directory, no task can be claimed. To pass over all
+            # of them would end drain().
+            where = f"{self._files.path}/{directory}"
+            if isinstance(error, PermissionError) and os.access(where, os.W_OK):
                 until_s = time.monotonic() + _TROUBLE_PAUSE_S
-                self._worker.batch.barred[_id_of(name)] = until_s
-            if error.errno == errno.EPERM:
-                # Another user's task in a sticky directory, or an immutable file. It is no trouble
-                # of this worker: to raise would end an idle one after a while.
-                _warn_once(f"passed over: {error.strerror}: {error.filename!r}")
-                return False
+                self._worker.batch.barred[lease.source] = until_s
+                if error.errno == errno.EPERM:
+                    # Another user's task in a sticky directory, or an immutable file. It is no
+                    # trouble of this worker: to raise would end an idle one after a while.
+                    _warn_once(f"passed over: {error.strerror}: {error.filename!r}")
+                    return False
             raise
         return True
 
@@ -2282,8 +2285,10 @@ class _Worker:
                         errno.ENOTDIR,
                         errno.EXDEV,
                     )
-                # If the lease is gone, only a step after the rename has failed.
-                if not is_refused or not self.files.exists(lease.path):
+                # If the lease is gone, only a step after the rename has failed. But EXDEV comes
+                # before the system looks for the lease: below, LeaseLost is raised.
+                is_gone = error.errno != errno.EXDEV and not self.files.exists(lease.path)
+                if is_gone or not is_refused:
                     raise
                 text = "task %s is done, and removed: done/ can't take it: %s"
                 _log().warning(text, _id_of(lease.path), error)
@@ -3124,8 +3129,8 @@ class FemtoQueue:
         file or directory. If an OSError or MemoryError has the attribute `task_id`, this task is at
         the back of the queue. The attempt counts, unless a file or key was locked.
 
-        A task that this user may not move, such as another user's in a sticky directory, is passed
-        over and logged once. drain() and join() do not wait for it.
+        A task in pending/ that this user may not move, such as another user's in a sticky
+        directory, is passed over and logged once. drain() and join() do not wait for it.
         """
         if os.getpid() != _process_id:  # inlined: a call would be 2 % of pop()
             _after_fork_in_child()
@@ -4347,9 +4352,9 @@ class _Waits:
         is_fine = any(time_ns % 10**9 for time_ns in before)
         for pause_s in (_FILE_TICK_S if is_fine else _COARSE_TICK_S, 0):
             for directory in ("keys", *_WAITING_DIRS, *files.node_dirs()):
-                names = (it for it in files.scan(directory) if _id_of(it) not in barred)
-                if any(_parse(directory, name) for name in names):
-                    return True
+                for name in files.scan(directory):
+                    if f"{directory}/{name}" not in barred and _parse(directory, name):
+                        return True
             time.sleep(pause_s)
         return self._waiting_ctimes_ns() != before
 
@@ -7147,7 +7152,7 @@ def _cancel_command(options: Any) -> int:
     def cancel(q: FemtoQueue, name: str) -> None:
         task = q.take(id=_id_of(name), even_paused=True)
         if task is None:
-            raise TaskNotFound(f"task {_id_of(name)} is not waiting")
+            raise TaskNotFound(f"task {_id_of(name)} does not wait, or may not be moved")
         q.done(task)
 
     return _for_each_id(options, cancel, keep_done=False) > 0
