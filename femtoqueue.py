@@ -1958,8 +1958,9 @@ class _Batch:
             seen += len(chunk)
             names += filter(_is_task_name, chunk)
             if self.barred:
-                ends_s = self.barred.items()
-                self.barred = {path: end_s for path, end_s in ends_s if end_s >= now_s}
+                self.barred = {
+                    path: end_s for path, end_s in self.barred.items() if end_s >= now_s
+                }
                 names = [it for it in names if f"pending/{it}" not in self.barred]
             names.sort(reverse=True)
             del names[:-_MAX_BATCH]
@@ -2130,8 +2131,9 @@ class _LeaseDir:
             self._files.named(error, lease.source, lease.path)
             # If this user may not write to the directory, no task can be claimed. To pass over all
             # of them would end drain().
-            where = f"{self._files.path}/{directory}"
-            if isinstance(error, PermissionError) and os.access(where, os.W_OK):
+            if isinstance(error, PermissionError) and os.access(
+                f"{self._files.path}/{directory}", os.W_OK
+            ):
                 until_s = time.monotonic() + _TROUBLE_PAUSE_S
                 self._worker.batch.barred[lease.source] = until_s
                 if error.errno == errno.EPERM:
@@ -2287,8 +2289,8 @@ class _Worker:
                     )
                 # If the lease is gone, only a step after the rename has failed. But EXDEV comes
                 # before the system looks for the lease: below, LeaseLost is raised.
-                is_gone = error.errno != errno.EXDEV and not self.files.exists(lease.path)
-                if is_gone or not is_refused:
+                is_there = error.errno == errno.EXDEV or self.files.exists(lease.path)
+                if not is_refused or not is_there:
                     raise
                 text = "task %s is done, and removed: done/ can't take it: %s"
                 _log().warning(text, _id_of(lease.path), error)
@@ -2534,8 +2536,11 @@ class _Consumer(_Worker):
                     # round sees the task in flight.
                     with self.lock:
                         is_claimed = self.lease_dir.claim(directory, name, lease)
-                    if is_claimed and (task := self._deliver(lease)):
-                        return task
+                    if is_claimed:
+                        if task := self._deliver(lease):
+                            return task
+                    elif path in self.batch.barred:
+                        raise _os_error(errno.EPERM, f"{self.files.path}/{path}")
             except BaseException as error:
                 self._undo_claim(lease, error)
                 if not isinstance(error, BlockingIOError):
@@ -6348,7 +6353,7 @@ class _CommandPool(_WorkerPool):
         if len(self.signals) > 1:
             return 128 + self.signals[-1]
         has_failed = self._progress.files.count("failed") > failed
-        return self._drain and (has_failed or not self._queue.join(0))
+        return self._drain and (has_failed or any(self._queue.stats()[:3]))
 
     def _progress_text(self) -> str:
         with suppress(OSError):  # pop() meets the same trouble, and raises the error
@@ -7152,7 +7157,7 @@ def _cancel_command(options: Any) -> int:
     def cancel(q: FemtoQueue, name: str) -> None:
         task = q.take(id=_id_of(name), even_paused=True)
         if task is None:
-            raise TaskNotFound(f"task {_id_of(name)} does not wait, or may not be moved")
+            raise TaskNotFound(f"task {_id_of(name)} is not waiting")
         q.done(task)
 
     return _for_each_id(options, cancel, keep_done=False) > 0

@@ -7105,7 +7105,7 @@ class TroubleOfOneTask(QueueCase):
         bad, *_ = q.push_many([b"bad", b"good", b"better"])
         LOG.disabled = False
         refuse = mock.Mock(side_effect=errno_raiser(errno.EPERM))
-        refused = hooked(at_call("move", bad, refuse))
+        refused = hooked(at_call("move", f"/pending/{bad}", refuse))
         with refused, self.assertLogs(LOG, "WARNING") as logged:
             q.done(self.pop(q))
             clock.advance(59)
@@ -7114,7 +7114,7 @@ class TroubleOfOneTask(QueueCase):
             self.assertEqual((q.pop(), refuse.call_count), (None, 1))
             clock.advance(2)
             self.assertEqual((q.pop(), refuse.call_count), (None, 2))
-            self.assertIsNone(q.take(id=bad))
+            self.assertRaises(PermissionError, q.take, id=bad)
             self.assertTrue(q.join(0))
             self.assertEqual([*q.drain()], [])
             clock.advance(61)
@@ -7126,6 +7126,50 @@ class TroubleOfOneTask(QueueCase):
         task = self.pop(q)
         self.assertEqual((task.id, task.attempts), (bad, 1))
         self.assertFalse(q.join(0))
+
+    def test_task_that_was_passed_over_and_is_leased_counts_as_work(self) -> None:
+        q = self.queue()
+        clock = self.clock()
+        clock.stand_still()
+        bad = q.push(b"bad")
+        with hooked(at_call("move", f"/pending/{bad}", errno_raiser(errno.EPERM))):
+            self.assertIsNone(q.pop())
+            self.assertTrue(q.join(0))
+        task = self.queue("n2").pop()
+        assert task is not None
+        self.assertEqual(task.id, bad)
+        self.assertFalse(q.join(0))
+
+    def test_tasks_that_are_passed_over_hide_no_task_behind_them(self) -> None:
+        q = self.queue()
+        clock = self.clock()
+        clock.stand_still()
+        bad = set(q.push_many([b"bad"] * 5))
+        q.push(b"good")
+
+        def refuse(name: str, args: tuple[Any, ...]) -> None:
+            if name == "move" and os.path.basename(args[0]) in bad:
+                raise_errno(errno.EPERM)
+
+        with with_constant("most in a batch", 3), hooked(refuse):
+            self.assertEqual(self.pop(q).data, b"good")
+
+    def test_directory_that_this_user_may_not_write_to_is_trouble_with_the_disk(
+        self,
+    ) -> None:
+        """If no task can be claimed because the directory can't be written to, that is no reason
+        to find the queue empty."""
+        for code in (errno.EACCES, errno.EPERM):
+            q = self.new_queue()
+            q.push_many([b"1", b"2", b"3"])
+            q.done(self.pop(q))
+            with (
+                hooked(at_call("move", "/pending/", errno_raiser(code))),
+                mock.patch.object(os, "access", return_value=False),
+            ):
+                self.assertRaises(PermissionError, q.pop)
+                self.assertRaises(PermissionError, q.pop)
+                self.assertFalse(q.join(0))
 
     def test_directory_that_may_not_be_moved_is_tried_once_a_minute(self) -> None:
         """If a claim fails because a directory has no right to write, pop() raises the error, and

@@ -1157,16 +1157,21 @@ a claim whose undo failed is put back uncounted later | Faults
 -                self.lease_dir.orphans[lease.path] = place
 +                self.lease_dir.orphans[lease.path] = None
 a task that this user may not claim does not delay other tasks | TroubleOfOneTask
--                self._worker.batch.barred[_id_of(name)] = until_s
+-                self._worker.batch.barred[lease.source] = until_s
 a task that this user may not move does not keep drain() from its end | TroubleOfOneTask
-- if _id_of(it) not in barred)
-+)
+-if f"{directory}/{name}" not in barred and _parse(directory, name):
++if _parse(directory, name):
+a directory that can't be written to does not make its tasks those of others | TroubleOfOneTask
+-            if isinstance(error, PermissionError) and os.access(
++            if isinstance(error, PermissionError) and str(
+tasks that are passed over hide no task behind them | TroubleOfOneTask
+-                names = [it for it in names if f"pending/{it}" not in self.barred]
 a task that the kernel protects from this user is no trouble of the worker | TroubleOfOneTask
--            if error.errno == errno.EPERM:
-+            if error.errno in ():
+-                if error.errno == errno.EPERM:
++                if error.errno in ():
 a task that this user could not claim is tried again after a minute | TroubleOfOneTask
--in ends_s if end_s >= now_s}
-+in ends_s}
+- in self.barred.items() if end_s >= now_s
++ in self.barred.items()
 a task found for a coroutine that was cancelled goes back | Coroutines
 -            if not answer.cancel() and answer.exception() is None:
 +            if not answer.cancel() and answer.exception():
