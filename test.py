@@ -1320,6 +1320,24 @@ class Lifecycle(QueueCase):
             found = f"now it is {waiting}" in str(caught.exception)
             self.assertEqual(found, no_lease == waiting)
 
+    def test_done_of_a_lost_lease_says_so_although_done_is_another_mount(self) -> None:
+        # The system compares the mounts first, and does not look for the lease.
+        q = self.queue()
+        task = leased(q)
+        os.rename(self.file(task.path), self.file("pending", task.id))
+        with hooked(at_call("move", "/done/", errno_raiser(errno.EXDEV))):
+            self.assertRaises(LeaseLost, q.done, task)
+        self.assertEqual(self.states(), {"pending": 1})
+
+    def test_id_with_a_shorter_tag_is_of_no_task(self) -> None:
+        q = self.queue()
+        ident = q.push(b"x")
+        for known in (ident[:-8], "0" * 20 + "-00000000"):
+            self.assertIsNone(q.take(id=known))
+            self.assertIsNone(q.peek(known))
+            self.assertRaises(TaskNotFound, q.retry, known)
+        self.assertRaises(ValueError, q.peek, ident[:-9])
+
     def test_changed_id_of_a_task_object_is_not_used_in_file_names(self) -> None:
         q = self.queue(keep_done=False, retry_delay_s=0)
         ident = q.push(b"x")
