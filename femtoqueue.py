@@ -1954,14 +1954,15 @@ class _Batch:
         is_large = self.seen >= _FEW
         names: list[str] = []
         seen = 0
-        for chunk in self._chunks() if is_large else [self._files.names("pending")]:
-            seen += len(chunk)
-            names += filter(_is_task_name, chunk)
+        for listed in self._chunks() if is_large else [self._files.names("pending")]:
+            seen += len(listed)
+            chunk = listed
             if self.barred:
                 self.barred = {
                     path: end_s for path, end_s in self.barred.items() if end_s >= now_s
                 }
-                names = [it for it in names if f"pending/{it}" not in self.barred]
+                chunk = [it for it in chunk if f"pending/{it}" not in self.barred]
+            names += filter(_is_task_name, chunk)
             names.sort(reverse=True)
             del names[:-_MAX_BATCH]
         self.names = names
@@ -5400,7 +5401,7 @@ class TicketQueue:
         # a directory, a socket or a link is no ticket
         with _ignore_missing(errno.EISDIR, errno.ENXIO, errno.ELOOP):
             # RACE (Tickets): the member or another process removed the ticket
-            with closing(self._files.open_lock(member, makes=False)) as lock:
+            with closing(self._files.open_lock(member, False)) as lock:
                 if f"~{self._boot}~" in member or self._files.is_local:
                     is_dead = lock.try_lock()
                 else:
@@ -5502,10 +5503,10 @@ def _afresh(look: _Method) -> _Method:
     then raises FileNotFoundError."""
 
     @functools.wraps(look)
-    def call(*args: Any, **options: Any) -> Any:
+    def call(*args: Any) -> Any:
         for _ in range(_LOOKS):
             try:
-                return look(*args, **options)
+                return look(*args)
             except OSError as error:
                 if error.errno not in _MISSING_ERRNOS:
                     raise

@@ -263,6 +263,18 @@ class Clock:
         self.wall_shift_s += seconds
         self.monotonic_shift_s += seconds
 
+    def go_on_in_sleeps(self, goes_on: Callable[[], bool]) -> None:
+        """Stand still, but in each sleep, such as those of the thread that renews leases, advance
+        by its length while goes_on() is true."""
+        self.stand_still()
+
+        def sleep(seconds: float) -> None:
+            if goes_on():
+                self.advance(seconds)
+            time.sleep(0.001)
+
+        self.sleep = sleep  # type: ignore[method-assign]
+
 
 def fake_os(*missing: str, **functions: Any) -> types.ModuleType:
     """Return a stand-in for os, without the functions `missing` and with `functions` replaced."""
@@ -7189,9 +7201,9 @@ class TroubleOfOneTask(QueueCase):
                 self.assertRaises(PermissionError, q.pop)
                 self.assertFalse(q.join(0))
 
-    def test_directory_that_may_not_be_moved_is_tried_once_a_minute(self) -> None:
-        """If a claim fails because a directory has no right to write, pop() raises the error, and
-        does not try that task again for a minute."""
+    def test_claim_that_is_refused_for_one_task_raises_once_a_minute(self) -> None:
+        """On EACCES although this user may write to the directory, as on Windows for a file that
+        another program has open, pop() raises, and does not try that task for a minute."""
         q = self.queue()
         clock = self.clock()
         bad, *_ = q.push_many([b"bad", b"good"])
@@ -9785,18 +9797,10 @@ class Processing(QueueCase):
         return task.until.timestamp() - time.time() - shift_s
 
     def test_block_longer_than_three_leases_keeps_its_lease(self) -> None:
-        # The clock goes on only while the thread sleeps that renews the lease.
         q, other = self.queue(timeout_stale_ms=300), self.queue("n2")
         clock = self.clock()
-        clock.stand_still()
         end_s = clock.time() + 3 * 0.3
-
-        def sleep(seconds: float) -> None:
-            if clock.time() < end_s:
-                clock.advance(seconds)
-            time.sleep(0.001)
-
-        clock.sleep = sleep  # type: ignore[method-assign]
+        clock.go_on_in_sleeps(lambda: clock.time() < end_s)
         with q.processing(leased(q)):
             until(lambda: bool(other.pop()) or clock.time() >= end_s)
         self.assertEqual(self.states(), {"done": 1})
@@ -12272,9 +12276,8 @@ class CommandLine(CommandCase):
             until(lambda: len(self.names("failed")) == 2)
             process.send_signal(signal.SIGTERM)
             time.sleep(4 * constant("one signal"))
-            for _ in range(
-                2
-            ):  # the first of these signals may count as one with the former
+            # The first of these signals may count as one with the former.
+            for _ in range(2):
                 process.send_signal(signal.SIGTERM)
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(20)
@@ -12350,7 +12353,6 @@ class CommandLine(CommandCase):
             process.kill()
             until_gone(child)
 
-    @unittest.skipUnless(os.path.exists("/proc/thread-self/children"), "needs /proc")
     def test_killed_worker_leaves_neither_command_nor_launcher_without_proc(
         self,
     ) -> None:
@@ -12365,6 +12367,7 @@ class CommandLine(CommandCase):
             process.kill()
             until_gone(*pids)
 
+    @unittest.skipUnless(os.path.exists("/proc/thread-self/children"), "needs /proc")
     def test_killed_worker_or_launcher_leaves_no_command(self) -> None:
         """If a worker or its launcher is killed, no process of a job is left, and others get the
         tasks at once."""
@@ -12833,28 +12836,21 @@ class Races(QueueCase):
     @FORK
     def test_lease_is_renewed_although_its_key_is_pushed_all_the_time(self) -> None:
         # The lock of the key is free only for moments: here for one of 40 attempts to get it.
-        # The clock goes on only while the thread sleeps that renews the lease.
         q = self.queue(timeout_stale_ms=1500)
         clock = self.clock()
-        clock.stand_still()
         tries = itertools.count()
         flock = fcntl.flock
         task = leased(q, key="k")
         assert task.until is not None
         end_s = task.until.timestamp()
         before = task.path
-
-        def sleep(seconds: float) -> None:
-            if task.path == before:
-                clock.advance(seconds)
-            time.sleep(0.001)
+        clock.go_on_in_sleeps(lambda: task.path == before)
 
         def busy(fd: int, how: int) -> None:
             if how == fcntl.LOCK_EX | fcntl.LOCK_NB and next(tries) % 40 != 39:
                 raise BlockingIOError
             flock(fd, how)
 
-        clock.sleep = sleep  # type: ignore[method-assign]
         with q.processing(task), mock.patch("fcntl.flock", busy):
             until(lambda: task.path != before or clock.time() > end_s)
         self.assertLess(clock.time(), end_s)

@@ -1165,7 +1165,7 @@ a directory that can't be written to does not make its tasks those of others | T
 -            if isinstance(error, PermissionError) and os.access(
 +            if isinstance(error, PermissionError) and str(
 tasks that are passed over hide no task behind them | TroubleOfOneTask
--                names = [it for it in names if f"pending/{it}" not in self.barred]
+-                chunk = [it for it in chunk if f"pending/{it}" not in self.barred]
 a task that the kernel protects from this user is no trouble of the worker | TroubleOfOneTask
 -                if error.errno == errno.EPERM:
 +                if error.errno in ():

@@ -34,7 +34,7 @@ import femtoqueue
 import test
 
 LIMITS = {
-    "tokens of code": 36_361,
+    "tokens of code": 36_354,
 }
 DOORS = {  # names of later parts that parts above them may use
     *("_Inspector", "_Processing", "_WorkerPool", "_open_files"),
